@@ -18,6 +18,7 @@ from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
@@ -88,6 +89,10 @@ class Driver:
         """An executor for the plans, with empty pools."""
         return FakeExecutor(self.pool.num_blocks, self.block_size, self.vocab, self.host_blocks)
 
+    def _prepare(self, command: GenerateCommand, root: bytes) -> PreparedPrompt | None:
+        """Called before a request is made."""
+        return None
+
     def _send(self, plan: StepPlan) -> None:
         """Called with every plan when it has been made, before anything else happens."""
 
@@ -119,7 +124,8 @@ class Driver:
         sampling = SamplingParams(**{**fields, **sampling_fields})
         command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority)
         root = root_digest("model", identity.namespace, identity.adapter_id)
-        request = live_request(command, RequestStream(command.request_id, n), arrival, root, self.priority_aging)
+        stream, prepared = RequestStream(command.request_id, n), self._prepare(command, root)
+        request = live_request(command, stream, arrival, root, self.priority_aging, prepared)
         self.requests.append(request)
         self.scheduler.add(request)
         return request

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.clients.scripted_server import Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk
 
 from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, Unreachable
 from pagekv.client.channel import channel_options
@@ -20,7 +20,7 @@ def test_metadata_goes_with_every_call(server: ScriptedServer, make_client: Any)
     client = make_client(server.target, metadata=[("authorization", "Bearer a"), ("trace-bin", b"\x00\xff")])
     server.expect("GetStats", STATS)
     client.stats()
-    server.expect("Generate", complete(4))
+    server.expect("Generate", *answer(4))
     client.generate("x")
     server.expect("WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True))
     list(client.watch_events(snapshot_only=True))

@@ -12,7 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 # The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up, version
+from pagekv.client.cli.commands import (
+    bench,
+    chat,
+    completion,
+    demo,
+    generate,
+    inspect,
+    plan,
+    prefix,
+    replay,
+    top,
+    up,
+    version,
+)
 from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
@@ -37,7 +50,7 @@ GROUPS = {
         "health", "version", "model", "stats", "top", "requests", "blocks", "block-table", "lookup", "explain", "watch",
     ),
     "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
-    "tools": ("bench", "plan", "replay"),
+    "tools": ("bench", "plan", "replay", "completion"),
 }  # fmt: skip  # several names a line: one each would fill a screen
 
 
@@ -49,6 +62,7 @@ def make_parser() -> CommandParser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS)
     for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay, version):
         module.add(commands)
+    completion.add(commands, parser)
     parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, EXIT_STATUS])
     return parser
 

@@ -39,7 +39,7 @@ def add_command(
 ) -> CommandParser:
     """A subcommand with --json; `help` is one line without a full stop."""
     description = f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, description=description, examples=examples, aliases=aliases)
+    parser = commands.add_parser(name, help=help, description=description, examples=examples, aliases=aliases)
     parser.set_defaults(run=run)
     parser.add_argument(
         "--json", action="store_true", help="JSON on standard output, for scripts: keys are added, never renamed"
@@ -129,7 +129,7 @@ def add_prompt(parser: CommandParser) -> None:
 def add_identity(parser: CommandParser) -> None:
     """--namespace and --adapter, which are part of the identity of cached blocks."""
     parser.add_argument("--namespace", default="", metavar="NAME", help="share cached prefixes within this namespace")
-    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with")
+    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with, if the model has it")
 
 
 def read_identity(args: argparse.Namespace) -> dict[str, Any]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest
-from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
 from pagekv.kvmanager.text.tokenizer import Tokenizer
@@ -34,8 +35,6 @@ MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10
-MAX_MEDIA = 256
-MAX_MEDIA_HASH_CHARACTERS = 128
 DEFAULT_MAX_TOKENS = 16
 # Bounds of numbers that depend on nothing else. Of two of them the lower bound is outside.
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -62,7 +61,8 @@ async def read_generate(
     request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
     """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
-    `GenerateCommand`. Raises InvalidRequest, or FailedPrecondition when the request is for another model.
+    `GenerateCommand`. Raises InvalidRequest, NotFound for an adapter, or FailedPrecondition when the request is for
+    another model.
 
     Cheap checks come first: a request that is wrong elsewhere is refused before its text is encoded.
     """
@@ -88,7 +88,6 @@ async def read_generate(
     limit = model.max_model_len - 1
     prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
     num_prompt = len(prompt)
-    _check_media(identity, num_prompt)
     kind = request.prompt.WhichOneof("kind")
     assert kind is not None, "a request without a prompt was refused"
     check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, sampling.beam_width, model)
@@ -106,6 +105,11 @@ async def read_generate(
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
+    ends = sampling.end_ids(model.eos_token_ids)
+    for position in range(max(0, params.min_tokens - 1), len(resumed) - 1):
+        if (token_id := resumed[position]) in ends:
+            words = f"must be the last of them, since {token_id} ends the output; {len(resumed)} were given"
+            raise InvalidRequest(f"resumed_token_ids[{position}]", words)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
@@ -126,8 +130,9 @@ async def read_generate(
 
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
-) -> tuple[list[int], CacheIdentity]:
-    """Token ids and cache identity of a request about a prompt. Raises InvalidRequest."""
+) -> tuple[array[int], CacheIdentity]:
+    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound
+    for an adapter."""
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
@@ -135,7 +140,6 @@ async def read_lookup(
     prompt = await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, _context(model)).read(
         request.prompt
     )
-    _check_media(identity, len(prompt))
     return prompt, identity
 
 
@@ -174,14 +178,15 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
     return SamplingParams(**given)
 
 
-def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> list[int]:
+def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> array[int]:
     """The tokens that were generated before. Once more their number is checked when max_tokens is known."""
     field = "resumed_token_ids"
     if given and (n != 1 or sampling.beam_width):
         name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
         raise InvalidRequest(field, f"must be empty with sampling_params.{name} of {value}, has {len(given)} ids")
     _check_count(field, len(given), model.max_model_len - 1)
-    if resumed := list(given):
+    resumed = token_array(given)
+    if resumed:
         check_token_ids(field, resumed, model.vocab_size)
     return resumed
 
@@ -219,7 +224,7 @@ def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> t
     field = "sampling_params.stop_token_ids"
     _check_count(field, len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
-        check_token_ids(field, list(params.stop_token_ids), vocab_size)
+        check_token_ids(field, token_array(params.stop_token_ids), vocab_size)
     return tuple(params.stop_token_ids)
 
 
@@ -245,30 +250,30 @@ def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[
 def _read_identity(
     request: inference_service_pb2.GenerateRequest | LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest,
 ) -> CacheIdentity:
-    """The cache identity of a request; `_check_media` checks it against the prompt."""
+    """The cache identity of a request, without adapter and media: no model served here has either, and an answer of the
+    base model is not what was asked for.
+    """
     cache = request.cache
     for field, value in (("cache.namespace", cache.namespace), ("adapter", request.adapter)):
         size = len(value.encode())
         if size > MAX_NAME_BYTES:
             raise InvalidRequest(field, f"must be at most {MAX_NAME_BYTES} bytes of UTF-8, has {size}")
-    _check_count("cache.media_hashes", len(cache.media_hashes), MAX_MEDIA)
-    for index, media in enumerate(cache.media_hashes):
-        check_length(f"cache.media_hashes[{index}].hash", media.hash, MAX_MEDIA_HASH_CHARACTERS)
+    if cache.media_hashes:
+        raise InvalidRequest(
+            "cache.media_hashes", f"must be empty: the model takes no media, has {len(cache.media_hashes)} entries"
+        )
+    check_adapter(request.adapter)
     return CacheIdentity(
         namespace=cache.namespace,
-        adapter_id=request.adapter,
-        media=tuple(MediaSpan(media.position, media.length, media.hash) for media in cache.media_hashes),
         read=cache.read or not cache.HasField("read"),
         write=cache.write or not cache.HasField("write"),
     )
 
 
-def _check_media(identity: CacheIdentity, num_prompt: int) -> None:
-    """Raises InvalidRequest unless every medium lies inside a prompt of `num_prompt` tokens."""
-    for index, span in enumerate(identity.media):
-        field = f"cache.media_hashes[{index}]"
-        _check(f"{field}.position", span.position, 0, num_prompt - 1)
-        _check(f"{field}.length", span.length, 1, num_prompt - span.position)
+def check_adapter(name: str) -> None:
+    """Raises NotFound unless there is an adapter of this name, "" being none."""
+    if name:
+        raise NotFound(f"adapter: there is no {_quote(name)}, the model has no adapters", "adapter", name)
 
 
 def _check(field: str, value: float, low: float, high: float, above: bool = False) -> None:

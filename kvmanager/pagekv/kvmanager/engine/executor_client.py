@@ -12,7 +12,7 @@ import grpc
 
 from pagekv.common.server import MAX_RECEIVE_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
-from pagekv.kvmanager.engine.executor_wire import step_request, step_result
+from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
 from pagekv.kvmanager.engine.features import feature_numbers
 from pagekv.kvmanager.engine.recovery import Fault, WrongAnswer
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -22,6 +22,7 @@ from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 # The latest revision of executor_service.proto that steps can be made by.
 CONTRACT_REVISION = 1
+_RUN = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Run"
 # Seconds. Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine.
 DESCRIBE_TIMEOUT_S = 300.0
 ATTACH_TIMEOUT_S = 300.0
@@ -65,7 +66,7 @@ class ExecutorLink:
             ],
         )
         self._stub = cast("pb_grpc.ExecutorServiceAsyncStub", pb_grpc.ExecutorServiceStub(self._channel))
-        self._call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult] | None = None
+        self._call: grpc.aio.StreamStreamCall[bytes, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None
         self._results: deque[StepResult] = deque()
         self._error: ExecutorLost | WrongAnswer | None = None
@@ -103,10 +104,11 @@ class ExecutorLink:
         if not answer.epoch:
             raise ExecutorLost("AttachResponse.epoch: must not be 0, which stands for no epoch")
         self.epoch, self._eos = answer.epoch, model.eos_token_ids
-        self._call = self._stub.Run()
+        # Not through the stub: steps are bytes already.
+        self._call = self._channel.stream_stream(_RUN, response_deserializer=pb.StepResult.FromString)()
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[pb.StepRequest, pb.StepResult]) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, pb.StepResult]) -> None:
         try:
             async for message in call:
                 if message.epoch != self.epoch:
@@ -129,7 +131,7 @@ class ExecutorLink:
         self._step += 1
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call.write(step_request(plan, self.epoch, self._step, self._eos))
+                await self._call.write(step_bytes(plan, self.epoch, self._step, self._eos))
         except TimeoutError as error:
             what = f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)"
             raise ExecutorLost(what, Fault.STEP) from error

@@ -8,6 +8,7 @@ import time
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.request.wakeups import Wakeups
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
 
 
@@ -35,10 +36,10 @@ class LiveRequests:
         """All requests by arrival, in a new list: requests may end while the caller goes through it."""
         return list(self._requests.values())
 
-    def add(self, command: GenerateCommand, root: bytes) -> LiveRequest:
-        """Adds a request whose id is free; `root` is the parent digest of its first block."""
+    def add(self, command: GenerateCommand, root: bytes, prepared: PreparedPrompt | None = None) -> LiveRequest:
+        """Adds a request whose id is free; `root` is the parent digest of its first block, `prepared` of its prompt."""
         stream = RequestStream(command.request_id, command.n, self._wakeups)
-        request = live_request(command, stream, self._arrivals, root, self._priority_aging)
+        request = live_request(command, stream, self._arrivals, root, self._priority_aging, prepared)
         request.created = time.time()
         self._arrivals += 1
         self._requests[command.request_id] = request

@@ -25,6 +25,7 @@ from pagekv.kvmanager.engine.description import check_description
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, UnfitExecutor
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
+from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
@@ -40,6 +41,7 @@ from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
@@ -68,6 +70,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._live = LiveRequests(config.priority_aging)
+        self._long_prompts = LongPrompts()
         cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         self._state = EngineState(config, cache, self._live)
         self._totals = self._state.totals
@@ -275,7 +278,7 @@ class EngineLoop:
         self._state.cache.close(draining())
         self._wake.set()
 
-    # -- called by services; none of it blocks
+    # -- called by services; only `queue` waits, for other requests
 
     @property
     def model(self) -> EngineInfo | None:
@@ -286,25 +289,43 @@ class EngineLoop:
         """The error of calls before `model` is known."""
         return self._state.not_attached()
 
-    def submit(self, command: GenerateCommand) -> RequestStream:
-        """Queues a request. Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when it can never fit, or
-        LimitExceeded when it cannot beside what is pinned.
+    async def queue(self, command: GenerateCommand) -> RequestStream:
+        """`submit`, in the order of these calls, with a long prompt's work done before in slices. Raises as `submit`
+        does. Until it returns nothing is known of the request: to cancel the call is to end it.
         """
-        try:
-            check_admissible(command, self._state)
-        except Overloaded:
-            self._totals.rejected_requests_total += 1
-            self.observers.rejected()
-            raise
-        model, identity = self._state.model, command.identity
-        assert model is not None
-        request = self._live.add(command, root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id))
+        async with self._long_prompts.turn:
+            self._check_admissible(command)
+            table = self._state.serving().pool.table
+            return self.submit(command, await self._long_prompts.prepare(command, self._root(command), table))
+
+    def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
+        """Queues a request, whose prompt may have been prepared. Raises AlreadyExists, Overloaded, Unavailable,
+        InvalidRequest when it can never fit, or LimitExceeded when it cannot beside what is pinned.
+        """
+        self._check_admissible(command)
+        root, identity = self._root(command), command.identity
+        # Another model may have come in between.
+        request = self._live.add(command, root, prepared if prepared is not None and prepared.root == root else None)
         self._totals.requests_total += 1
         self._state.cache.adapters.note(identity.namespace, identity.adapter_id)
         self._state.serving().add(request)
         self.observers.submitted(request)
         self._wake.set()
         return request.stream
+
+    def _check_admissible(self, command: GenerateCommand) -> None:
+        try:
+            check_admissible(command, self._state)
+        except Overloaded:
+            self._totals.rejected_requests_total += 1
+            self.observers.rejected()
+            raise
+
+    def _root(self, command: GenerateCommand) -> bytes:
+        """Parent digest of the first block of a request to the present model."""
+        model, identity = self._state.model, command.identity
+        assert model is not None
+        return root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request; its stream gets finish ABORT. False when it is not live. Its blocks are free at once."""

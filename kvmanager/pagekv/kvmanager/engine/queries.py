@@ -7,6 +7,7 @@ Unavailable before the first attachment unless they say otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -102,22 +103,22 @@ class EngineQueries:
         """
         return self._state.serving().pool.ref_counts
 
-    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
+    def lookup_prefix(self, token_ids: Sequence[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing."""
         limits = self._state.serving().limits
         return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
 
     def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, page_size: int, token: str = ""
+        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str = ""
     ) -> pb.ExplainPrefixResponse:
         """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
         return self._cache.explain(token_ids, identity, page_size, token)
 
     def pin_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises LimitExceeded, with nothing changed.
+        Raises AlreadyExists and LimitExceeded, with nothing changed.
         """
         live = (request.command for request in self._state.live.all())
         return self._cache.pin(token_ids, identity, lease_s, live, pin_id)

@@ -144,9 +144,15 @@ class PrefixTable:
             self._names.copy(),
         )
 
-    def match_tokens(self, root: bytes, tokens: BlockTokens) -> list[int]:
-        """Longest leading run of cached blocks with these token ids after a chain root, found without hashing."""
-        return self._trie.match(root, tokens)
+    def match_tokens(self, parent: Node, tokens: BlockTokens) -> list[int]:
+        """Longest leading run of cached blocks with these token ids after a chain root or a block, found without
+        hashing.
+        """
+        return self._trie.match(parent, tokens)
+
+    def verify(self, root: bytes, blocks: Blocks, tokens: BlockTokens) -> int:
+        """How many of these block ids, any ids, are what `match_tokens` begins with after a chain root."""
+        return self._trie.verify(root, blocks, tokens)
 
     def match(self, digests: Sequence[bytes], tokens: BlockTokens) -> tuple[list[int], bool]:
         """Longest leading run of cached blocks with these digests; and whether it ended at a digest whose block holds

@@ -149,12 +149,12 @@ class PrefixTrie:
         """The root of every block that follows one."""
         return self._root_of.copy()
 
-    def match(self, root: bytes, tokens: NDArray[np.uint32]) -> list[int]:
-        """The longest run of blocks, the first after `root` and each other one after the block before it, that hold
+    def match(self, parent: Node, tokens: NDArray[np.uint32]) -> list[int]:
+        """The longest run of blocks, the first after `parent` and each other one after the block before it, that hold
         `tokens`, [n, block_size].
         """
         found: list[int] = []
-        node: Node = root
+        node = parent
         while len(found) < len(tokens):
             run = self._only_children(node, min(_STRIDE, len(tokens) - len(found)))
             if run:
@@ -170,6 +170,18 @@ class PrefixTrie:
             found += run
             node = run[-1]
         return found
+
+    def verify(self, root: bytes, blocks: NDArray[np.int32], tokens: NDArray[np.uint32]) -> int:
+        """How many of these block ids, any ids, are what `match` begins with after a root: a few vector operations for
+        a run that is known, instead of a walk.
+        """
+        most = min(len(blocks), len(tokens))
+        if not most or self._root_of.get(int(blocks[0])) != root or blocks.max() >= len(self._parent):
+            return 0
+        strangers = np.flatnonzero(self._parent[blocks[1:most]] != blocks[: most - 1])
+        run = int(strangers[0]) + 1 if len(strangers) else most
+        differs = self._tokens.take(blocks[:run], axis=0) != tokens[:run]
+        return int(differs.argmax()) // differs.shape[1] if differs.any() else run
 
     def longest_run(self, parent: Node, tokens: NDArray[np.uint32]) -> tuple[int, int]:
         """The child of `parent` that shares most leading tokens with `tokens`, and how many; (-1, 0) when no child

@@ -189,9 +189,14 @@ class BlockTables:
         size, table, digests = self._block_size, self.pool.table, sequence.digests
         chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
-        blocks = table.match_tokens(sequence.request.root, chunks[:text])
-        found = len(blocks)
-        digests += table.digests(blocks[len(digests) :])
+        root, hint = sequence.request.root, sequence.hint
+        if len(hint):
+            hint = hint[: table.verify(root, hint, chunks[:text])]
+        before = len(hint)
+        blocks = table.match_tokens(int(hint[-1]) if before else root, chunks[before:text])
+        found = before + len(blocks)
+        if len(digests) < found:
+            digests += table.digests([*hint.tolist(), *blocks][len(digests) :])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
@@ -199,7 +204,9 @@ class BlockTables:
                 blocks += self.pool.match(digests[found:most], chunks[found:])
             else:
                 self.pool.count_collision(digests[found])
-        return np.array(blocks, np.int32)
+        hits = np.array(blocks, np.int32)
+        sequence.hint = np.concatenate([hint, hits]) if before else hits
+        return sequence.hint
 
     def _match_partial(self, arrival: Arrival) -> None:
         """Finds the cached block that shares most tokens behind the hits."""
@@ -303,11 +310,16 @@ class BlockTables:
         # In blocks that were copied out nothing tells the void apart.
         self.swapper.release(sequence)
 
-    def append_blocks(
-        self, sequences: Sequence[Seq], blocks: Blocks, tokens: BlockTokens, token_bytes: Sequence[bytes]
+    def publish_last(
+        self,
+        sequences: Sequence[Seq],
+        tokens: BlockTokens,
+        token_bytes: Sequence[bytes],
+        *,
+        computed_now: bool,
     ) -> None:
-        """Appends one block, [n], to each table, whose last block is full with `tokens`, [n, block_size], or
-        `token_bytes`, and publishes that last block. Each decoding sequence needs this once in block_size steps.
+        """Publishes the last block of each table, which is full with `tokens`, [n, block_size], or `token_bytes`. Each
+        decoding sequence needs this once in block_size steps. `computed_now` as in `publish`.
         """
         size = self._block_size
         prefix_cache = self.limits.prefix_cache
@@ -316,14 +328,14 @@ class BlockTables:
         before: list[Node] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
-        for position, (sequence, block, raw) in enumerate(zip(sequences, blocks.tolist(), token_bytes, strict=True)):
+        for position, (sequence, raw) in enumerate(zip(sequences, token_bytes, strict=True)):
             table = sequence.block_table
             index = len(table) - 1
             full = index * size + size
             if prefix_cache and sequence.publishes and sequence.num_published == index:
                 # A first block with names gets them there, later ones have those of the block before.
                 if full > sequence.first_media or (index == 0 and sequence.request.names):
-                    self.publish(sequence)
+                    self.publish(sequence, computed_now=computed_now)
                 else:
                     known = sequence.digests
                     # With blocks of one token the next may be known, and have its digest, already.
@@ -337,8 +349,9 @@ class BlockTables:
                     digests.append(digest)
                     parents.append(parent)
             sequence.num_published = index + 1
-            table.append(block)
         if ready:
+            if computed_now and self.limits.partial_hits:
+                self._being_computed.append(np.array(offered, np.int32))
             for place in self.pool.publish_after(offered, digests, before, parents, tokens[ready]):
                 # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]
@@ -376,7 +389,8 @@ class BlockTables:
         """Gives every block back without publishing."""
         # Copies into these blocks that are already listed stay listed: the next owner's copies come later in the list,
         # and a listed swap-out may still read them.
-        self.pool.free(sequence.blocks())
+        sequence.hint = sequence.blocks()
+        self.pool.free(sequence.hint)
         sequence.block_table = array("i")
         sequence.num_published = 0
         sequence.num_computed = 0

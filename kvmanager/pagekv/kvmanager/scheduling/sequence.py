@@ -14,11 +14,13 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 
 NO_SEQ_ID = -1
+NO_BLOCKS = np.empty(0, np.int32)
 # A position behind every other.
 NEVER = 2**40
 
@@ -58,6 +60,8 @@ class LiveRequest:
     apart: bool = False
     # When it was accepted, in seconds since 1970; shown, and of no effect.
     created: float = 0.0
+    # The token ids of its command as the message of a step has them, where they were packed ahead.
+    packed_prompt: bytes = b""
 
     @property
     def num_likeliest(self) -> int | None:
@@ -122,6 +126,9 @@ class Seq:
     block_table: array[int] = field(default_factory=lambda: array("i"))
     # Digests of the full blocks of token_ids, computed once per block.
     digests: list[bytes] = field(default_factory=list)
+    # Device blocks that may hold the first tokens: what the latest look-up found, or the table before it was given up.
+    # Only a hint, for they may have been evicted since, or be those of another pool.
+    hint: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
     num_published: int = 0
     _num_computed: int = 0
@@ -197,9 +204,15 @@ def key(sequence: Seq) -> tuple[int, int, int]:
 
 
 def live_request(
-    command: GenerateCommand, stream: RequestStream, arrival: int, root: bytes, priority_aging: int
+    command: GenerateCommand,
+    stream: RequestStream,
+    arrival: int,
+    root: bytes,
+    priority_aging: int,
+    prepared: PreparedPrompt | None = None,
 ) -> LiveRequest:
     """A request as it enters the scheduler, with its `command.n` sequences, or the one that a beam search begins with.
+    `prepared`: of the command's token ids after `root`.
 
     Its rank decides who runs first: `priority_aging` is the number of later arrivals that one level of priority is
     worth, so a request is passed by fewer than that many per level, however many keep coming. 0: priority alone.
@@ -208,6 +221,9 @@ def live_request(
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
     num_prompt = len(command.prompt_ids) - command.resumed_tokens
     tokens = array("I", command.prompt_ids)
+    if prepared is None:
+        prepared = PreparedPrompt(root)
+    request.packed_prompt = prepared.packed
     first_media = min((span.position for span in command.identity.media), default=NEVER)
     request.sequences = [
         Seq(
@@ -219,6 +235,8 @@ def live_request(
             key=(rank, arrival, index),
             publishes=command.identity.write,
             first_media=first_media,
+            digests=prepared.digests[:],
+            hint=prepared.cached,
             state=SeqStatus.FORKING if index else SeqStatus.WAITING,
         )
         for index in range(1 if command.sampling.beam_width else command.n)

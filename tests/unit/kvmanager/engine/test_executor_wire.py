@@ -1,10 +1,11 @@
 """Step plans and results as messages, field by field."""
 
 from array import array
+from dataclasses import replace
 
 import pytest
 
-from pagekv.kvmanager.engine.executor_wire import step_request, step_result
+from pagekv.kvmanager.engine.executor_wire import pack_token_ids, step_bytes, step_request, step_result
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -165,6 +166,8 @@ NAN_REASON = pb.SEQUENCE_FAILURE_NOT_A_NUMBER
         ({"logprobs": [row(chosen=float("nan"))]}, r"logprobs: must be finite, got nan of sequence 7"),
         ({"logprobs": [row(top_logprobs=[-1, float("-inf")])]}, r"logprobs: must be finite, got -inf of sequence 7"),
         ({"logprobs": [row(top_logprobs=[float("inf"), float("-inf")])]}, r"logprobs: must be finite, got inf"),
+        ({"logprobs": [row(chosen=0.5)]}, r"logprobs: must be at most 0, got 0.5 of sequence 7"),
+        ({"logprobs": [row(top_logprobs=[2, -1])]}, r"logprobs: must be at most 0, got 2.0 of sequence 7"),
         ({"logprobs": [row(top_logprobs=[-2, -1])]}, r"logprobs\.top_token_ids: must be best first and each once"),
         ({"logprobs": [row(top_token_ids=[3, 3])]}, r"logprobs\.top_token_ids: must be best first and each once"),
         (
@@ -187,3 +190,29 @@ def test_sequences_that_failed_and_why() -> None:
     message = pb.StepResult(failed_seqs=[3, 5], failed_reasons=[NAN_REASON])
     message.failed_reasons.append(77)  # type: ignore[arg-type]  # from the future
     assert step_result(message).failed == {3: "its logits are not numbers", 5: "unknown reason"}
+
+
+@pytest.mark.parametrize("length", [1, 5, 200, 5000])
+def test_prompts_that_were_packed_ahead_travel_as_any_other(length: int) -> None:
+    """In the order of the plan, with the tokens that were generated since, and whatever else the step has."""
+    sampling = SamplingParams(logprobs=2)
+    plan = StepPlan([1, 2], [BlockCopy(CopyKind.COPY, 7, 12)], [], [3], [10], [41], [2])
+    for place, packed in enumerate([False, True, False, True, True]):
+        new = new_sequence(sampling, index=place)
+        request = new.sequence.request
+        prompt = [(number * 77_773) % 2**32 for number in range(length)]
+        request.command = replace(request.command, prompt_ids=prompt)
+        if packed:
+            half = length // 2
+            parts = array("I", prompt[:half]), array("I", prompt[half:])
+            request.packed_prompt = b"".join(map(pack_token_ids, parts))
+        tokens = array("I", [*prompt, *range(place)])
+        plan.new.append(replace(new, token_ids=tokens))
+    message = step_request(plan, 2**63, 7, (1, 4))
+    assert [list(new.token_ids)[length:] for new in message.new_seqs] == [[*range(place)] for place in range(5)]
+    assert pb.StepRequest.FromString(step_bytes(plan, 2**63, 7, (1, 4))) == message
+
+
+def test_a_step_without_packed_prompts_is_the_message_itself() -> None:
+    plan = StepPlan([1], [], [new_sequence(SamplingParams())], [3], [10], [41], [2])
+    assert step_bytes(plan, 1, 2, ()) == step_request(plan, 1, 2, ()).SerializeToString()

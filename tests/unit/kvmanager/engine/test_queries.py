@@ -9,7 +9,7 @@ import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
 from support.engine.integrity import check_engine
 
-from pagekv.common.errors import Draining, LimitExceeded, Unavailable
+from pagekv.common.errors import AlreadyExists, Draining, LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -112,6 +112,19 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
         for pin in pins:
             engine.queries.unpin_prefix(pin)
         assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
+
+    run(monkeypatch, body)
+
+
+def test_an_id_of_another_namespace_ends_no_pin_where_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("a", EIGHT, 1)))
+        engine.queries.pin_prefix(EIGHT, ANY, 60, "mine")
+        with pytest.raises(AlreadyExists) as caught:
+            engine.queries.pin_prefix([40, 41, 42, 43], CacheIdentity("other"), 60, "mine")
+        assert (caught.value.field, caught.value.kind, caught.value.name) == ("pin_id", "pin", "mine")
+        assert [pin.pin_id for pin in engine.queries.list_pins().pins] == ["mine"]
+        engine.queries.unpin_prefix("mine")
 
     run(monkeypatch, body)
 

@@ -84,6 +84,7 @@ def test_a_chain_is_matched_by_its_tokens() -> None:
     assert trie.match(ROOT, tokens(rows[:7])) == chain[:7]
     assert trie.match(OTHER, tokens(rows)) == []
     assert trie.match(ROOT, tokens([*rows[:300], [2, 9], *rows[301:]])) == chain[:300]
+    assert trie.match(299, tokens(rows[300:])) == chain[300:]
     trie.add(600, 0)
     trie.add(601, 600)
     assert trie.match(ROOT, tokens([[0, 1], [2, 9], [90, 91], [90, 91]])) == [0, 600, 601]
@@ -91,6 +92,28 @@ def test_a_chain_is_matched_by_its_tokens() -> None:
     assert sorted(trie.remove(column([300]))) == chain[301:]
     assert trie.match(ROOT, tokens(rows)) == chain[:300]
     check_trie(trie, {*chain[:300], 600, 601})
+
+
+def test_a_run_that_is_known_is_verified_up_to_what_differs() -> None:
+    """Ids of another pool, of blocks that are gone and of another chain end it as other tokens do."""
+    rows = [[i, i + 1] for i in range(0, 1200, 2)]
+    trie = trie_of([*rows, [90, 91]], {})
+    chain = list(range(600))
+    trie.add_chain(column(chain), ROOT)
+
+    def verify(blocks: list[int], wanted: list[list[int]], root: bytes = ROOT) -> int:
+        return trie.verify(root, column(blocks), tokens(wanted))
+
+    assert verify(chain, rows) == 600
+    assert verify(chain, rows[:7]) == verify(chain[:7], rows) == 7
+    assert verify(chain, [*rows[:599], [1198, 0]]) == 599
+    assert verify(chain, [[5, 1], *rows[1:]]) == verify([], rows) == verify(chain, []) == 0
+    assert verify(chain, rows, OTHER) == verify(chain[1:], rows[1:]) == 0
+    assert verify([*chain[:4], 600, *chain[5:]], rows) == verify([0, 1, 2, 3, 5], rows) == 4
+    assert verify([*chain, 601], rows) == verify([601], rows) == verify([600], [[90, 91]]) == 0
+    trie.remove(column([300]))
+    assert verify(chain, rows) == 300
+    assert verify([0, 1, 599], [*rows[:2], rows[599]]) == 2
 
 
 def test_what_takes_the_place_of_a_removed_block_has_none_of_its_children() -> None:
@@ -322,6 +345,12 @@ class TrieMachine(RuleBasedStateMachine):
         unique = {(str(entry.parent), tuple(entry.row)) for entry in self.model.entries.values()}
         if len(unique) == len(self.model.entries):
             assert rows[: len(found)] == self.model.match(root, rows)
+            guess = data.draw(st.lists(st.integers(0, NUM_BLOCKS), max_size=4))
+            for blocks in (found, guess, [*found[:1], *guess]):
+                same = [left == right for left, right in zip(blocks, found, strict=False)]
+                run = [*same, False].index(False)
+                # One id that no pool of this size has tells of another pool.
+                assert self.trie.verify(root, column(blocks), tokens(rows)) == (0 if NUM_BLOCKS in blocks else run)
 
     @invariant()
     def consistent(self) -> None:

@@ -7,7 +7,7 @@ import json
 import sys
 
 import pytest
-from support.clients.scripted_server import ScriptedServer, chunk, complete
+from support.clients.scripted_server import ScriptedServer, answer, chunk, complete
 
 from pagekv.client.cli.main import main
 from pagekv.v1 import inference_service_pb2 as pb
@@ -52,7 +52,7 @@ def test_generate_reads_standard_input(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
     seen: list[str] = []
-    server.expect("Generate", complete(4), check=lambda request: seen.append(request.prompt.text))
+    server.expect("Generate", *answer(4), check=lambda request: seen.append(request.prompt.text))
     assert main(["generate", "-"]) == 0
     assert seen == ["from a file"]
 

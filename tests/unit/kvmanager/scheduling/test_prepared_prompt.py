@@ -1,0 +1,215 @@
+"""Long prompts prepared slice by slice: the work of a slice is bounded, and no decision differs."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, output, streamed
+
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
+from pagekv.kvmanager.kvcache.prefix_trie import Node
+from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
+from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.scheduling import block_tables, prepared_prompt
+from pagekv.kvmanager.scheduling.prepared_prompt import SLICE_BLOCKS, SLICE_TOKENS, PreparedPrompt, slice_blocks
+
+ROOT = root_digest("model", "", "")
+
+
+@pytest.fixture
+def slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
+
+
+def cache(pool: BlockPool, prompt: list[int]) -> list[int]:
+    """Enters the full blocks of a prompt, which nobody holds afterwards; returns their ids."""
+    size = pool.block_size
+    digests = chain_digests(ROOT, token_bytes(prompt), size)
+    blocks = pool.allocate(len(digests))
+    assert blocks is not None
+    rows = np.array(prompt, np.uint32)[: len(digests) * size].reshape(-1, size)
+    pool.publish_chain(blocks, digests, ROOT, rows, first=True, media=False)
+    pool.free(blocks)
+    ids: list[int] = blocks.tolist()
+    return ids
+
+
+def complete(table: PrefixTable, prompt: list[int], media: Sequence[MediaSpan] = ()) -> PreparedPrompt:
+    prepared = PreparedPrompt(ROOT)
+    for _ in prepared.slices(array("I", prompt), media, table, array.tobytes):
+        pass
+    return prepared
+
+
+@pytest.mark.parametrize(("size", "num_media", "most"), [(16, 0, 1024), (1, 0, 1024), (256, 0, 64), (16, 256, 31)])
+def test_the_work_of_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch, size: int, num_media: int, most: int) -> None:
+    """Blocks hashed, blocks looked up and token ids packed, each counted between two items, of a prompt whose first
+    third is cached.
+    """
+    assert (slice_blocks(size, num_media), SLICE_BLOCKS, SLICE_TOKENS) == (most, 1024, 16_384)
+    length = 7 * most * size + 5
+    prompt = np.random.default_rng(3).integers(0, 2**32, length, np.uint32)
+    pool = BlockPool(8 * most, size)
+    cache(pool, prompt[: length // 3].tolist())
+    work: list[tuple[str, int]] = []
+    total = 0
+
+    def hashed(parent: bytes, tokens: bytes, block_size: int, *others: Any) -> list[bytes]:
+        work.append(("hashed", len(tokens) // 4 // block_size))
+        return chain_digests(parent, tokens, block_size, *others)
+
+    def packed(token_ids: array[int]) -> bytes:
+        work.append(("packed", len(token_ids)))
+        return token_ids.tobytes()
+
+    match = pool.table.match_tokens
+
+    def looked_up(*args: Any) -> list[int]:
+        work.append(("looked up", len(args[1])))
+        return match(*args)
+
+    monkeypatch.setattr(prepared_prompt, "chain_digests", hashed)
+    monkeypatch.setattr(pool.table, "match_tokens", looked_up)
+    media = [MediaSpan(length - 1 - index, 1, "m") for index in range(num_media)]
+    prepared, slices = PreparedPrompt(ROOT), 0
+    for _ in prepared.slices(array("I", prompt.tobytes()), media, pool.table, packed):
+        done, slices = work[total:], slices + 1
+        total = len(work)
+        assert [kind for kind, _ in done].count("packed") == 1
+        assert dict(done)["packed"] <= most * size <= SLICE_TOKENS
+        assert all(count <= most for kind, count in done if kind != "packed")
+    assert (slices, total) == (8, len(work))
+    cached = length // 3 // size
+    assert sum(count for kind, count in work if kind == "hashed") == length // size - cached
+    assert len(prepared.cached) == cached
+    assert prepared.packed == prompt.tobytes()
+    assert prepared.digests == chain_digests(ROOT, prompt.tobytes(), size, media)
+
+
+@pytest.mark.usefixtures("slices_of_two")
+def test_what_is_cached_is_found_and_not_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, prompt = BlockPool(20, 2), list(range(1, 22))
+    assert complete(pool.table, prompt).cached.tolist() == []
+    blocks = cache(pool, prompt)
+    prepared = complete(pool.table, [*prompt[:18], 99, 99, 99])
+    assert prepared.cached.tolist() == blocks[:9]
+    with monkeypatch.context() as without:
+        without.setattr(prepared_prompt, "chain_digests", None)
+        assert complete(pool.table, prompt).digests == chain_digests(ROOT, token_bytes(prompt), 2)
+
+
+@pytest.mark.usefixtures("slices_of_two")
+def test_from_a_medium_on_blocks_are_identified_by_their_digests() -> None:
+    pool, prompt = BlockPool(20, 2), list(range(1, 22))
+    blocks, media = cache(pool, prompt), [MediaSpan(7, 2, "cat")]
+    prepared = complete(pool.table, prompt, media)
+    assert prepared.cached.tolist() == blocks[:3]
+    assert prepared.digests == chain_digests(ROOT, token_bytes(prompt), 2, media)
+
+
+@pytest.mark.usefixtures("slices_of_two")
+@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("follower", [[9, 10], [99, 99]])
+def test_digests_are_right_whatever_becomes_of_the_table_meanwhile(after: int, follower: list[int]) -> None:
+    """The blocks found so far are evicted, and their ids taken for another prefix before the same tokens."""
+    pool, prompt = BlockPool(10, 2), list(range(1, 21))
+    cache(pool, prompt)
+    prepared = PreparedPrompt(ROOT)
+    slices = prepared.slices(array("I", prompt), (), pool.table, array.tobytes)
+    for _ in range(after):
+        next(slices)
+    pool.clear_prefix_table()
+    cache(pool, [50, 51, *prompt[2:8], *follower, *prompt[10:]])
+    for _ in slices:
+        pass
+    assert prepared.digests == chain_digests(ROOT, token_bytes(prompt), 2)
+
+
+def test_a_prepared_prompt_leaves_nothing_to_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither cold nor cached, and the cached one is not walked along either."""
+    driver, prompt = Ahead(num_blocks=80, block_size=2, max_batch_tokens=8), [*range(90), 5]
+    driver.fresh = True
+    monkeypatch.setattr(block_tables, "chain_digests", None)
+    first = driver.submit(prompt, max_tokens=1)
+    driver.drain()
+    walked: list[int] = []
+    match = driver.pool.table.match_tokens
+
+    def walk(parent: Node, tokens: BlockTokens) -> list[int]:
+        found = match(parent, tokens)
+        walked.append(len(found))
+        return found
+
+    again = driver.submit(prompt, max_tokens=1)
+    monkeypatch.setattr(driver.pool.table, "match_tokens", walk)
+    driver.drain()
+    assert output(first) == output(again) == expected_output(prompt, 1, VOCAB)
+    assert [request.sequences[0].cached_tokens for request in (first, again)] == [0, 90]
+    assert walked == [0]
+
+
+class Ahead(Driver):
+    """Prepares every prompt, sometimes long before its request comes."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.long_ago: dict[tuple[bytes, bytes, tuple[MediaSpan, ...]], PreparedPrompt] = {}
+        self.fresh = False
+
+    def _prepare(self, command: GenerateCommand, root: bytes) -> PreparedPrompt:
+        which = root, token_bytes(command.prompt_ids), command.identity.media
+        if which in self.long_ago and len(self.requests) % 3 and not self.fresh:
+            return self.long_ago[which]
+        prepared = PreparedPrompt(root)
+        for _ in prepared.slices(
+            array("I", command.prompt_ids), command.identity.media, self.pool.table, array.tobytes
+        ):
+            pass
+        self.long_ago[which] = prepared
+        return prepared
+
+
+@pytest.mark.usefixtures("slices_of_two")
+@pytest.mark.parametrize("seed", range(12))
+def test_decisions_are_those_of_prompts_that_were_not_prepared(seed: int) -> None:
+    """Random requests over a small pool with evictions, preemptions, forks, beams, media and lost executors: each plan
+    and each output is the same, however old and wrong by now what was prepared is.
+    """
+    plans = []
+    for kind in (Driver, Ahead):
+        chance = random.Random(seed)
+        driver = kind(
+            num_blocks=chance.choice([24, 40]),
+            block_size=2,
+            max_batch_tokens=12,
+            max_running=4,
+            partial_hits=bool(seed % 2),
+            protected_share=0.3,
+            host_blocks=chance.choice([0, 16]),
+            preemption="swap",
+            write_back=bool(seed % 3),
+        )
+        prompts = [[chance.randrange(3) for _ in range(chance.randrange(1, 24))] for _ in range(8)]
+        for _ in range(60):
+            prompt = chance.choice(prompts)
+            media = (MediaSpan(chance.randrange(len(prompt)), 1, "cat"),) if not chance.randrange(4) else ()
+            identity = CacheIdentity(chance.choice(["", "", "n"]), "", media, read=chance.random() < 0.9)
+            shape: dict[str, Any] = chance.choice([{}, {}, {"n": 3}, {"beam_width": 2}])
+            driver.submit(prompt, chance.randrange(1, 8), identity=identity, **shape)
+            for _ in range(chance.randrange(5)):
+                driver.step()
+            if not chance.randrange(20):
+                driver.lose_executor()
+        driver.drain()
+        tokens = [streamed(request, index) for request in driver.requests for index in range(request.command.n)]
+        plans.append(([plan_columns(plan) for plan in driver.plans], tokens))
+    assert plans[0] == plans[1]
+    assert len(plans[0][0]) > 60
