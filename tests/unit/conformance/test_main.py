@@ -51,6 +51,22 @@ def test_an_executor_that_is_not_there_is_exit_3_soon(capsys: pytest.CaptureFixt
     assert "no gRPC server answers at 127.0.0.1:1: start the executor" in capsys.readouterr().err
 
 
+def test_json_says_that_an_executor_cannot_be_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--executor", "127.0.0.1:1", "--json"]) == 3
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert (answer["executor"], answer["holds"]) == ("127.0.0.1:1", None)
+    assert err == f"pagekv-conformance: {answer['why']}\n"
+
+
+def test_wrong_usage_with_json_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--json"])
+    assert caught.value.code == 2
+    message = "the following arguments are required: --executor"
+    assert json.loads(capsys.readouterr().err) == {"error": {"code": "USAGE", "message": message}}
+
+
 def test_a_server_of_something_else_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
