@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 import grpc
 
 from pagekv.client.calls import Begun, ClientCalls, StreamState
+from pagekv.client.errors import FailedPrecondition
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
 from pagekv.client.running_stream import RunningStream
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
@@ -22,13 +23,21 @@ T = TypeVar("T")
 
 class AsyncPageKVClient(ClientCalls):
     """A connection to a PageKV manager, for one event loop, where it is made: not for other threads. Close it, or use
-    it in an `async with` statement. One for each process, as `PageKVClient`.
+    it in an `async with` statement. One for each process, as `PageKVClient`. Outside a running event loop, and in
+    another one than its own, it raises FailedPrecondition.
 
     Cancelling a task that generates aborts its request. Errors as those of `PageKVClient`.
     """
 
     library: ClassVar[ModuleType] = grpc.aio
     new_event: ClassVar[type[Any]] = asyncio.Event
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError as error:
+            problem = "an asyncio client must be made and used in a running event loop: inside async def"
+            raise FailedPrecondition(problem, "EVENT_LOOP", self.target) from error
 
     def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
         return steps

@@ -225,9 +225,14 @@ class ClientCalls(Connection):
     async def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""
         # Imported here, since few programs ask.
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
+        from grpc_health.v1 import health_pb2
 
-        check = health_pb2_grpc.HealthStub(self._channel).Check
+        # Not by HealthStub, which crashes the process when it is made on a closed channel (gRPC 1.85).
+        check = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
         request = filled(health_pb2.HealthCheckRequest(), service=service)
         try:
             answer: Any = await self._ask(check, request)
@@ -240,16 +245,13 @@ class ClientCalls(Connection):
     def _begin_watch(self, **wishes: Any) -> RunningStream[EventBatch]:
         """A watch, of which nothing is sent yet."""
         watch = ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout)
-        return RunningStream(self, watch, partial(self._call, self._operator.WatchEvents))
+        return RunningStream(self, watch, partial(self._begin_call, self._operator.WatchEvents))
 
     def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Begun:
         """A generation, of which nothing is sent yet."""
         generation = ResumableGeneration(prompt, n, options, self._settings, only_complete=only_complete)
 
-        return Begun(generation, RunningStream(self, generation, partial(self._call, self._inference.Generate)))
-
-    def _call(self, method: Any, request: Any, timeout: float | None) -> Any:
-        return method(request, timeout=timeout, metadata=self._settings.metadata)
+        return Begun(generation, RunningStream(self, generation, partial(self._begin_call, self._inference.Generate)))
 
 
 def checked_page_size(size: int) -> int:

@@ -56,6 +56,9 @@ class PageKVClient(ClientCalls):
     new_event: ClassVar[type[Any]] = threading.Event
     _carry_out = staticmethod(_carry_out)
 
+    def _running_loop(self) -> None:
+        """None: for any thread."""
+
     async def _wait_for(self, begun: Any) -> Any:
         return begun
 

@@ -46,7 +46,9 @@ class _BlockOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_OUTCOME_CLEARED: _BlockOutcome.ValueType  # 7
     """It was stored and everything was cleared since: ResetPrefixCache, or an executor lost."""
     BLOCK_OUTCOME_UNREACHABLE: _BlockOutcome.ValueType  # 8
-    """It is cached, but a block before it is not: a lookup ends there."""
+    """It is cached, but a block before it is not: a lookup ends there. Not said by a manager whose blocks leave the table
+    with the one before them, as PageKV's do.
+    """
 
 class BlockOutcome(_BlockOutcome, metaclass=_BlockOutcomeEnumTypeWrapper):
     """Result of looking one block up."""
@@ -70,7 +72,9 @@ BLOCK_OUTCOME_DIVERGED: BlockOutcome.ValueType  # 6
 BLOCK_OUTCOME_CLEARED: BlockOutcome.ValueType  # 7
 """It was stored and everything was cleared since: ResetPrefixCache, or an executor lost."""
 BLOCK_OUTCOME_UNREACHABLE: BlockOutcome.ValueType  # 8
-"""It is cached, but a block before it is not: a lookup ends there."""
+"""It is cached, but a block before it is not: a lookup ends there. Not said by a manager whose blocks leave the table
+with the one before them, as PageKV's do.
+"""
 global___BlockOutcome = BlockOutcome
 
 @typing.final

@@ -37,6 +37,8 @@ class Reader:
         self.watch = watch
         self.table: Table = {}
         self.host_table: Table = {}
+        # Digests of the device that followed a chain root.
+        self.first: set[bytes] = set()
         # Namespace and adapter of what was stored last under each digest.
         self.names: dict[tuple[Tier, bytes], tuple[str, str] | None] = {}
         while blocks := watch.take_snapshot(3):
@@ -52,6 +54,7 @@ class Reader:
                 assert digest not in table
                 if stored.tier is Tier.DEVICE:
                     assert (stored.first and place == 0) == (parent not in table)
+                    (self.first.add if stored.first and place == 0 else self.first.discard)(digest)
                 table[digest] = parent, list(token_ids)
                 self.names[stored.tier, digest] = stored.names[place] if stored.names is not None else None
 
@@ -67,4 +70,5 @@ class Reader:
             for digest in digests:
                 del self.of(tier)[digest]
         self.store(diff.stored)
+        assert all(digest in self.first or parent in self.table for digest, (parent, _) in self.table.items())
         return True

@@ -23,7 +23,7 @@ def hold(pool: BlockPool, prompt: list[int], root: bytes = ROOT, media: tuple[Me
     size = pool.block_size
     digests = chain_digests(root, token_bytes(prompt), size, media)
     chunks = np.array(prompt[: len(digests) * size], np.uint32).reshape(-1, size)
-    hits = np.array(pool.match(digests, chunks), np.int32)
+    hits = np.array(pool.match(root, digests, chunks), np.int32)
     pool.touch(hits)
     count = len(hits)
     fresh = pool.allocate(len(digests) - count)

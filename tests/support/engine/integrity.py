@@ -135,26 +135,43 @@ def check_table(table: PrefixTable) -> None:
     blocks = set(held.values())
     if sorted(blocks) != np.flatnonzero(table.published).tolist():
         raise InvariantError(f"{len(held)} blocks hold digests, {int(table.published.sum())} are marked published")
-    stray = table._parent_digest_of.keys() - blocks
-    if stray:
-        raise InvariantError(f"parents kept of blocks that are not in the table, such as {sorted(stray)[:8]}")
-    check_trie(table._trie, blocks - table._parent_digest_of.keys())
+    check_trie(table._trie, blocks)
+    trie = table._trie
+    media = {block for block in blocks if block in trie._apart or trie.parent(block) in table._media}
+    if media != table._media:
+        raise InvariantError(f"blocks {sorted(media ^ table._media)[:8]} should, or should not, count as media")
+    _check_twins(table, held)
+
+
+def _check_twins(table: PrefixTable, held: dict[bytes, int]) -> None:
+    """Twins, from their digests: held, private, and the block that has their entry is held, too."""
+    listed = {twin: digest for digest, twins in table._twins.items() for twin in twins}
+    if listed != table._twin_of or not all(table._twins.values()):
+        raise InvariantError(f"{len(listed)} twins are listed, {len(table._twin_of)} have digests")
+    for twin, digest in listed.items():
+        entry = held.get(digest)
+        if entry is None or table.published[twin] or not (table._ref_count[twin] and table._ref_count[entry]):
+            raise InvariantError(f"block {twin} is a twin of block {entry}, which one of the two cannot be")
 
 
 def check_trie(trie: PrefixTrie, blocks: Container[int]) -> None:
     """Both directions, from parents and from children, for the blocks that should be in the trie."""
-    children: dict[Node, list[int]] = {}
+    # Under (node,) those that follow the node apart.
+    children: dict[Node | tuple[Node], list[int]] = {}
     for block in range(len(trie._parent)):
         parent = trie.parent(block)
         if (block in trie) != (block in blocks) or (parent is None) == (block in trie):
             raise InvariantError(f"block {block} has the parent {parent!r}, is to be there: {block in blocks}")
         if parent is not None:
-            children.setdefault(parent, []).append(block)
+            children.setdefault((parent,) if block in trie._apart else parent, []).append(block)
+    if absent := [block for block in trie._apart if block not in trie]:
+        raise InvariantError(f"blocks {absent} stand apart and are not in the trie")
     for node in {*range(len(trie._child)), *trie._children_of, *children}:
-        found, named = trie._children(node), children.get(node, [])
+        found = trie._children_of.get(node, ()) if isinstance(node, tuple) else trie._children(node)
+        named = children.get(node, [])
         if list(found) != sorted(found, key=trie._row) or sorted(found) != named:
             raise InvariantError(f"node {node!r} has the children {list(found)}, {named} name it as parent")
-    listed = {node for node, named in children.items() if isinstance(node, bytes) or len(named) > 1}
-    followers = sum(len(named) for node, named in children.items() if isinstance(node, bytes))
+    listed = {node for node, named in children.items() if not isinstance(node, int) or len(named) > 1}
+    followers = sum(isinstance(trie.parent(block), bytes) for named in children.values() for block in named)
     if trie._children_of.keys() != listed or len(trie._root_of) != followers:
         raise InvariantError(f"{len(trie._children_of)} nodes have lists of children, {len(listed)} should have")

@@ -36,3 +36,7 @@ class PlainLists:
         self.proven -= set(blocks)
         self.probation += [block for block in self.protected if block not in self.proven]
         self.protected = [block for block in self.protected if block in self.proven]
+
+    def supersede(self, blocks: list[int], heirs: list[int]) -> None:
+        self.proven |= {heir for block, heir in zip(blocks, heirs, strict=True) if block in self.proven}
+        self.invalidate(blocks)

@@ -21,7 +21,7 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]
@@ -63,6 +63,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         # Sequences that were ended from outside, and all of a request: (request, index), (request, -1).
         self.stopped: set[tuple[int, int]] = set()
+        # Sequences that held blocks when the table was cleared.
+        self.unfindable: set[Seq] = set()
         # Pins, some of which may have ended with the memory they held.
         self.pinned: list[str] = []
 
@@ -154,7 +156,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """A forced reset of the prefix cache."""
         self.driver.scheduler.preempt_all()
         self.driver.pins.end_all()
-        self.driver.scheduler.clear_prefix_cache()
+        self.clear()
 
     @precondition(lambda self: self.driver.requests)
     @rule(data=st.data())
@@ -167,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         chunks = np.array(command.prompt_ids, np.uint32)[: len(digests) * size].reshape(-1, size)
         live = [r.command for r in driver.requests if not finished(r)]
         needs = [blocks_needed(total_tokens(c), size, c.sampling.beam_width) for c in live]
-        blocks = driver.pool.match(digests, chunks)
+        blocks = driver.pool.match(request.root, digests, chunks)
         if blocks:
             with contextlib.suppress(LimitExceeded):
                 self.pinned.append(driver.pins.pin(blocks, 60, max(needs, default=0)).pin_id)
@@ -181,6 +183,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def reset_prefix_cache(self) -> None:
         """As with `force`: what drains keeps its blocks, which nobody finds any more."""
         self.driver.scheduler.preempt_all()
+        self.clear()
+
+    def clear(self) -> None:
+        self.unfindable |= {s for request in self.driver.requests for s in request.sequences if s.state in HOLDING}
         self.driver.scheduler.clear_prefix_cache()
 
     @rule()
@@ -194,6 +200,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             for request in self.driver.requests:
                 _check_sharing(self.driver, request)
                 _check_digests(self.driver, request)
+                _check_published(self.driver, request, self.unfindable)
             limits = self.driver.scheduler.limits
             assert self.driver.executor.largest_step <= limits.max_batch_tokens
 
@@ -239,6 +246,25 @@ def _check_sharing(driver: Driver, request: LiveRequest) -> None:
         shared = (len(request.command.prompt_ids) - 1) // driver.block_size
         tables = [s.block_table[:shared].tolist() for s in request.sequences if s.block_table]
         assert all(table == tables[0] for table in tables)
+
+
+def _check_published(driver: Driver, request: LiveRequest, unfindable: set[Seq]) -> None:
+    """Each block that a sequence hit or published is in the table, in its own blocks or in equal ones that
+    others hold, however often blocks are evicted.
+    """
+    if not driver.scheduler.limits.prefix_cache:
+        return
+    size, table, ref_counts = driver.block_size, driver.pool.table, driver.pool.ref_counts
+    for sequence in request.sequences:
+        if sequence.state not in HOLDING or not sequence.publishes or sequence in unfindable:
+            continue
+        if sequence in driver.scheduler._running.shared_prefill._leads:
+            continue  # another one has yet to compute, and publish, what the sequence counts as published
+        for place, block in enumerate(sequence.block_table[: sequence.num_published]):
+            entry = table.lookup(sequence.digests[place])
+            assert entry is not None, (sequence.key, block)
+            assert entry == block or (table.is_entered(block) and ref_counts[entry])
+            assert table.token_ids(entry) == sequence.token_ids[place * size : (place + 1) * size].tolist()
 
 
 def _check_digests(driver: Driver, request: LiveRequest) -> None:

@@ -63,6 +63,8 @@ class BlockingAsyncClient:
 
     def close(self) -> None:
         self._run(self._client.close())
+
+    def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -128,6 +130,8 @@ def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
     yield make
     for client in made:
         client.close()
+        if isinstance(client, BlockingAsyncClient):
+            client.stop()
 
 
 @pytest.fixture

@@ -111,7 +111,7 @@ class CacheAdmin:
         digests = chain_digests(root, token_bytes(token_ids), size, identity.media)
         tokens = np.array(token_ids, np.uint32)
         chunks = tokens[: len(digests) * size].reshape(-1, size)
-        hits = self.pool.match(digests, chunks)
+        hits = self.pool.match(root, digests, chunks)
         found = len(hits) * size
         behind = self._host.find(digests[len(hits) :], chunks[len(hits) :])
         kept = [*behind, NO_BLOCK].index(NO_BLOCK) * size

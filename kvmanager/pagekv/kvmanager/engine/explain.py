@@ -39,7 +39,7 @@ class PrefixExplainer:
         self._tokens = np.array(token_ids, np.uint32)
         chunks = self._tokens[: len(token_ids) // size * size].reshape(-1, size)
         self._digests = chain_digests(root, token_bytes(token_ids), size, media)
-        self._hits = pool.match(self._digests, chunks)
+        self._hits = pool.match(root, self._digests, chunks)
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(token_ids)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
@@ -69,10 +69,6 @@ class PrefixExplainer:
             if (index + 1) * size == len(self._tokens):
                 reason += "; a request still computes its last token"
             return explanation(outcome=pb.BLOCK_OUTCOME_HIT, reason=reason, block_id=block, shared_tokens=size)
-        held = self._pool.table.lookup(digest)
-        if held is not None and index > len(self._hits):
-            reason = f"cached in block {held}, but a block before it is not"
-            return explanation(outcome=pb.BLOCK_OUTCOME_UNREACHABLE, reason=reason, block_id=held, shared_tokens=size)
         removed = self._log.removed_ago(digest)
         if removed is not None:
             when = f"{removed.steps} steps and {removed.seconds:.1f} s ago"

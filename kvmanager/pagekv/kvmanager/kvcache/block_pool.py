@@ -81,11 +81,11 @@ class BlockPool:
 
     # -- prefix table
 
-    def match(self, digests: Sequence[bytes], tokens: BlockTokens) -> list[int]:
-        """Longest leading run of cached blocks; changes nothing but the alarm counter. `tokens` has the token ids of at
-        least as many blocks as there are digests.
+    def match(self, parent: Node, digests: Sequence[bytes], tokens: BlockTokens) -> list[int]:
+        """Longest leading run of cached blocks after `parent`, a block or a chain's root; changes nothing but the alarm
+        counter. `tokens` has the token ids of at least as many blocks as there are digests.
         """
-        blocks, collided = self.table.match(digests, tokens)
+        blocks, collided = self.table.match(parent, digests, tokens)
         self.hash_alarms += collided
         return blocks
 
@@ -136,12 +136,12 @@ class BlockPool:
         the sequence must publish nothing more.
         """
         self._check_held(blocks)
-        entered, superseded, collided = self.table.add_chain(
+        entered, superseded, heirs, collided = self.table.add_chain(
             blocks, digests, parent, tokens, first=first, media=media, names=names
         )
         self.hash_alarms += collided
         if superseded:
-            self._free.invalidate(np.array(superseded, np.int32))
+            self._free.supersede(np.array(superseded, np.int32), np.array(heirs, np.int32))
         if entered and self._log is not None and self._log.watched:
             parents = [parent, *digests[:-1]]
             self._log.stored(
@@ -212,7 +212,8 @@ class BlockPool:
 
     def free(self, blocks: Blocks) -> None:
         """Takes one holder off each block of a sequence's table, last block first: on equal age the deepest block is
-        evicted first, so a chain never has a hole before its tail.
+        evicted first, so a chain never has a hole before its tail. A content that another one holds as well stays with
+        that one, see `PrefixTable.let_go`.
         """
         left = self.ref_counts[blocks] - 1
         if len(left) and left.min() < 0:
@@ -220,4 +221,7 @@ class BlockPool:
         self.ref_counts[blocks] = left
         unheld = blocks[left == 0][::-1]
         if len(unheld):
+            if self.table.has_twins:
+                superseded, heirs = self.table.let_go(unheld.tolist())
+                self._free.supersede(np.array(superseded, np.int32), np.array(heirs, np.int32))
             self._free.append(unheld)

@@ -39,12 +39,9 @@ class FreeQueue:
         self._entries = np.empty(num_blocks + (num_blocks + 1) // 2, np.int32)
         self._head = self._tail = self._length = 0
         # The position of entry i is _offset + i: one column serves two queues, the second one's positions lie behind.
-        self._offset = 0
-        self._position: NDArray[np.int32]
-        if beside is not None:
-            self._position, self._offset = beside._position, len(beside._entries)
-        else:
-            self._position = np.full(num_blocks, _OUT, np.int32)
+        self._offset = 0 if beside is None else len(beside._entries)
+        self._position: Blocks = np.full(num_blocks, _OUT, np.int32) if beside is None else beside._position
+        if beside is None:
             self.append(np.arange(num_blocks, dtype=np.int32))
 
     def __len__(self) -> int:
@@ -94,6 +91,12 @@ class FreeQueue:
         blocks = taken[0] if len(taken) == 1 else np.concatenate([np.empty(0, np.int32), *taken])
         self.remove(blocks)
         return blocks
+
+    def ordered(self, blocks: Blocks) -> Blocks:
+        """The blocks among these that are in the queue, head to tail."""
+        at = self._position[blocks] - self._offset
+        found: Blocks = self._entries[np.sort(at[(at >= self._head) & (at < self._tail)])]
+        return found
 
     def _positions(self, start: int, end: int) -> Blocks:
         """Positions of the entries [start, end)."""
@@ -201,10 +204,13 @@ class EvictionOrder:
     def invalidate(self, blocks: Blocks) -> None:
         """The content of these blocks, free or held, is void; protected ones fall back to probation."""
         proven = blocks[self._proven[blocks]]
-        if not len(proven):
-            return
-        protected = np.fromiter(self._protected, np.int32, len(self._protected))
-        self._proven[proven] = False
-        fallen = protected[~self._proven[protected]]
-        self._protected.remove(fallen)
-        self._probation.append(fallen)
+        if len(proven):
+            fallen = self._protected.ordered(proven)
+            self._proven[proven] = False
+            self._protected.remove(fallen)
+            self._probation.append(fallen)
+
+    def supersede(self, blocks: Blocks, heirs: Blocks) -> None:
+        """Held blocks `heirs` have the content of these from now on, and count as proven where it was."""
+        self._proven[heirs] |= self._proven[blocks]
+        self.invalidate(blocks)

@@ -2,11 +2,16 @@
 
 A published block has a digest, the token ids it was computed for and a parent, the block or chain root before it. The
 table is a forest: a block enters only after its parent and leaves with it at the latest. Two ways lead to a block: by
-digest, in a dictionary, with the token ids compared on every hit; and by token ids alone, along `PrefixTrie`, which
-needs no hashing. Both find the same blocks, except blocks with media, which only their digests tell apart.
+digest, in a dictionary, with token ids and parent compared on every hit; and by token ids alone, along `PrefixTrie`,
+which needs no hashing. Both find the same blocks, except those from the first medium on, which only their digests tell
+apart.
 
 A digest that stands for another content already is a collision: nothing enters under it and nothing after it, so even a
 bad hash function could not make one prefix pass for another.
+
+Blocks are never merged: of two with one content that are held, one has the entry and the other is its twin, private.
+When the first is let go, a twin takes the entry over, as vLLM returns any block of a hash. So whatever a sequence holds
+of a chain that it published stays in the table, and what it publishes next has its parent there.
 """
 
 from __future__ import annotations
@@ -34,11 +39,11 @@ class TableColumns:
 
     published: NDArray[np.bool_]
     digests: list[bytes | None]
-    # The block before each in its chain; -1 when it is not in the table.
+    # The block before each in its chain; -1 for the first.
     parents: Blocks
-    # Digest of the parent, of blocks with media and of the first blocks of chains.
-    parent_digest_of: dict[int, bytes]
-    # Blocks with media, which tokens alone do not identify.
+    # Roots of the chains, by first block.
+    roots: dict[int, bytes]
+    # Blocks that have a medium, or one before them, which tokens alone do not identify.
     media: set[int]
     # [num_blocks, block_size].
     tokens: BlockTokens
@@ -51,8 +56,9 @@ class Added(NamedTuple):
 
     # Positions of the blocks that are in the table now, and whose digest was not.
     entered: list[int]
-    # Blocks that were in the table and are no longer: another copy of the same content has their entry now.
+    # Blocks that were in the table and are no longer, and the copies that have their entries now.
     superseded: list[int]
+    heirs: list[int]
     # A digest belongs to a block with another content: a hash collision. Blocks behind it must not be offered.
     collided: bool
 
@@ -73,9 +79,13 @@ class PrefixTable:
         self._block_of: dict[bytes, int] = {}
         self._digest: list[bytes | None] = [None] * num_blocks
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
-        # Parents: of blocks without media the trie knows them, of blocks with media this does, by digest.
         self._trie = PrefixTrie(num_blocks, self._tokens)
-        self._parent_digest_of: dict[int, bytes] = {}
+        # Blocks from the first medium of their chain on.
+        self._media: set[int] = set()
+        # Held blocks outside the table with the content of a held block in it, and which digest that has; and the same
+        # blocks by digest.
+        self._twin_of: dict[int, bytes] = {}
+        self._twins: dict[bytes, list[int]] = {}
         # Of blocks with a namespace or an adapter; one object for a chain, and nothing for all others.
         self._names: dict[int, Names] = {}
         self._clock = clock
@@ -102,8 +112,6 @@ class PrefixTable:
     def parent(self, block: int) -> bytes | None:
         """Digest of the block or chain root before it; None unless it is in the table."""
         parent = self._trie.parent(block)
-        if parent is None:
-            return self._parent_digest_of.get(block)
         return self._digest[parent] if isinstance(parent, int) else parent
 
     def token_ids(self, block: int) -> list[int]:
@@ -131,15 +139,12 @@ class PrefixTable:
 
     def columns(self) -> TableColumns:
         """A copy of everything, made in a few vector operations so that nobody waits long for it."""
-        parents, media = self._trie.parents(), self._parent_digest_of
-        parents[list(media)] = [self._block_of.get(digest, -1) for digest in media.values()]
-        known_by_digest = self._trie.roots() | media
         return TableColumns(
             self.published.copy(),
             self._digest[:],
-            parents,
-            known_by_digest,
-            set(media),
+            self._trie.parents(),
+            self._trie.roots(),
+            self._media.copy(),
             self._tokens.copy(),
             self._names.copy(),
         )
@@ -154,9 +159,10 @@ class PrefixTable:
         """How many of these block ids, any ids, are what `match_tokens` begins with after a chain root."""
         return self._trie.verify(root, blocks, tokens)
 
-    def match(self, digests: Sequence[bytes], tokens: BlockTokens) -> tuple[list[int], bool]:
-        """Longest leading run of cached blocks with these digests; and whether it ended at a digest whose block holds
-        other token ids: a hash collision, which must not become somebody else's text.
+    def match(self, parent: Node, digests: Sequence[bytes], tokens: BlockTokens) -> tuple[list[int], bool]:
+        """Longest leading run of cached blocks after `parent` with these digests; and whether it ended at a digest
+        whose block holds other token ids or follows another one: a hash collision, which must not become somebody
+        else's text.
         """
         blocks: list[int] = []
         for digest in digests:
@@ -164,7 +170,10 @@ class PrefixTable:
             if block is None:
                 break
             blocks.append(block)
+        if not blocks:
+            return blocks, False
         same = (self._tokens[blocks] == tokens[: len(blocks)]).all(axis=1)
+        same &= self._trie.follow(np.array(blocks, np.int32), parent)
         if same.all():
             return blocks, False
         return blocks[: int(same.argmin())], True
@@ -174,6 +183,15 @@ class PrefixTable:
         how many; (-1, 0) when none shares any.
         """
         return self._trie.longest_run(parent, tokens)
+
+    def is_entered(self, block: int) -> bool:
+        """Whether a held block, or one that it is a twin of, is in the table."""
+        return self._digest[block] is not None or block in self._twin_of
+
+    def num_entered(self, blocks: Blocks) -> int:
+        """How many of these blocks, from the first on, are in the table or twins of others there."""
+        others = np.flatnonzero(~self.published[blocks]).tolist()
+        return next((at for at in others if int(blocks[at]) not in self._twin_of), len(blocks))
 
     # -- changing
 
@@ -224,14 +242,14 @@ class PrefixTable:
         block with the digest `parent` or, if it is the `first` of a chain, after that root. Blocks whose parent is not
         in the table are refused.
 
-        Where a digest is there already and somebody holds its block, the new one remains private: blocks are never
-        merged. Where nobody does, the new one gets the entry: the blocks after it are in use, and a parent that is
-        evicted before its children would leave a hole in the chain.
-        `media`: the tokens alone do not identify the blocks, so `match_tokens` must not find them. `names`: namespace
-        and adapter of the chain, None where it has neither.
+        Where a digest is there already and somebody holds its block, the new one is its twin from now on. Where nobody
+        does, the new one gets the entry: the blocks after it are in use, and a parent that is evicted before its
+        children would leave a hole in the chain.
+        `media`: one of the blocks, or one before them, has a medium, so `match_tokens` must not find them. `names`:
+        namespace and adapter of the chain, None where it has neither.
         """
-        added = Added([], [], False)
-        ids, parents = blocks.tolist(), [parent, *digests[:-1]]
+        added = Added([], [], [], False)
+        ids = blocks.tolist()
         before: Node | None = parent if first else self._block_of.get(parent)
         position = 0
         while position < len(ids):
@@ -243,10 +261,10 @@ class PrefixTable:
                 end = self._enter(ids, digests, position)
                 run = slice(position, end)
                 self._fill(blocks[run], tokens[run])
+                # Blocks after one with a medium are apart from all text by that.
+                self._trie.add_chain(blocks[run], before, apart=media and before not in self._media)
                 if media:
-                    self._parent_digest_of.update(zip(ids[run], parents[run], strict=True))
-                else:
-                    self._trie.add_chain(blocks[run], before)
+                    self._media.update(ids[run])
                 if names is not None:
                     # The object that the chain has already, so that its strings are kept once.
                     names = names if isinstance(before, bytes) else self._names.get(before, names)
@@ -255,12 +273,16 @@ class PrefixTable:
                 position, before = end, ids[end - 1]
                 continue
             # Nothing is in the table without its parent, so this content could not be there if the parent is missing.
-            if before is None or not self._is_copy(present, before, parents[position], tokens[position], media):
+            if before is None or not self._is_copy(present, before, tokens[position], media):
                 return added._replace(collided=True)
             if present != block and not self._ref_count[present]:
                 self._supersede(present, block)
                 added.superseded.append(present)
+                added.heirs.append(block)
                 present = block
+            elif present != block and block not in self._twin_of:
+                self._twin_of[block] = digests[position]
+                self._twins.setdefault(digests[position], []).append(block)
             position, before = position + 1, present
         return added
 
@@ -283,13 +305,38 @@ class PrefixTable:
         if self._clock is not None:
             self._entered_at[blocks] = self._clock()
 
-    def _is_copy(self, block: int, parent: Node, parent_digest: bytes, tokens: BlockTokens, media: bool) -> bool:
-        """Whether a block in the table has these token ids, [block_size], and this parent; with media the digest of the
-        parent tells.
+    def _is_copy(self, block: int, parent: Node, tokens: BlockTokens, media: bool) -> bool:
+        """Whether a block in the table has these token ids, [block_size], and this parent."""
+        same_place = self._trie.parent(block) == parent and (block in self._media) == media
+        return same_place and bool((self._tokens[block] == tokens).all())
+
+    def let_go(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Nobody holds these blocks any more: those that were twins are no longer, and where another has a twin, the
+        twin takes its entry over. Returns the blocks that lost their entries so, and those that have them now.
         """
-        if not (self._tokens[block] == tokens).all():
-            return False
-        return self._parent_digest_of.get(block) == parent_digest if media else self._trie.parent(block) == parent
+        for block in blocks:
+            digest = self._twin_of.pop(block, None)
+            if digest is not None:
+                self._twins[digest].remove(block)
+                if not self._twins[digest]:
+                    del self._twins[digest]
+        superseded = [block for block in blocks if self._digest[block] in self._twins]
+        heirs: list[int] = []
+        for block in superseded:
+            digest = self._digest[block]
+            assert digest is not None
+            heir, *others = self._twins.pop(digest)
+            del self._twin_of[heir]
+            if others:
+                self._twins[digest] = others
+            self._supersede(block, heir)
+            heirs.append(heir)
+        return superseded, heirs
+
+    @property
+    def has_twins(self) -> bool:
+        """Whether `let_go` must be told of blocks that nobody holds any more."""
+        return bool(self._twin_of)
 
     def _supersede(self, old: int, new: int) -> None:
         """Gives the entry of a block, with parent and children, to another copy of it."""
@@ -303,16 +350,16 @@ class PrefixTable:
         self.published[new], self.published[old] = True, False
         if old in self._names:
             self._names[new] = self._names.pop(old)
-        if old in self._trie:
-            self._trie.replace(old, new)
-        else:
-            self._parent_digest_of[new] = self._parent_digest_of.pop(old)
+        if old in self._media:
+            self._media.remove(old)
+            self._media.add(new)
+        self._trie.replace(old, new)
 
     def remove(self, blocks: Blocks) -> tuple[Blocks, list[bytes]]:
         """Removes blocks of the table, and with them all that follow; returns all of them, and their digests."""
         followers = self._trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
-        block_of, column, media, names = self._block_of, self._digest, self._parent_digest_of, self._names
+        block_of, column, twins, names = self._block_of, self._digest, self._twins, self._names
         digests: list[bytes] = []
         for block in removed.tolist():
             digest = column[block]
@@ -320,10 +367,13 @@ class PrefixTable:
                 raise InvariantError(f"block {block} holds a digest that the prefix table maps elsewhere")
             digests.append(digest)
             column[block] = None
-            if media:
-                media.pop(block, None)
             if names:
                 names.pop(block, None)
+            if twins:
+                for twin in twins.pop(digest, ()):
+                    del self._twin_of[twin]
+        if self._media:
+            self._media.difference_update(removed.tolist())
         self.published[removed] = False
         return removed, digests
 
@@ -333,7 +383,9 @@ class PrefixTable:
         for block in self._block_of.values():
             self._digest[block] = None
         self._block_of.clear()
-        self._parent_digest_of.clear()
+        self._media.clear()
+        self._twin_of.clear()
+        self._twins.clear()
         self._names.clear()
         self._trie.clear()
         self.published[:] = False

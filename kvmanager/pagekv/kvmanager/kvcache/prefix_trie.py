@@ -9,6 +9,9 @@ nearly all of the trie in 8 bytes a block, and a chain is entered, compared and 
 Nodes with several children, and all roots, have a list of children in the order of their tokens instead: binary search
 finds the child with given tokens, and the one that shares most of them stands beside that place.
 
+A block may follow its parent apart from the others, as the first block with media does: tokens alone do not lead there,
+nor to what follows it.
+
 A block enters after its parent and is removed with it at the latest, so every block can be reached from its root.
 """
 
@@ -58,8 +61,11 @@ class PrefixTrie:
         self._parent_at = self._parent.data
         self._child_at = self._child.data
         self._root_of: dict[int, bytes] = {}
-        # Ordered by the bytes of their rows. Any order would do in which equal beginnings stand together.
-        self._children_of: dict[Node, array[int]] = {}
+        # Blocks that follow their parent apart from its other children.
+        self._apart: set[int] = set()
+        # Ordered by the bytes of their rows. Any order would do in which equal beginnings stand together. The children
+        # apart of a node stand under (node,).
+        self._children_of: dict[Node | tuple[Node], array[int]] = {}
 
     def __contains__(self, block: int) -> bool:
         return self._parent_at[block] != _ABSENT
@@ -72,16 +78,16 @@ class PrefixTrie:
         """
         if block in self:
             raise InvariantError(f"block {block} is in the prefix trie already")
-        self._attach(block, parent)
+        self._attach(block, parent, apart=False)
 
-    def add_chain(self, blocks: NDArray[np.int32], parent: Node) -> None:
-        """Enters absent blocks, at least one: the first after `parent`, each other one after the block before it.
-        Raises as `add` does.
+    def add_chain(self, blocks: NDArray[np.int32], parent: Node, *, apart: bool = False) -> None:
+        """Enters absent blocks, at least one: the first after `parent`, where `match` and `longest_run` find it unless
+        it stands `apart`, each other one after the block before it. Raises as `add` does.
         """
         present = self._parent[blocks] != _ABSENT
         if present.any():
             raise InvariantError(f"block {blocks[present.argmax()]} is in the prefix trie already")
-        self._attach(int(blocks[0]), parent)
+        self._attach(int(blocks[0]), parent, apart)
         self._parent[blocks[1:]] = blocks[:-1]
         self._child[blocks[:-1]] = blocks[1:]
 
@@ -101,6 +107,10 @@ class PrefixTrie:
             below: list[int] = children[child_stays].tolist()
             for at in (children == _SEVERAL).nonzero()[0].tolist():
                 below += (child for child in self._children_of.pop(int(blocks[at])) if child in self)
+            if self._apart:
+                for block in blocks.tolist():
+                    below += (child for child in self._children_of.pop((block,), ()) if child in self)
+                self._apart.difference_update(blocks.tolist())
             unnamed += below
             blocks = np.array(below, np.int32)
         return unnamed
@@ -117,8 +127,11 @@ class PrefixTrie:
         node: Node = parent
         if parent == _ROOT:
             node = self._root_of[new] = self._root_of.pop(old)
-        if node in self._children_of:
-            siblings = self._children_of[node]
+        if old in self._apart:
+            self._apart.remove(old)
+            self._apart.add(new)
+        siblings = self._children_of.get((node,) if new in self._apart else node)
+        if siblings is not None:
             siblings[self._place(siblings, old)] = new
         else:
             self._child_at[parent] = new
@@ -126,12 +139,17 @@ class PrefixTrie:
             self._children_of[new] = self._children_of.pop(old)
         for follower in self._children(new):
             self._parent_at[follower] = new
+        if (old,) in self._children_of:
+            self._children_of[new,] = self._children_of.pop((old,))
+            for follower in self._children_of[new,]:
+                self._parent_at[follower] = new
 
     def clear(self) -> None:
         """Removes every block."""
         self._parent[:] = _ABSENT
         self._child[:] = _NONE
         self._root_of.clear()
+        self._apart.clear()
         self._children_of.clear()
 
     # -- reading
@@ -144,6 +162,12 @@ class PrefixTrie:
     def parents(self) -> NDArray[np.int32]:
         """The parent block of every block, [num_blocks]; -1 where that is a root or the block is not in the trie."""
         return np.maximum(self._parent, _ROOT)
+
+    def follow(self, blocks: NDArray[np.int32], parent: Node) -> NDArray[np.bool_]:
+        """Whether the first of these blocks, at least one, follows `parent`, and each other one the block before it."""
+        follows: NDArray[np.bool_] = self._parent[blocks] == np.concatenate([[_ABSENT], blocks[:-1]])
+        follows[0] = self.parent(int(blocks[0])) == parent
+        return follows
 
     def roots(self) -> dict[int, bytes]:
         """The root of every block that follows one."""
@@ -180,6 +204,8 @@ class PrefixTrie:
             return 0
         strangers = np.flatnonzero(self._parent[blocks[1:most]] != blocks[: most - 1])
         run = int(strangers[0]) + 1 if len(strangers) else most
+        if self._apart:
+            run = next((at for at, block in enumerate(blocks[:run].tolist()) if block in self._apart), run)
         differs = self._tokens.take(blocks[:run], axis=0) != tokens[:run]
         return int(differs.argmax()) // differs.shape[1] if differs.any() else run
 
@@ -228,16 +254,21 @@ class PrefixTrie:
         """Where a block stands; bisection finds the first of those with the same tokens."""
         return siblings.index(block, bisect_left(siblings, self._row(block), key=self._row))
 
-    def _attach(self, block: int, parent: Node) -> None:
+    def _attach(self, block: int, parent: Node, apart: bool) -> None:
         """Makes an absent block a child of `parent`."""
         if isinstance(parent, bytes):
             self._parent_at[block] = _ROOT
             self._root_of[block] = parent
-            siblings = self._children_of.setdefault(parent, array("i"))
         else:
             if parent not in self:
                 raise InvariantError(f"block {block} follows block {parent}, which is not in the prefix trie")
             self._parent_at[block] = parent
+        if apart:
+            self._apart.add(block)
+            siblings = self._children_of.setdefault((parent,), array("i"))
+        elif isinstance(parent, bytes):
+            siblings = self._children_of.setdefault(parent, array("i"))
+        else:
             only = self._child_at[parent]
             if only == _NONE:
                 self._child_at[parent] = block
@@ -251,14 +282,16 @@ class PrefixTrie:
     def _detach(self, block: int, parent: int) -> None:
         """Takes a block off the children of a parent that stays."""
         node: Node = self._root_of.pop(block) if parent == _ROOT else parent
-        siblings = self._children_of.get(node)
+        apart = block in self._apart
+        listed = (node,) if apart else node
+        siblings = self._children_of.get(listed)
         if siblings is None:
             self._child_at[parent] = _NONE
             return
         del siblings[self._place(siblings, block)]
-        if parent == _ROOT:
+        if parent == _ROOT or apart:
             if not siblings:
-                del self._children_of[node]
+                del self._children_of[listed]
         elif len(siblings) == 1:
             self._child_at[parent] = siblings[0]
             del self._children_of[node]

@@ -95,16 +95,11 @@ def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
     assert parent is not None
     left = chunks[len(hits) :]
     digests = chain_digests(parent, left.tobytes(), pool.block_size)
-    # The walk misses blocks whose parent was evicted and came back.
-    found = pool.match(digests, left)
-    hits += found
     held = np.array(hits, np.int32)
     pool.touch(held)
     fresh = pool.allocate(min(len(chunks) - len(hits), pool.num_free))
     if fresh is None:
         raise InvariantError(f"{pool.num_free} blocks were free and could not be allocated")
-    if found:
-        parent, digests, left = digests[len(found) - 1], digests[len(found) :], left[len(found) :]
     if len(fresh):
         count = len(fresh)
         pool.publish_chain(fresh, digests[:count], parent, left[:count], first=not hits, media=False)

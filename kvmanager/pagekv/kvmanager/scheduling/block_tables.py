@@ -190,22 +190,23 @@ class BlockTables:
         chunks = sequence.chunks(size, 0, most)
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
-        if len(hint):
-            hint = hint[: table.verify(root, hint, chunks[:text])]
-        before = len(hint)
-        blocks = table.match_tokens(int(hint[-1]) if before else root, chunks[before:text])
-        found = before + len(blocks)
+        # Tokens alone do not verify what follows a medium.
+        known = table.verify(root, hint, chunks) if len(hint) and text == most else 0
+        hint = hint[:known]
+        blocks = table.match_tokens(int(hint[-1]) if known else root, chunks[known:text])
+        found = known + len(blocks)
         if len(digests) < found:
             digests += table.digests([*hint.tolist(), *blocks][len(digests) :])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
-                # From the media on by digest.
-                blocks += self.pool.match(digests[found:most], chunks[found:])
+                # From the first medium on by digest.
+                before = blocks[-1] if blocks else sequence.request.root
+                blocks += self.pool.match(before, digests[found:most], chunks[found:])
             else:
                 self.pool.count_collision(digests[found])
         hits = np.array(blocks, np.int32)
-        sequence.hint = np.concatenate([hint, hits]) if before else hits
+        sequence.hint = np.concatenate([hint, hits]) if known else hits
         return sequence.hint
 
     def _match_partial(self, arrival: Arrival) -> None:
@@ -243,8 +244,7 @@ class BlockTables:
                     self._copies.append(BlockCopy(CopyKind.COPY, parent.block_table[index], child.block_table[index]))
             child.digests = parent.digests[: count // size]
             child.num_computed = count
-            # Copies count as published: they must not be offered, for they may be given back before they are made.
-            child.num_published = min(parent.num_published, count // size)
+            child.num_published = min(parent.num_published, shared)
         return True
 
     # -- publishing
@@ -268,7 +268,8 @@ class BlockTables:
         for begin, end, media in ((first, text, False), (text, full, True)):
             if begin < end and sequence.publishes:
                 parent = digests[begin - 1] if begin else sequence.request.root
-                if not self._is_entered(sequence, begin - 1, parent):
+                # Else the block before was taken out of the table as void, or in a reset: nothing can follow it.
+                if begin and not self.pool.table.is_entered(sequence.block_table[begin - 1]):
                     sequence.publishes = False
                     break
                 here = slice(begin - first, end - first)
@@ -283,18 +284,6 @@ class BlockTables:
                 )
         if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
-
-    def _is_entered(self, sequence: Seq, index: int, digest: bytes) -> bool:
-        """Whether the table has the sequence's logical block `index` under its digest: that very block, or another copy
-        of the same prefix, as its tokens tell. Then the next block can be entered after it. -1 is the root.
-        """
-        if index < 0:
-            return True
-        entry = self.pool.table.lookup(digest)
-        if entry is None or entry == sequence.block_table[index] or index * self._block_size >= sequence.first_media:
-            return entry is not None
-        walked = self.pool.table.match_tokens(sequence.request.root, sequence.chunks(self._block_size, 0, index + 1))
-        return len(walked) == index + 1 and walked[-1] == entry
 
     def invalidate(self, sequence: Seq, position: int) -> None:
         """Voids what the sequence has from this position on: nothing of it can be hit in either tier any more, under

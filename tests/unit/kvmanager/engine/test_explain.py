@@ -114,31 +114,18 @@ def test_cleared_says_when() -> None:
     assert (block.outcome, block.reason) == (pb.BLOCK_OUTCOME_CLEARED, "the table was cleared 3 steps and 0.0 s ago")
 
 
-def test_a_block_behind_a_hole_is_unreachable() -> None:
-    """Blocks behind the first miss are not used. Without media they would have left with the first."""
+@pytest.mark.parametrize("media", [(), (MediaSpan(0, 1, "cat"),), (MediaSpan(5, 1, "cat"),), (MediaSpan(9, 1, "cat"),)])
+def test_what_follows_an_evicted_block_leaves_with_it(media: tuple[MediaSpan, ...]) -> None:
+    """A chain never has a hole, even where its end is held."""
     bench = Bench(6)
-    media = (MediaSpan(0, 1, "picture"),)
-    hold(bench.pool, [*range(8)], media=media)  # its second block is that of the other prefix, too
+    hold(bench.pool, [*range(8)], media=media)
     long = hold(bench.pool, [*range(8), *range(60, 64)], media=media)
     # The first request ends, the longer one lets go of all but its last block.
     bench.pool.free(long[:2])
     bench.pool.free(long[:2])
     evict_all(bench.pool)
     blocks = bench.explain([*range(8), *range(60, 64)], media=media).blocks
-    assert [b.outcome for b in blocks] == [pb.BLOCK_OUTCOME_EVICTED] * 2 + [pb.BLOCK_OUTCOME_UNREACHABLE]
-    assert blocks[2].block_id == long[2]
-    assert blocks[2].reason == f"cached in block {long[2]}, but a block before it is not"
-
-
-def test_what_follows_an_evicted_block_leaves_with_it() -> None:
-    """A chain never has a hole, even where its end is held."""
-    bench = Bench(6)
-    hold(bench.pool, [*range(8)])
-    long = hold(bench.pool, [*range(8), *range(60, 64)])
-    bench.pool.free(long[:2])
-    bench.pool.free(long[:2])
-    evict_all(bench.pool)
-    assert [b.outcome for b in bench.explain([*range(8), *range(60, 64)]).blocks] == [pb.BLOCK_OUTCOME_EVICTED] * 3
+    assert [b.outcome for b in blocks] == [pb.BLOCK_OUTCOME_EVICTED] * 3
     assert bench.pool.num_published == 0
     check_pool(bench.pool, [long[2:].tolist()])
 

@@ -46,7 +46,7 @@ def match(pool: BlockPool, tokens: list[int]) -> list[int]:
     """Both ways to find cached blocks, which must agree."""
     digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
     rows = rows_of(tokens, pool.block_size)
-    found = pool.match(digests, rows)
+    found = pool.match(ROOT, digests, rows)
     assert pool.table.match_tokens(ROOT, rows) == found
     return found
 
@@ -163,6 +163,44 @@ def test_duplicates_are_not_merged() -> None:
     publish(pool, second, [5])
     assert match(pool, [5]) == first
     assert pool.table.digest(second[0]) is None
+    check_pool(pool, [first, second])
+
+
+def test_a_content_that_somebody_holds_is_never_evicted() -> None:
+    """The duplicate has the entry once the first copy is let go, and the memory of that one is free for anything."""
+    pool = BlockPool(4, 1)
+    first, second = held(pool, 2), held(pool, 2)
+    for blocks in (first, second):
+        publish(pool, blocks, [5, 6])
+    pool.free(ids(first))
+    assert match(pool, [5, 6]) == second
+    assert held(pool, 2) == first[::-1]
+    assert (match(pool, [5, 6]), pool.evictions) == (second, 0)
+    check_pool(pool, [first, second])
+    pool.free(ids(second))
+    assert match(pool, [5, 6]) == second
+    check_pool(pool, [first])
+
+
+@pytest.mark.parametrize("held_first", [True, False])
+def test_a_copy_that_takes_an_entry_over_is_as_proven_as_the_block_before(held_first: bool) -> None:
+    """Else what follows would be protected and its prefix not: the front of the chain would be evicted first."""
+    pool = BlockPool(10, 1, EvictionOrder(10, "slru", 0.5))
+    chain = held(pool, 2)
+    publish(pool, chain, [5, 6])
+    pool.free(ids(chain))
+    pool.touch(ids(chain[:1]))
+    copy = held(pool, 1)
+    if held_first:
+        publish(pool, copy, [5])
+        pool.free(ids(chain[:1]))
+    else:
+        pool.free(ids(chain[:1]))
+        publish(pool, copy, [5])
+    pool.free(ids(copy))
+    check_pool(pool, [])
+    assert match(pool, [5, 6]) == [*copy, chain[1]]
+    assert list(pool._free)[-1] == copy[0]
 
 
 def test_hash_collision_is_a_miss_and_an_alarm() -> None:
@@ -170,8 +208,8 @@ def test_hash_collision_is_a_miss_and_an_alarm() -> None:
     pool = BlockPool(4, 2)
     constant = b"\0" * 32
     pool.publish_chain(ids(held(pool, 1)), [constant], ROOT, rows_of([1, 2], 2), first=True, media=False)
-    assert pool.match([constant], rows_of([1, 2], 2)) == [0]
-    assert pool.match([constant], rows_of([3, 4], 2)) == []
+    assert pool.match(ROOT, [constant], rows_of([1, 2], 2)) == [0]
+    assert pool.match(ROOT, [constant], rows_of([3, 4], 2)) == []
     assert pool.hash_alarms == 1
 
 

@@ -40,15 +40,21 @@ def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(0, 25))):
         free = model.probation + model.protected
         held = [block for block in range(num_blocks) if block not in free]
-        move = data.draw(st.sampled_from(["pop", "append", "remove", "hit", "invalidate"]))
+        move = data.draw(st.sampled_from(["pop", "append", "remove", "hit", "invalidate", "supersede"]))
         if move == "pop":
             count = data.draw(st.integers(0, len(free)))
             assert order.pop(count).tolist() == model.pop(count)
             continue
-        among = {"append": held, "hit": held, "remove": free, "invalidate": free + held}[move]
+        among = {"append": held, "hit": held, "remove": free, "invalidate": free + held, "supersede": free + held}[move]
         blocks = data.draw(st.lists(st.sampled_from(among), unique=True)) if among else []
-        getattr(order, move)(ids(blocks))
-        getattr(model, move)(blocks)
+        if move == "supersede":
+            heirs = [block for block in held if block not in blocks][: len(blocks)]
+            del blocks[len(heirs) :]
+            order.supersede(ids(blocks), ids(heirs))
+            model.supersede(blocks, heirs)
+        else:
+            getattr(order, move)(ids(blocks))
+            getattr(model, move)(blocks)
         assert list(order) == model.probation + model.protected
         assert num_protected(order) == len(model.protected) <= order.capacity
     assert len(order) == len(list(order))
@@ -73,7 +79,7 @@ class Cache:
         """The prompt's blocks, held, and how many of them were hits."""
         chunks = np.repeat(np.array(words, np.uint32), SIZE).reshape(-1, SIZE)
         digests = chain_digests(ROOT, chunks.tobytes(), SIZE)
-        hits = ids(self.pool.match(digests, chunks))
+        hits = ids(self.pool.match(ROOT, digests, chunks))
         self.pool.touch(hits)
         found = len(hits)
         fresh = self.pool.allocate(len(words) - found)

@@ -46,7 +46,7 @@ class Table(PrefixTable):
 
     def found(self, tokens: list[int]) -> list[int]:
         """Both ways to find cached blocks, which must agree."""
-        blocks, collided = self.match(chain_digests(ROOT, token_bytes(tokens), SIZE), rows(tokens))
+        blocks, collided = self.match(ROOT, chain_digests(ROOT, token_bytes(tokens), SIZE), rows(tokens))
         assert not collided
         assert self.match_tokens(ROOT, rows(tokens)) == blocks
         return blocks
@@ -55,7 +55,7 @@ class Table(PrefixTable):
 def test_a_chain_is_found_both_ways_and_tells_what_it_is() -> None:
     table = Table()
     tokens = [1, 2, 3, 4, 5, 6]
-    assert table.publish([4, 2, 7], tokens) == Added([0, 1, 2], [], False)
+    assert table.publish([4, 2, 7], tokens) == Added([0, 1, 2], [], [], False)
     digests = chain_digests(ROOT, token_bytes(tokens), SIZE)
     assert len(table) == 3
     assert table.found(tokens) == [4, 2, 7]
@@ -81,16 +81,16 @@ def test_the_longest_run_of_tokens_behind_a_block_is_found() -> None:
 
 def test_a_block_enters_only_after_its_parent() -> None:
     table = Table()
-    assert table.publish([1, 2], [1, 2, 3, 4, 5, 6], first=1) == Added([], [], False)
+    assert table.publish([1, 2], [1, 2, 3, 4, 5, 6], first=1) == Added([], [], [], False)
     assert len(table) == 0
     table.publish([0], [1, 2])
-    assert table.publish([1, 2], [1, 2, 3, 4, 5, 6], first=1) == Added([0, 1], [], False)
+    assert table.publish([1, 2], [1, 2, 3, 4, 5, 6], first=1) == Added([0, 1], [], [], False)
 
 
 def test_a_copy_of_a_held_block_remains_private_and_what_follows_it_enters() -> None:
     table = Table()
     table.publish([0], [1, 2])
-    assert table.publish([1, 2], [1, 2, 3, 4]) == Added([1], [], False)
+    assert table.publish([1, 2], [1, 2, 3, 4]) == Added([1], [], [], False)
     assert table.digest(1) is None
     assert table.found([1, 2, 3, 4]) == [0, 2]
 
@@ -103,7 +103,7 @@ def test_a_copy_of_a_block_that_nobody_holds_takes_its_entry(followers: int) -> 
     for follower in range(followers):
         table.publish([3 + follower], [1, 2, 3, follower], first=1)
     table.holders[0] = 0
-    assert table.publish([1, 2], [1, 2, 7, 7]) == Added([1], [0], False)
+    assert table.publish([1, 2], [1, 2, 7, 7]) == Added([1], [0], [1], False)
     assert table.found([1, 2, 7, 7]) == [1, 2]
     assert table.digest(0) is None
     for follower in range(followers):
@@ -118,14 +118,14 @@ def test_a_digest_of_another_content_is_a_collision_and_nothing_enters_after_it(
     assert table.publish([1, 2, 3], [3, 4, 5, 6, 7, 8], digests=[*digests, b"z" * 32]).collided
     assert table.lookup(b"z" * 32) is None
     assert table.lookup(digests[-1]) == 0
-    assert table.match([digests[-1]], rows([1, 2])) == ([0], False)
-    assert table.match([digests[-1]], rows([3, 4])) == ([], True)
+    assert table.match(ROOT, [digests[-1]], rows([1, 2])) == ([0], False)
+    assert table.match(ROOT, [digests[-1]], rows([3, 4])) == ([], True)
 
 
 def test_the_same_tokens_after_another_parent_are_a_collision() -> None:
     table = Table()
     table.publish([0, 1], [1, 2, 5, 5], digests=[b"a" * 32, b"b" * 32])
-    assert table.publish([2, 3], [3, 4, 5, 5], digests=[b"c" * 32, b"b" * 32]) == Added([0], [], True)
+    assert table.publish([2, 3], [3, 4, 5, 5], digests=[b"c" * 32, b"b" * 32]) == Added([0], [], [], True)
 
 
 def test_what_follows_leaves_with_a_block() -> None:
@@ -154,14 +154,97 @@ def test_blocks_with_media_are_found_by_digest_alone() -> None:
     assert [table.lookup(digest) for digest in pictures] == [1, 2]
     assert [table.parent(block) for block in (1, 2)] == [parent, parent]
     assert table.match_tokens(ROOT, rows([1, 2, 7, 7])) == [0]
+    assert [table.verify(ROOT, ids([0, block]), rows([1, 2, 7, 7])) for block in (1, 2)] == [1, 1]
     # A copy with the same digest and parent; the first one is held by nobody.
     table.holders[1] = 0
     added = table.add_chain(ids([3]), pictures[:1], parent, rows([7, 7]), first=False, media=True)
-    assert added == Added([], [1], False)
+    assert added == Added([], [1], [3], False)
     columns = table.columns()
     assert (columns.media, columns.parents[[2, 3]].tolist()) == ({2, 3}, [0, 0])
-    table.remove(ids([3]))
+    # Both leave with the block before, held or not.
+    assert sorted(table.remove(ids([0]))[0].tolist()) == [0, 2, 3]
     check_table(table)
+    assert len(table) == 0
+
+
+def test_text_with_the_digest_of_a_block_with_media_is_a_collision() -> None:
+    table = Table()
+    table.add_chain(ids([0]), [b"a" * 32], ROOT, rows([1, 2]), first=True, media=True)
+    assert table.publish([1], [1, 2], digests=[b"a" * 32]).collided
+    assert table.match_tokens(ROOT, rows([1, 2])) == []
+    assert (table.is_entered(1), table.num_entered(ids([0, 1]))) == (False, 1)
+
+
+def test_a_digest_after_another_block_is_a_collision_too() -> None:
+    """Digests of whole chains may collide, so that tokens of single blocks tell nothing."""
+    table = Table()
+    table.publish([0, 1], [1, 2, 5, 5], digests=[b"a" * 32, b"b" * 32])
+    table.publish([2], [3, 4], digests=[b"c" * 32])
+    assert table.match(ROOT, [b"a" * 32, b"b" * 32], rows([1, 2, 5, 5])) == ([0, 1], False)
+    assert table.match(ROOT, [b"c" * 32, b"b" * 32], rows([3, 4, 5, 5])) == ([2], True)
+    assert table.match(b"another root", [b"a" * 32], rows([1, 2])) == ([], True)
+    assert table.match(0, [b"b" * 32], rows([5, 5])) == ([1], False)
+
+
+# -- twins
+
+
+@pytest.mark.parametrize("media", [False, True])
+def test_a_twin_takes_the_entry_over_when_its_block_is_let_go(media: bool) -> None:
+    """In the order in which the twins came, with parent and children; one that was let go before is passed over."""
+    table = Table(clock=lambda: 5.0)
+    table.publish([0], [1, 2])
+    (parent,) = table.digests([0])
+    digests = [b"b" * 32, b"c" * 32]
+    for blocks in ([1, 2], [3, 4], [5, 6], [7, 8]):
+        added = table.add_chain(ids(blocks), digests, parent, rows([3, 4, 5, 6]), first=False, media=media)
+        assert added.entered == ([0, 1] if blocks == [1, 2] else [])
+    check_table(table)
+    assert table.has_twins
+    assert [table.is_entered(block) for block in (0, 1, 3, 9)] == [True, True, True, False]
+    assert table.num_entered(ids([0, 5, 2, 8, 9, 0])) == 4
+
+    def let_go(blocks: list[int]) -> tuple[list[int], list[int]]:
+        table.holders[blocks] = 0
+        found = table.let_go(blocks)
+        check_table(table)
+        return found
+
+    assert let_go([4, 3]) == ([], [])
+    assert let_go([2, 1]) == ([2, 1], [6, 5])
+    assert [table.lookup(digest) for digest in digests] == [5, 6]
+    assert (table.digest(1), table.is_entered(1)) == (None, False)
+    assert [table.parent(block) for block in (5, 6)] == [parent, digests[0]]
+    assert (table.match_tokens(ROOT, rows([1, 2, 3, 4])) == [0, 5]) is not media
+    assert let_go([8, 7]) == ([], [])
+    assert not table.has_twins
+    assert let_go([6, 5]) == ([], [])
+    # Cached: what nobody holds is no twin, and has none.
+    assert [table.lookup(digest) for digest in digests] == [5, 6]
+
+
+def test_a_block_that_is_offered_again_is_a_twin_once() -> None:
+    table = Table()
+    table.publish([0], [1, 2])
+    for _ in range(2):
+        assert table.publish([1], [1, 2]) == Added([], [], [], False)
+    table.holders[1] = 0
+    assert table.let_go([1]) == ([], [])
+    assert not table.has_twins
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_what_leaves_the_table_has_no_twins(everything: bool) -> None:
+    table = Table()
+    table.publish([0, 1], [1, 2, 3, 4])
+    table.publish([2, 3], [1, 2, 3, 4])
+    if everything:
+        table.clear()
+    else:
+        table.remove(ids([0]))
+    check_table(table)
+    assert not table.has_twins
+    assert [table.is_entered(block) for block in range(4)] == [False] * 4
 
 
 def test_columns_are_a_copy() -> None:
@@ -172,7 +255,7 @@ def test_columns_are_a_copy() -> None:
     assert len(table) == 0
     check_table(table)
     assert columns.published.nonzero()[0].tolist() == [1, 3]
-    assert (columns.parents[1], columns.parents[3], columns.parent_digest_of) == (3, -1, {3: ROOT})
+    assert (columns.parents[1], columns.parents[3], columns.roots) == (3, -1, {3: ROOT})
     assert columns.tokens[[3, 1]].tolist() == [[1, 2], [3, 4]]
     assert [columns.digests[block] for block in (3, 1)] == chain_digests(ROOT, token_bytes([1, 2, 3, 4]), SIZE)
 

@@ -131,8 +131,26 @@ def test_what_takes_the_place_of_a_removed_block_has_none_of_its_children() -> N
     check_trie(trie, {0})
 
 
+def test_what_stands_apart_is_not_found_by_tokens_and_leaves_with_its_parent() -> None:
+    """As blocks with media do, two pictures with the same tokens among them."""
+    trie = trie_of([[1, 1], [2, 2], [2, 2], [3, 3], [2, 2], [2, 2]], {0: ROOT, 1: 0})
+    trie.add_chain(column([2, 3]), 0, apart=True)
+    trie.add_chain(column([4]), 0, apart=True)
+    trie.add_chain(column([5]), ROOT, apart=True)
+    check_trie(trie, {0, 1, 2, 3, 4, 5})
+    assert [trie.parent(block) for block in (2, 3, 4, 5)] == [0, 2, 0, ROOT]
+    assert trie.match(ROOT, tokens([[1, 1], [2, 2], [3, 3]])) == [0, 1]
+    assert trie.match(ROOT, tokens([[2, 2]])) == []
+    assert trie.longest_run(2, tokens([3, 3])) == (3, 2)
+    assert trie.follow(column([0, 2, 3]), ROOT).tolist() == [True, True, True]
+    assert trie.follow(column([4, 3]), 0).tolist() == [True, False]
+    assert sorted(trie.remove(column([0]))) == [1, 2, 3, 4]
+    check_trie(trie, {5})
+    trie.remove(column([5]))
+    check_trie(trie, set())
+
+
 def test_a_block_that_was_never_added_can_be_removed() -> None:
-    """A block with media is never added: its tokens do not identify it."""
     trie = trie_of([[1, 1]], {})
     assert trie.remove(column([0])) == []
     check_trie(trie, set())
@@ -213,6 +231,7 @@ class Entry:
 
     row: list[int]
     parent: Node
+    apart: bool = False
 
 
 class Model:
@@ -229,7 +248,7 @@ class Model:
         return sorted(gone - set(blocks))
 
     def children(self, parent: Node) -> list[int]:
-        return [block for block, entry in self.entries.items() if entry.parent == parent]
+        return [block for block, entry in self.entries.items() if entry.parent == parent and not entry.apart]
 
     def longest(self, parent: Node, wanted: list[int]) -> int:
         return max((common(self.entries[child].row, wanted) for child in self.children(parent)), default=0)
@@ -263,20 +282,20 @@ class TrieMachine(RuleBasedStateMachine):
         parents: list[Node] = [*ROOTS, *self.model.entries]
         return st.sampled_from(parents)
 
-    def enter(self, data: st.DataObject, block: int, parent: Node) -> None:
+    def enter(self, data: st.DataObject, block: int, parent: Node, apart: bool = False) -> None:
         row = data.draw(self.row)
         self.tokens[block] = row
-        self.model.entries[block] = Entry(row, parent)
+        self.model.entries[block] = Entry(row, parent, apart)
 
-    @rule(data=st.data())
-    def add_chain(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), apart=st.sampled_from([False, False, True]))
+    def add_chain(self, data: st.DataObject, apart: bool) -> None:
         absent = self.absent()
         assume(absent)
         parent = data.draw(self.present())
         blocks = data.draw(st.permutations(absent))[: data.draw(st.integers(1, 12))]
         for block, before in zip(blocks, [parent, *blocks[:-1]], strict=True):
-            self.enter(data, block, before)
-        self.trie.add_chain(column(blocks), parent)
+            self.enter(data, block, before, apart and block == blocks[0])
+        self.trie.add_chain(column(blocks), parent, apart=apart)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:

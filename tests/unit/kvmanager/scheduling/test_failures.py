@@ -92,10 +92,10 @@ def test_blocks_that_tokens_were_sampled_from_stay() -> None:
     assert len(driver.scheduler.pool.match(*_looked_up(driver, again))) == 4
 
 
-def _looked_up(driver: Driver, tokens: list[int]) -> tuple[list[bytes], Any]:
+def _looked_up(driver: Driver, tokens: list[int]) -> tuple[bytes, list[bytes], Any]:
     sequence = driver.submit(tokens).sequences[0]
     driver.scheduler._tables._extend_digests(sequence)
-    return sequence.digests, sequence.chunks(driver.block_size, 0, len(sequence.digests))
+    return sequence.request.root, sequence.digests, sequence.chunks(driver.block_size, 0, len(sequence.digests))
 
 
 @pytest.mark.parametrize("partial_hits", [False, True])

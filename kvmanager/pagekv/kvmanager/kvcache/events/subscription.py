@@ -106,7 +106,7 @@ def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
 
 def _parents_first(columns: TableColumns) -> Snapshot:
     written = np.zeros(len(columns.published), np.bool_).data
-    parents, by_digest, media = columns.parents.data, columns.parent_digest_of, columns.media
+    parents, by_digest, media = columns.parents.data, columns.roots, columns.media
     for block in np.flatnonzero(columns.published).tolist():
         chain = []
         while block >= 0 and not written[block]:

@@ -75,7 +75,9 @@ def test_what_comes_and_goes_between_two_boundaries_is_left_out() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_readers_hold_exactly_the_table_at_every_boundary(seed: int) -> None:
-    """Random histories in a pool that is far too small; the slow reader looks now and then only."""
+    """Random histories in a pool that is far too small, with media and without; the slow reader looks now and then
+    only. Parents come before their children and leave with them at the latest.
+    """
     rng = random.Random(seed)
     pool, log = logged_pool(12)
     keen, slow = Reader(log.watch()), Reader(log.watch())
@@ -83,16 +85,22 @@ def test_readers_hold_exactly_the_table_at_every_boundary(seed: int) -> None:
     for step in range(150):
         for _ in range(rng.randrange(3)):
             move = rng.random()
-            prompt = [rng.randrange(2) for _ in range(rng.randrange(20))]
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 20))]
+            span = MediaSpan(rng.randrange(len(prompt)), 1, rng.choice(["cat", "dog"]))
+            media = (span,) if rng.random() < 0.5 else ()
             if move < 0.85:
-                cache(pool, prompt)
+                cache(pool, prompt, media=media)
             elif move < 0.9:
                 pool.clear_prefix_table()
             elif move < 0.95:
                 pool = BlockPool(12, SIZE, log=log)
                 log.attach(pool.table)
             else:
-                held = hold(pool, prompt)
+                held = hold(pool, prompt, media=media)
+                if rng.random() < 0.5:
+                    # The front is let go first: what follows leaves with it.
+                    pool.free(held[:1])
+                    held = held[1:]
                 evict_all(pool)
                 pool.free(held)
         log.step_boundary(step)
