@@ -23,50 +23,42 @@ from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
 Array = npt.NDArray[Any]
 PAIRS = [(dtype, kv_dtype) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes]
-# Least steps between two stored elements of this size, relative: what one rounding may differ by.
-STEP = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}
+# Query heads, which the kernel leaves alone.
+NUM_HEADS = 3
 
 
 @dataclass
 class Case:
-    """One launch: geometry, slots and how keys are rotated."""
+    """One launch: geometry and slots."""
 
     variant: Variant
     num_tokens: int
-    num_heads: int = 0
     num_kv_heads: int = 2
     block_size: int = 16
     num_blocks: int = 4
     num_layers: int = 2
     layer: int = 1
-    rotary_dim: int = 0
-    interleaved: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
     seed: int = 0
     skipped: tuple[int, ...] = ()
 
     def run(self, launcher: HostLauncher) -> None:
-        """Launches, and compares pool and queries with the twin's."""
+        """Launches, and compares the pool with the twin's."""
         rng = np.random.default_rng(self.seed)
         dtype, kv_dtype, size = self.variant.dtype, self.variant.kv_dtype, self.variant.head_size
         shape = (self.num_blocks, self.num_layers, 2, self.block_size, self.num_kv_heads, size)
         pool = aligned_empty(shape, twin.STORAGE[kv_dtype])
         expected = pool.copy()
-        # Keys, values and queries side by side in a row, as a fused projection leaves them.
-        heads = self.num_heads + 2 * self.num_kv_heads
+        # Queries, keys and values side by side in a row, as a fused projection leaves them.
+        heads = NUM_HEADS + 2 * self.num_kv_heads
         rows = aligned_empty((self.num_tokens, heads, size), twin.STORAGE[dtype])
         rows[:] = twin.encode(rng.normal(size=rows.shape) * 4, dtype)
-        query, key, value = np.split(rows, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
-        before = twin.decode(rows, dtype)
-        exact_query, exact_key, exact_value = np.split(
-            before, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1
-        )
+        _, key, value = np.split(rows, [NUM_HEADS, NUM_HEADS + self.num_kv_heads], axis=1)
+        before = rows.copy()
+        exact_key, exact_value = twin.decode(key, dtype), twin.decode(value, dtype)
         slots = rng.permutation(self.num_blocks * self.block_size)[: self.num_tokens].astype(np.int32)
         slots[list(self.skipped)] = -1
-        positions = rng.integers(0, 50, self.num_tokens).astype(np.int32)
-        angles = rng.uniform(0, 6, size=(50, self.rotary_dim // 2))
-        rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
         shape_ = launch_config.cache_write(self.num_tokens)
         kv_stride = self.block_size * self.num_kv_heads * size
@@ -74,23 +66,15 @@ class Case:
             CACHE_WRITE,
             key=address(key),
             value=address(value),
-            query=address(query) if self.num_heads else 0,
             pool=address(pool),
             slots=address(slots),
-            rope=address(rope) if self.rotary_dim else 0,
-            positions=address(positions),
             block_stride=self.num_layers * 2 * kv_stride,
             kv_stride=kv_stride,
             key_stride=heads * size,
             value_stride=heads * size,
-            query_stride=heads * size,
-            num_tokens=self.num_tokens,
-            num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             block_size_log2=self.block_size.bit_length() - 1,
             layer=self.layer,
-            rotary_dim=self.rotary_dim,
-            rope_interleaved=self.interleaved,
             k_scale=self.k_scale,
             v_scale=self.v_scale,
         )
@@ -99,35 +83,23 @@ class Case:
         with launcher.forbidden(*foreign):
             launcher.launch("pagekv_cache_write", self.variant, shape_, params)
 
-        if self.rotary_dim:
-            exact_key = twin.rotate(exact_key, rope, positions, interleaved=self.interleaved)
-            exact_query = twin.rotate(exact_query, rope, positions, interleaved=self.interleaved)
         scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
         twin.write(expected, self.layer, exact_key, exact_value, slots, kv_dtype=kv_dtype, **scales)
-        # Only rotation and inexact scales compute in float32 before the rounding.
+        # Only inexact scales compute in float32 before the rounding.
         powers_of_two = np.frexp([self.k_scale, self.v_scale])[0].tolist() == [0.5, 0.5]
-        exact = not self.rotary_dim and (kv_dtype != "float8_e4m3fn" or powers_of_two)
-        assert_stored_alike(pool, expected, kv_dtype, exact=exact)
-        kept = slots >= 0
-        after = twin.decode(rows, dtype)
-        np.testing.assert_array_equal(after[:, self.num_heads :], before[:, self.num_heads :], "keys, values: as given")
-        np.testing.assert_array_equal(after[~kept], before[~kept], "rows without a slot are left alone")
-        wanted = twin.encode(exact_query[kept], dtype)
-        assert_stored_alike(rows[kept, : self.num_heads], wanted, dtype, exact=not self.rotary_dim)
+        assert_stored_alike(pool, expected, kv_dtype, exact=kv_dtype != "float8_e4m3fn" or powers_of_two)
+        np.testing.assert_array_equal(rows, before, "as given")
 
 
 def assert_stored_alike(actual: Array, expected: Array, dtype: str, *, exact: bool) -> None:
-    """Bit for bit, or to one step of the type where float32 arithmetic came before the rounding; NaN only for NaN."""
+    """Bit for bit, or to one step of fp8 where float32 arithmetic came before the rounding; NaN only for NaN."""
     if exact:
         np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
         return
     left, right = twin.decode(actual, dtype), twin.decode(expected, dtype)
-    # Sums of two products of opposite signs have the error of what they cancel: values of up to about 16.
-    smallest = 2.0**-9 if dtype == "float8_e4m3fn" else 2e-6
-    np.testing.assert_allclose(left, right, rtol=STEP[dtype], atol=smallest)
-    if dtype != "float32":
-        differ = np.count_nonzero((left != right) & ~np.isnan(right))
-        assert differ <= 3 + 0.005 * np.count_nonzero(~np.isnan(right))
+    np.testing.assert_allclose(left, right, rtol=2.0**-3, atol=2.0**-9)
+    differ = np.count_nonzero((left != right) & ~np.isnan(right))
+    assert differ <= 3 + 0.005 * np.count_nonzero(~np.isnan(right))
 
 
 @pytest.mark.sanitize
@@ -140,7 +112,7 @@ def test_keys_and_values_land_in_their_slots(launcher: HostLauncher, dtype: str,
 
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 def test_every_head_size(launcher: HostLauncher, head_size: int) -> None:
-    Case(Variant("float16", "float16", head_size), 5, num_heads=7, num_kv_heads=5, rotary_dim=head_size).run(launcher)
+    Case(Variant("float16", "float16", head_size), 5, num_kv_heads=5).run(launcher)
 
 
 @st.composite
@@ -155,14 +127,11 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(
         variant,
         num_tokens,
-        num_heads=draw(st.sampled_from([0, 1, 6, 17])),
         num_kv_heads=draw(st.sampled_from([1, 2, 8, 17])),
         block_size=block_size,
         num_blocks=num_blocks,
         num_layers=num_layers,
         layer=draw(st.integers(0, num_layers - 1)),
-        rotary_dim=2 * draw(st.integers(0, variant.head_size // 2)),
-        interleaved=draw(st.booleans()),
         k_scale=draw(st.sampled_from([1.0, 0.25, 0.0123])),
         v_scale=draw(st.sampled_from([1.0, 3.7])),
         seed=draw(st.integers(0, 100)),
@@ -181,8 +150,8 @@ def test_fp8_values_beyond_its_range_saturate(launcher: HostLauncher) -> None:
     Case(Variant("bfloat16", "float8_e4m3fn", 64), 8, k_scale=1e-3, v_scale=1e-4).run(launcher)
 
 
-def check_rotation(launcher: HostLauncher) -> None:
-    Case(Variant("float16", "float16", 128), 7, 6, 3, rotary_dim=96, skipped=(2,), num_blocks=3).run(launcher)
+def check_slots(launcher: HostLauncher) -> None:
+    Case(Variant("float16", "float16", 128), 7, 3, skipped=(2,), num_blocks=3).run(launcher)
 
 
 def check_fp8(launcher: HostLauncher) -> None:
@@ -191,25 +160,18 @@ def check_fp8(launcher: HostLauncher) -> None:
 
 NAME = "pagekv_cache_write"
 FAULTS = [
-    Fault("no barrier before queries are overwritten", NAME, "__syncthreads();  // partners", "//", check_rotation),
-    Fault("the next block", NAME, "= slot >> p.block_size_log2", "= 1 + (slot >> p.block_size_log2)", check_rotation),
-    Fault("the next slot", NAME, "= slot & (", "= (slot + 1) & (", check_rotation),
-    Fault("another layer", NAME, "p.layer * 2 * p.kv_stride", "p.layer * p.kv_stride", check_rotation),
-    Fault("one head too many", NAME, "head < p.num_kv_heads;", "head <= p.num_kv_heads;", check_rotation),
-    Fault("one head too few", NAME, "head < p.num_kv_heads;", "head < p.num_kv_heads - 1;", check_rotation),
-    Fault(
-        "one query too many", NAME, "at_work && head < p.num_heads", "at_work && head <= p.num_heads", check_rotation
-    ),
-    Fault("turned the other way", NAME, "second ? s : -s", "second ? -s : s", check_rotation),
-    Fault(
-        "one element too many turned", NAME, "p.rotary_dim - first, 0", "p.rotary_dim + 1 - first, 0", check_rotation
-    ),
+    Fault("the next block", NAME, "= slot >> p.block_size_log2", "= 1 + (slot >> p.block_size_log2)", check_slots),
+    Fault("the next slot", NAME, "= slot & (", "= (slot + 1) & (", check_slots),
+    Fault("another layer", NAME, "p.layer * 2 * p.kv_stride", "p.layer * p.kv_stride", check_slots),
+    Fault("one head too many", NAME, "head < p.num_kv_heads;", "head <= p.num_kv_heads;", check_slots),
+    Fault("one head too few", NAME, "head < p.num_kv_heads;", "head < p.num_kv_heads - 1;", check_slots),
+    Fault("values in the place of keys", NAME, "value_out = key_out + p.kv_stride", "value_out = key_out", check_slots),
     Fault("fp8 scaled the wrong way", NAME, "1.0f / scale", "scale", check_fp8),
     Fault("values with the keys' scale", NAME, "values, p.v_scale", "values, p.k_scale", check_fp8),
     Fault("fp8 truncated", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "", check_fp8),
     Fault("fp8 ties upwards", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "+ 0x80000u", check_fp8),
-    Fault("skipped rows written", NAME, "if (slot < 0) return;", "", check_rotation, sanitizer=True),
-    Fault("one token too many", NAME, "token = blockIdx.x;", "token = blockIdx.x + 1;", check_rotation, sanitizer=True),
+    Fault("skipped rows written", NAME, "if (slot < 0) return;", "", check_slots, sanitizer=True),
+    Fault("one token too many", NAME, "token = blockIdx.x;", "token = blockIdx.x + 1;", check_slots, sanitizer=True),
 ]
 
 

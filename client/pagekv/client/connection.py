@@ -80,9 +80,9 @@ class Connection:
         """Nothing is connected before the first call. Raises InvalidRequest for an argument out of bounds, by name.
 
         `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
-        `timeout`: seconds for each call but generating ones, None for no limit.
-        `resume_timeout`: seconds that a generation whose connection broke goes on trying to reach the server again; 0
-        raises ConnectionLost at once.
+        `timeout`: seconds for each call but generating ones, above 0, None for no limit.
+        `resume_timeout`: seconds that a generation or a watch whose connection broke goes on trying to reach the server
+        again; 0 raises ConnectionLost at once.
         `max_retries`: how often a generation is asked for again that was refused with Overloaded or Unavailable before
         its first token, each time after the pause that the server asked for; a pause above a minute raises the error.
         `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is

@@ -102,7 +102,9 @@ class GenerateOptions(TypedDict, total=False):
     request_id: str
     """Unique among running requests. Default: drawn by the client, so that a broken stream can go on with it."""
     timeout: float | None
-    """Seconds for the whole generation, retries and resumed parts included, 0 to 1,000,000. Default: no limit."""
+    """Seconds for the whole generation, retries and resumed parts included, above 0 and up to 1,000,000.
+    Default: no limit.
+    """
     resume_timeout: float
     """Seconds to go on trying after the connection was lost, 0 to 1,000,000; 0: never resume. Default: the client's."""
 

@@ -22,14 +22,13 @@ from pagekv.client.errors import (
     DataLoss,
     DeadlineExceeded,
     Draining,
-    InvalidRequest,
     Overloaded,
     PageKVError,
     ServerError,
     Unavailable,
 )
 from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
-from pagekv.client.settings import CallSettings, check_seconds
+from pagekv.client.settings import CallSettings, check_resume_timeout, check_timeout, check_whole
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -168,14 +167,12 @@ class ResumableGeneration:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises InvalidRequest and TypeError as `generate_request` does, and for time limits out of bounds."""
-        if not isinstance(n, int) or not 1 <= n <= MOST_SEQUENCES:
-            raise InvalidRequest("n", f"must be from 1 to {MOST_SEQUENCES}, is {n!r:.80}")
+        check_whole("n", n, 1, MOST_SEQUENCES)
         self._clock = clock
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
         self._resume_timeout_s = settings.resume_timeout if resume_timeout is None else resume_timeout
-        for name, seconds in (("resume_timeout", self._resume_timeout_s), ("timeout", timeout)):
-            if seconds is not None:
-                check_seconds(name, seconds)
+        check_resume_timeout(self._resume_timeout_s)
+        check_timeout(timeout)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
         only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
         self._request = generate_request(prompt, n, options, only_complete=only_complete)

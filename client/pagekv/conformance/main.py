@@ -6,6 +6,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -29,11 +30,11 @@ DESCRIPTION = (
 
 
 def feature_list(text: str) -> frozenset[int]:
-    """Names of features, by comma; "none" is none. Raises ValueError."""
+    """Names of features, by comma; "none" is none. Raises ArgumentTypeError, whose words argparse prints."""
     names = [] if text == "none" else text.split(",")
     unknown = [name for name in names if name not in FEATURES]
     if unknown:
-        raise ValueError(f"must be none or some of {', '.join(FEATURES)}, got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"must be none or some of {', '.join(FEATURES)}, got {unknown[0]!r}")
     return frozenset(FEATURES[name] for name in names)
 
 

@@ -97,7 +97,9 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The pins whose lease runs.
+        """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+        asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+        of another caller is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

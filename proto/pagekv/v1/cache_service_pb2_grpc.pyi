@@ -53,7 +53,10 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.ListPinsRequest,
         pagekv.v1.cache_service_pb2.ListPinsResponse,
     ]
-    """The pins whose lease runs."""
+    """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+    asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+    of another caller is unknown.
+    """
 
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -96,7 +99,10 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.ListPinsRequest,
         pagekv.v1.cache_service_pb2.ListPinsResponse,
     ]
-    """The pins whose lease runs."""
+    """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+    asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+    of another caller is unknown.
+    """
 
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -147,7 +153,10 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.ListPinsRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.ListPinsResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ListPinsResponse]]:
-        """The pins whose lease runs."""
+        """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+        asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+        of another caller is unknown.
+        """
 
     @abc.abstractmethod
     def UnpinPrefix(

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gpu_first import rope
 from gpu_first.machine import FirstMachine
-from gpu_first.rope import Rope
 from pagekv.kernels.bench.correctness import (
     ALLOWED,
     BF16,
@@ -18,7 +16,7 @@ from pagekv.kernels.bench.correctness import (
     largest,
     write_checks,
 )
-from pagekv.kernels.bench.scene import LAYER, Scene, Setup
+from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
@@ -63,46 +61,6 @@ def swap_checks(
     after = scene.decode(range(len(lengths)))
     yield Check("swap: decodes beside a swap under way", differing(beside, before[:-1]), 0)
     yield Check("swap: decode of a sequence that returned to other blocks", differing(after, before), 0)
-
-
-ROPE_BASE = 10_000.0
-
-
-def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, interleaved: bool) -> Iterator[Check]:
-    """Cache writes that rotate the first `rotary_dim` elements of keys on the way and of queries in place, by Llama's
-    angles; values are stored as they are.
-    """
-    scene = Scene(machine, setup)
-    half = rotary_dim // 2
-    frequencies = ROPE_BASE ** (-torch.arange(half, device=machine.device, dtype=torch.float64) / half)
-    angles = torch.arange(max(setup.lengths), device=machine.device)[:, None] * frequencies
-    table = torch.cat([angles.cos(), angles.sin()], 1).float()
-    position = torch.cat([torch.arange(length, device=machine.device) for length in setup.lengths])
-    cosine, sine = table.double()[position][:, None].chunk(2, -1)
-    first, second = slice(0, half), slice(half, rotary_dim)
-    if interleaved:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
-
-    def rotated(heads: torch.Tensor) -> torch.Tensor:
-        before = heads.double()
-        after = before.clone()
-        after[..., first] = before[..., first] * cosine - before[..., second] * sine
-        after[..., second] = before[..., second] * cosine + before[..., first] * sine
-        return after
-
-    query, everyone = scene.query.clone(), range(len(setup.lengths))
-    plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
-    rope.write(scene.attention, LAYER, scene.key, scene.value, query, plan, Rope(table, interleaved))
-    machine.synchronize()
-    del held
-    stored = torch.cat([scene.stored(sequence) for sequence in everyone])
-    # Numbers of size about 1, rounded to the pool's type.
-    allowed = 4 * (2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22)
-    label = f"{setup}, RoPE of {rotary_dim}{' interleaved' if interleaved else ''}"
-    yield Check(f"{label}: keys rotated", largest(stored[:, 0], rotated(scene.key)), allowed)
-    yield Check(f"{label}: queries rotated", largest(query, rotated(scene.query)), allowed)
-    values = scene.value.to(scene.kv_dtype).float()
-    yield Check(f"{label}: values written", differing(stored[:, 1].float(), values), 0)
 
 
 def smallest_checks(machine: FirstMachine, variant: Variant) -> Iterator[Check]:

@@ -1,4 +1,4 @@
-"""Rows beside those of the users' bench: layouts of real pools, what a block table costs, RoPE, torch's attention."""
+"""Rows beside those of the users' bench: layouts of real pools, what a block table costs, torch's attention."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_first import rope
 from gpu_first.floors import SMALL, decode_floor, plain
 from gpu_first.machine import FirstMachine
-from gpu_first.rope import Rope
 from pagekv.kernels.bench import workload
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
 from pagekv.kernels.bench.speed import (
@@ -26,13 +24,10 @@ from pagekv.kernels.bench.speed import (
     paged,
 )
 from pagekv.kernels.bench.workload import (
-    BLOCK_SIZE,
-    ELEMENT_BYTES,
     GQA4,
     HEAD_SIZE,
     MIN_LAYERS,
     AttentionCase,
-    WriteCase,
 )
 
 # Backends of torch's attention as peers, with the names of their columns. By itself torch chooses by its version and
@@ -130,39 +125,6 @@ def prefill_row(machine: CudaMachine, arena: Arena, case: AttentionCase) -> Row:
     for name, backend in (FLASH,) if cached else (FLASH, CUDNN):
         row |= against(name, timing.seconds, partial(sdpa_seconds, machine, arena, backend, case))
     return {**row, "counts_for": {"prefill": row["against_flash"]} if (case.new, cached) == (4096, 0) else {}}
-
-
-@dataclass(frozen=True)
-class RopeWriteCase(WriteCase):
-    """A cache write that rotates keys on the way and queries in place."""
-
-    @property
-    def bytes(self) -> int:
-        """Read and written, the queries too."""
-        return super().bytes + 2 * self.tokens * self.heads.num_heads * HEAD_SIZE * ELEMENT_BYTES
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, RoPE"
-
-
-def rope_write_row(machine: CudaMachine, arena: Arena, case: RopeWriteCase, bandwidth: float) -> Row:
-    """As `write_row`."""
-    write, rounds = rope_write(machine, arena, case)
-    return memory_row(case, machine.timed(write, rounds), bandwidth)
-
-
-def rope_write(machine: CudaMachine, arena: Arena, case: RopeWriteCase) -> tuple[Callable[[int], object], int]:
-    """A round of a cache write with RoPE, and the number of rounds of a graph. Each token is a sequence of its own."""
-    batch = paged(machine, arena, AttentionCase(case.heads, case.tokens, BLOCK_SIZE))
-    shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
-    key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
-    angles = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
-
-    def write(index: int) -> None:
-        layer = index % batch.num_layers
-        rope.write(batch.attention, layer, key, value, batch.query, batch.plan, angles)
-
-    return write, batch.num_rounds
 
 
 def sdpa_seconds(machine: CudaMachine, arena: Arena, backend: SDPBackend, case: AttentionCase) -> float:

@@ -17,27 +17,26 @@ import torch
 
 from gpu_first import flashinfer_peer, tools
 from gpu_first.floors import decode_floor, plain
-from gpu_first.kernel_checks import REPLAYS, replay_checks, rope_checks, smallest_checks, swap_checks
+from gpu_first.kernel_checks import REPLAYS, replay_checks, smallest_checks, swap_checks
 from gpu_first.kernel_rows import (
     LayoutCase,
-    RopeWriteCase,
     decode_row,
     decode_timing,
     layout_cases,
     prefill_row,
-    rope_write,
-    rope_write_row,
 )
 from gpu_first.machine import FirstMachine
 from gpu_first.records import Records, of_step
 from gpu_first.step import Absent, Context, OutOfTime
 from pagekv.kernels.bench import speed
-from pagekv.kernels.bench.correctness import BF16, SHORT_LENGTHS, Check, checks, setups
+from pagekv.kernels.bench.correctness import BF16, Check, checks, setups
 from pagekv.kernels.bench.machine import Arena
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.bench.stages import Bench
 from pagekv.kernels.bench.workload import (
+    BLOCK_SIZE,
     GQA4,
+    HEAD_SIZE,
     MIB,
     MQA,
     SWAP_BYTES,
@@ -145,7 +144,7 @@ def step_smallest(context: Context) -> None:
 
 
 def step_correctness(context: Context) -> None:
-    """Every setup, one after the other; then RoPE in the cache write."""
+    """Every setup, one after the other."""
     machine = machine_of(context)
     small = [SMALL_SETUP, Setup(SMALL_VARIANT, (3, 20), block_size=1)]
 
@@ -156,9 +155,6 @@ def step_correctness(context: Context) -> None:
         return {"case": str(setup), "checks": [row_of(check) for check in found]}
 
     measure(context, bench_of(machine, context, 64 * MIB), "correctness", small if context.small else setups(), row)
-    setup, size = (SMALL_SETUP, 64) if context.small else (Setup(BF16, SHORT_LENGTHS), 128)
-    for rotary_dim, interleaved in ((size, False), (size // 2, True)):
-        tell(context, rope_checks(machine, setup, rotary_dim, interleaved=interleaved))
 
 
 def step_replays(context: Context) -> None:
@@ -280,15 +276,13 @@ def step_prefill(context: Context) -> None:
 
 
 def step_memory(context: Context) -> None:
-    """Cache write, as the executor does it and with RoPE, and block copy."""
+    """Cache write and block copy."""
     machine = machine_of(context)
     bench = bench_of(machine, context)
     copy = speed.copy_bandwidth(machine, bench.arena)
     writes = [WriteCase(TINY, 3)] if context.small else write_cases()
-    ropes = [RopeWriteCase(case.heads, case.tokens) for case in writes]
     copies = [BlockCopyCase(TINY, 2)] if context.small else block_copy_cases()
     measure(context, bench, "memory", writes, lambda case: speed.write_row(machine, bench.arena, case, copy))
-    measure(context, bench, "memory", ropes, lambda case: rope_write_row(machine, bench.arena, case, copy))
     measure(context, bench, "memory", copies, lambda case: speed.block_copy_row(machine, bench.arena, case, copy))
 
 
@@ -360,7 +354,11 @@ def ncu_targets(small: bool) -> list[tuple[str, Callable[[FirstMachine, Arena], 
         return lambda machine, arena: partial(speed.paged(machine, arena, case).attend, 0)
 
     def write(machine: FirstMachine, arena: Arena) -> Callable[[], object]:
-        return partial(rope_write(machine, arena, RopeWriteCase(TINY, 3) if small else RopeWriteCase(GQA4, 2048))[0], 0)
+        case = AttentionCase(TINY, 3, BLOCK_SIZE) if small else AttentionCase(GQA4, 2048, BLOCK_SIZE)
+        batch = speed.paged(machine, arena, case)
+        shape = (case.batch, case.heads.num_kv_heads, HEAD_SIZE)
+        key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
+        return partial(batch.attention.write, 0, key, value, batch.plan)
 
     prefill = AttentionCase(TINY, 1, 24, 24) if small else AttentionCase(GQA4, 2, 4096, 4096)
     if small:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pagekv.common.errors import AlreadyExists, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
@@ -46,6 +48,8 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.left: list[RequestStream] = []
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
         self.refusal: Exception | None = None
+        # Of the tokens submitted, as every delta says.
+        self.cached_tokens = 1
         self.held_blocks = False
         # The table that a watch begins with, and the watch of the latest WatchEvents.
         self.table: list[Stored] = []
@@ -68,7 +72,14 @@ class FakeEngine(EngineLoop, EngineQueries):
         """Tokens for one sequence; a finish of STOP says that the last of them is a stop token."""
         stop = tokens[-1] if finish is FinishReason.STOP else None
         self.live[request_id].push(
-            SequenceDelta(index, list(tokens), cached_tokens=4, preemptions=2, finish=finish, stop_token_id=stop)
+            SequenceDelta(
+                index,
+                list(tokens),
+                cached_tokens=self.cached_tokens,
+                preemptions=2,
+                finish=finish,
+                stop_token_id=stop,
+            )
         )
 
     def abort(self, request_id: str) -> bool:
@@ -97,16 +108,16 @@ class FakeEngine(EngineLoop, EngineQueries):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
 
-    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
-        self.lookups.append((token_ids, identity))
+    def lookup_prefix(self, token_ids: Sequence[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
+        self.lookups.append((list(token_ids), identity))
         return pb.LookupPrefixResponse(
             prompt_tokens=len(token_ids), device_tokens=8, host_tokens=4, block_ids=[7, 3], partial_tokens=2
         )
 
     def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, page_size: int, token: str = ""
+        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str = ""
     ) -> pb.ExplainPrefixResponse:
-        self.lookups.append((token_ids, identity))
+        self.lookups.append((list(token_ids), identity))
         blocks = [
             pb.BlockExplanation(
                 end=4, outcome=pb.BLOCK_OUTCOME_HIT, reason="cached", block_hash="aa", block_id=7, shared_tokens=4
@@ -126,11 +137,11 @@ class FakeEngine(EngineLoop, EngineQueries):
         )
 
     def pin_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
     ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
-        self.lookups.append((token_ids, identity))
+        self.lookups.append((list(token_ids), identity))
         return pb.PinPrefixResponse(pin_id=pin_id or f"pin-{lease_s}", pinned_tokens=8)
 
     def list_pins(self) -> pb.ListPinsResponse:

@@ -8,7 +8,7 @@ shows at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -48,14 +48,14 @@ def beam_search(
     return BeamSearch(sampling, num_return)
 
 
-def expected_beams(prompt: list[int], search: BeamSearch, vocab: int) -> list[tuple[int, ...]]:
+def expected_beams(prompt: Sequence[int], search: BeamSearch, vocab: int) -> list[tuple[int, ...]]:
     """The result that a beam search must return: the search itself, without blocks."""
     while not search.done:
         search.advance([likeliest((*prompt, *beam.token_ids), vocab, search.num_candidates) for beam in search.beams])
     return [result.token_ids for result in search.results()]
 
 
-def expected_output(prompt: list[int], max_tokens: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
+def expected_output(prompt: Sequence[int], max_tokens: int, vocab: int, ends: tuple[int, ...] = ()) -> list[int]:
     """The tokens that a sequence must produce whatever happens around it."""
     tokens = list(prompt)
     for _ in range(max_tokens):

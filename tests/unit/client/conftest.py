@@ -76,8 +76,8 @@ class BlockingAsyncClient:
     def iter_requests(self) -> Iterator[Any]:
         return self._each(self._client.iter_requests())
 
-    def iter_blocks(self, *args: Any) -> Iterator[Any]:
-        return self._each(self._client.iter_blocks(*args))
+    def iter_blocks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self._each(self._client.iter_blocks(*args, **kwargs))
 
     def _each(self, items: Any) -> Iterator[Any]:
         try:

@@ -74,6 +74,7 @@ def test_no_other_refusal_is_retried(error: errors.PageKVError) -> None:
     ("options", "field"),
     [
         ({"timeout": -1.0}, "timeout"),
+        ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"resume_timeout": 2e6}, "resume_timeout"),
     ],
@@ -140,5 +141,5 @@ def test_the_timeout_covers_the_outage() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 65, 10**9, "2", None])
 def test_a_number_of_sequences_out_of_bounds_is_refused_before_anything_is_made(n: object) -> None:
-    with pytest.raises(errors.InvalidRequest, match="n: must be from 1 to 64, is"):
+    with pytest.raises(errors.InvalidRequest, match="n: must be a whole number from 1 to 64, is"):
         ResumableGeneration("x", n, {}, CallSettings())  # type: ignore[arg-type]  # callers pass anything

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_first.kernel_checks import replay_checks, rope_checks, smallest_checks, swap_checks
-from gpu_first.rope import Rope
+from gpu_first.kernel_checks import replay_checks, smallest_checks, swap_checks
 from support.kernels.bench_machine import FakeStreams, HostMachine
 
 from pagekv.kernels.bench.scene import Setup
@@ -25,17 +24,6 @@ def test_replays_swaps_and_smallest_launches_pass_on_the_emulated_kernels(machin
     found = list(smallest_checks(machine, HALF))
     assert [check.name for check in found if not check.passed] == []
     assert len(found) == 5
-
-
-@pytest.mark.parametrize(("rotary_dim", "interleaved"), [(64, False), (32, True)])
-def test_rope_in_the_cache_write_passes_and_a_wrong_angle_is_found(
-    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int, interleaved: bool
-) -> None:
-    setup = Setup(HALF, (1, 17, 40))
-    assert [c.passed for c in rope_checks(machine, setup, rotary_dim, interleaved=interleaved)] == [True] * 3
-    monkeypatch.setattr("gpu_first.kernel_checks.Rope", lambda table, interleaved: Rope(table * 1.1, interleaved))
-    found = [c.passed for c in rope_checks(machine, setup, rotary_dim, interleaved=interleaved)]
-    assert found == [False, False, True]
 
 
 def test_a_replay_that_differs_is_found(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from gpu_first import kernel_rows
 from gpu_first.floors import decode_floor
-from gpu_first.kernel_rows import LayoutCase, RopeWriteCase, layout_cases
+from gpu_first.kernel_rows import LayoutCase, layout_cases
 from support.kernels.bench_machine import HostMachine
 
 from pagekv.kernels.bench.machine import Arena
@@ -62,14 +62,6 @@ def test_what_real_pools_add_is_measured_too(machine: HostMachine, arena: Arena,
     assert row["case"] == str(case) != str(AttentionCase(SMALL, 2, 40))
     assert "against_flash" not in row
     assert row["counts_for"] == ({"layers": 1} if case.pool_layers else {})
-
-
-@pytest.mark.kernels
-def test_a_cache_write_with_rope(machine: HostMachine, arena: Arena) -> None:
-    row = kernel_rows.rope_write_row(machine, arena, RopeWriteCase(SMALL, 3), 1.0)
-    # Read and written: 2 heads of keys and values, 2 heads of queries.
-    assert row["gb_per_s"] == pytest.approx(3 * 2 * (2 + 2) * 128 * 2 / 1e6)
-    assert row["case"] == "GQA 2, 3 tokens, RoPE"
 
 
 @pytest.mark.kernels

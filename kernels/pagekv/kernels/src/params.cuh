@@ -9,27 +9,19 @@
 #pragma once
 #include "types.cuh"
 
-// K and V of the step's new tokens into their slots; with `rope` set, keys and queries are rotated on the way.
+// Keys and values of the step's new tokens into their slots.
 struct CacheWriteParams {
     const void* key;         // [T, G, D], rows key_stride apart
     const void* value;       // [T, G, D], rows value_stride apart
-    void* query;             // [T, H, D], rows query_stride apart, rotated in place; null: no RoPE for queries
     void* pool;
     const i32* slots;        // [T] block * block_size + offset; negative: the row is skipped
-    const float* rope;       // [positions, rotary_dim]: cosines, then sines, of each position; null: nothing is rotated
-    const i32* positions;    // [T] row of `rope`
     i64 block_stride;
     i64 kv_stride;
     i64 key_stride;
     i64 value_stride;
-    i64 query_stride;
-    i32 num_tokens;          // T
-    i32 num_heads;           // H
     i32 num_kv_heads;        // G
     i32 block_size_log2;
     i32 layer;
-    i32 rotary_dim;          // even, at most D: the first rotary_dim elements of a head are rotated
-    i32 rope_interleaved;    // 0: pairs (i, i + rotary_dim / 2); 1: pairs (2i, 2i + 1)
     float k_scale;           // fp8 only: value = stored * scale
     float v_scale;
 };

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.text.chat_template import ChatTemplateError
@@ -31,8 +34,8 @@ class PromptReader:
         self._max_tokens = max_tokens
         self._limit_name = limit_name
 
-    async def read(self, prompt: types_pb2.Prompt) -> list[int]:
-        """Token ids of a prompt, in the field `prompt` of a request. Raises InvalidRequest."""
+    async def read(self, prompt: types_pb2.Prompt) -> array[int]:
+        """Token ids of a prompt, uint32, in the field `prompt` of a request. Raises InvalidRequest."""
         kind = prompt.WhichOneof("kind")
         if kind == "text":
             return await self.text(PROMPT_FIELDS[kind], prompt.text)
@@ -42,15 +45,15 @@ class PromptReader:
             return await self._chat(PROMPT_FIELDS[kind], prompt.chat)
         raise InvalidRequest("prompt", "exactly one of text, token_ids and chat must be set")
 
-    async def text(self, field: str, text: str) -> list[int]:
-        """Token ids of a text, given in `field`, with the tokenizer's special tokens. Raises InvalidRequest."""
+    async def text(self, field: str, text: str) -> array[int]:
+        """Token ids of a text, uint32, given in `field`, with the tokenizer's special tokens. Raises InvalidRequest."""
         tokenizer = self._need_tokenizer(field)
         if not text:
             raise InvalidRequest(field, "must not be empty")
         _check_text_bytes(field, len(text.encode()))
         return await self._encode(field, len(text), lambda: text, tokenizer, special_tokens=True)
 
-    async def _chat(self, field: str, chat: types_pb2.Chat) -> list[int]:
+    async def _chat(self, field: str, chat: types_pb2.Chat) -> array[int]:
         """Token ids of a conversation through the chat template."""
         tokenizer = self._need_tokenizer("prompt.chat")
         template = tokenizer.chat_template
@@ -74,21 +77,21 @@ class PromptReader:
         # The template writes the special tokens itself.
         return await self._encode(field, size + 64 * len(messages), render, tokenizer, special_tokens=False)
 
-    def _checked_ids(self, field: str, ids: Sequence[int]) -> list[int]:
+    def _checked_ids(self, field: str, ids: Sequence[int]) -> array[int]:
         if not ids:
             raise InvalidRequest(field, "must have at least one token id")
         self._check_count(field, len(ids))
-        prompt = list(ids)
+        prompt = token_array(ids)
         check_token_ids(field, prompt, self._vocab_size)
         return prompt
 
     async def _encode(
         self, field: str, size: int, source: Callable[[], str], tokenizer: Tokenizer, *, special_tokens: bool
-    ) -> list[int]:
+    ) -> array[int]:
         """Encodes the text that `source` gives, in a thread if it is long (`size` is a guess in characters)."""
 
-        def work() -> list[int]:
-            ids = tokenizer.encode(source(), special_tokens=special_tokens, limit=self._max_tokens)
+        def work() -> array[int]:
+            ids = token_array(tokenizer.encode(source(), special_tokens=special_tokens, limit=self._max_tokens))
             if ids:
                 check_token_ids(field, ids, self._vocab_size)
             return ids
@@ -114,10 +117,17 @@ class PromptReader:
             )
 
 
-def check_token_ids(field: str, token_ids: list[int], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first id that is not below the vocabulary size."""
-    if max(token_ids) >= vocab_size:
-        index, token_id = next((i, t) for i, t in enumerate(token_ids) if t >= vocab_size)
+def token_array(ids: Sequence[int]) -> array[int]:
+    """Token ids of a message, uint32. NumPy reads a repeated field in a hundredth of the time that a list takes."""
+    return array("I", np.asarray(ids, np.uint32).tobytes())
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest naming the first id, of one at least, that is not below the vocabulary size."""
+    ids = np.asarray(token_ids)
+    if ids.max() >= vocab_size:
+        index = int((ids >= vocab_size).argmax())
+        token_id = token_ids[index]
         raise InvalidRequest(
             f"{field}[{index}]", f"must be from 0 to {vocab_size - 1} (the vocabulary), got {token_id}"
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
-from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids
+from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -104,6 +105,11 @@ async def read_generate(
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
+    ends = sampling.end_ids(model.eos_token_ids)
+    for position in range(max(0, params.min_tokens - 1), len(resumed) - 1):
+        if (token_id := resumed[position]) in ends:
+            words = f"must be the last of them, since {token_id} ends the output; {len(resumed)} were given"
+            raise InvalidRequest(f"resumed_token_ids[{position}]", words)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
@@ -124,8 +130,10 @@ async def read_generate(
 
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
-) -> tuple[list[int], CacheIdentity]:
-    """Token ids and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound for an adapter."""
+) -> tuple[array[int], CacheIdentity]:
+    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound for an
+    adapter.
+    """
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
@@ -171,14 +179,15 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
     return SamplingParams(**given)
 
 
-def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> list[int]:
+def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> array[int]:
     """The tokens that were generated before. Once more their number is checked when max_tokens is known."""
     field = "resumed_token_ids"
     if given and (n != 1 or sampling.beam_width):
         name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
         raise InvalidRequest(field, f"must be empty with sampling_params.{name} of {value}, has {len(given)} ids")
     _check_count(field, len(given), model.max_model_len - 1)
-    if resumed := list(given):
+    resumed = token_array(given)
+    if resumed:
         check_token_ids(field, resumed, model.vocab_size)
     return resumed
 
@@ -216,7 +225,7 @@ def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> t
     field = "sampling_params.stop_token_ids"
     _check_count(field, len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
-        check_token_ids(field, list(params.stop_token_ids), vocab_size)
+        check_token_ids(field, token_array(params.stop_token_ids), vocab_size)
     return tuple(params.stop_token_ids)
 
 

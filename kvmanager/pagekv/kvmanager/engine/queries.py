@@ -7,9 +7,11 @@ Unavailable before the first attachment unless they say otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
@@ -87,22 +89,36 @@ class EngineQueries:
         stats.MergeFrom(prompts)
         return stats
 
-    def lookup_prefix(self, token_ids: list[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
+    def promised_blocks(self) -> int:
+        """Blocks of the sequences that hold some, once each is as long as it may become and if none of them shared any.
+        More than the pool has: the pool is oversubscribed, and somebody may have to give way.
+        """
+        scheduler = self._state.serving()
+        # As many as `blocks_needed` counts: the last token is sampled and needs no slot.
+        return sum(-(-(sequence.max_total - 1) // scheduler.pool.block_size) for sequence in scheduler.running)
+
+    def ref_counts(self) -> NDArray[np.int32]:
+        """How many hold each block of the device, [num_blocks]: live memory, not to be changed, nor read after the next
+        await.
+        """
+        return self._state.serving().pool.ref_counts
+
+    def lookup_prefix(self, token_ids: Sequence[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing."""
         limits = self._state.serving().limits
         return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
 
     def explain_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, page_size: int, token: str = ""
+        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str = ""
     ) -> pb.ExplainPrefixResponse:
         """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
         return self._cache.explain(token_ids, identity, page_size, token)
 
     def pin_prefix(
-        self, token_ids: list[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises LimitExceeded, with nothing changed.
+        Raises AlreadyExists and LimitExceeded, with nothing changed.
         """
         live = (request.command for request in self._state.live.all())
         return self._cache.pin(token_ids, identity, lease_s, live, pin_id)

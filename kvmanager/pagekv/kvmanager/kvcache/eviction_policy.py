@@ -31,14 +31,20 @@ class FreeQueue:
     batch costs a few vector operations, in amortised constant time per block. 10 bytes a block.
     """
 
-    def __init__(self, num_blocks: int, capacity: int | None = None) -> None:
-        """With block ids 0 to num_blocks - 1 in order; or empty, for at most `capacity` of them."""
-        most = num_blocks if capacity is None else capacity
+    def __init__(self, num_blocks: int, beside: FreeQueue | None = None) -> None:
+        """With block ids 0 to num_blocks - 1 in order; or empty, for at most `num_blocks` of those that the queue
+        `beside` is for, none of which may ever be in both.
+        """
         # Room for half as many further joins as there can be blocks, so clearings are rare enough to be cheap.
-        self._entries = np.empty(most + (most + 1) // 2, np.int32)
-        self._position = np.full(num_blocks, _OUT, np.int32)
+        self._entries = np.empty(num_blocks + (num_blocks + 1) // 2, np.int32)
         self._head = self._tail = self._length = 0
-        if capacity is None:
+        # The position of entry i is _offset + i: one column serves two queues, the second one's positions lie behind.
+        self._offset = 0
+        self._position: NDArray[np.int32]
+        if beside is not None:
+            self._position, self._offset = beside._position, len(beside._entries)
+        else:
+            self._position = np.full(num_blocks, _OUT, np.int32)
             self.append(np.arange(num_blocks, dtype=np.int32))
 
     def __len__(self) -> int:
@@ -54,7 +60,7 @@ class FreeQueue:
             self._clear_voided()
         end = self._tail + len(blocks)
         self._entries[self._tail : end] = blocks
-        self._position[blocks] = np.arange(self._tail, end, dtype=np.int32)
+        self._position[blocks] = self._positions(self._tail, end)
         self._tail = end
         self._length += len(blocks)
 
@@ -77,8 +83,7 @@ class FreeQueue:
         left = count
         while left:
             window = self._entries[self._head : min(self._head + max(left, _WINDOW), self._tail)]
-            here = np.arange(self._head, self._head + len(window), dtype=np.int32)
-            valid = np.flatnonzero(self._position[window] == here)
+            valid = np.flatnonzero(self._position[window] == self._positions(self._head, self._head + len(window)))
             if len(valid) >= left:
                 valid = valid[:left]
                 self._head += int(valid[-1]) + 1
@@ -90,16 +95,20 @@ class FreeQueue:
         self.remove(blocks)
         return blocks
 
+    def _positions(self, start: int, end: int) -> Blocks:
+        """Positions of the entries [start, end)."""
+        return np.arange(self._offset + start, self._offset + end, dtype=np.int32)
+
     def _valid_entries(self) -> Blocks:
         entries = self._entries[self._head : self._tail]
-        valid: Blocks = entries[self._position[entries] == np.arange(self._head, self._tail, dtype=np.int32)]
+        valid: Blocks = entries[self._position[entries] == self._positions(self._head, self._tail)]
         return valid
 
     def _clear_voided(self) -> None:
         """Moves the valid entries to the front of the array."""
         valid = self._valid_entries()
         self._entries[: len(valid)] = valid
-        self._position[valid] = np.arange(len(valid), dtype=np.int32)
+        self._position[valid] = self._positions(0, len(valid))
         self._head, self._tail = 0, len(valid)
 
 
@@ -128,7 +137,7 @@ class EvictionOrder:
         # Blocks of one prompt, from its first, that can be protected.
         self.depth = min(self.capacity, max(1, self.capacity // _PROMPTS_PROTECTED))
         self._probation = FreeQueue(num_blocks)
-        self._protected = FreeQueue(num_blocks, self.capacity)
+        self._protected = FreeQueue(self.capacity, self._probation)
         # Which queue a free block is in, and which one a held block will join.
         self._proven = np.zeros(num_blocks, np.bool_)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -53,7 +54,7 @@ def _is_text(value: object) -> bool:
         return False
 
 
-async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
+async def _prompt(served: Served, asked: dict[str, Any]) -> Sequence[int]:
     model = served.model
     if "text" in asked:
         if not _is_text(asked["text"]):
@@ -71,7 +72,7 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> list[int]:
     return ids
 
 
-def _block(block: pb.BlockExplanation, prompt: list[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _block(block: pb.BlockExplanation, prompt: Sequence[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
     return {
         "start": block.start,
         "end": block.end,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -50,7 +50,8 @@ class GenerateCommand:
     """One validated Generate call. The last `resumed_tokens` of `prompt_ids` count as output."""
 
     request_id: str
-    prompt_ids: list[int]
+    # uint32 in an array where it comes from a message.
+    prompt_ids: Sequence[int]
     sampling: SamplingParams
     n: int = 1
     resumed_tokens: int = 0

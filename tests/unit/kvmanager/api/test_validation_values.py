@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -29,7 +30,9 @@ def test_defaults() -> None:
     assert stops == []
     assert command.request_id.startswith("req-")
     sampling = replace(SamplingParams(), seed=command.sampling.seed)
-    expected = GenerateCommand(command.request_id, [5, 6, 7], sampling, model_fingerprint=MODEL.model_fingerprint)
+    expected = GenerateCommand(
+        command.request_id, array("I", [5, 6, 7]), sampling, model_fingerprint=MODEL.model_fingerprint
+    )
     assert command == expected
 
 
@@ -73,7 +76,7 @@ def test_every_value_arrives() -> None:
     assert stops == ["x" * 256, "y"]
     assert command == GenerateCommand(
         request_id="A.z_9:-",
-        prompt_ids=[5, 6, 7, 8],
+        prompt_ids=array("I", [5, 6, 7, 8]),
         sampling=SamplingParams(
             temperature=0.5,
             top_p=0.25,
@@ -180,8 +183,8 @@ def test_max_tokens_when_absent_and_the_pool_is_smaller_than_the_context(
 
 def test_text_gets_the_tokenizers_special_tokens_and_chat_the_templates() -> None:
     plain = TOKENIZER.encode("void", special_tokens=False, limit=9)
-    assert read(pb.GenerateRequest(prompt=as_prompt("void")))[0].prompt_ids == [0, *plain]
-    assert read(chat(("user", "void")))[0].prompt_ids == [0, 2, *plain]
+    assert list(read(pb.GenerateRequest(prompt=as_prompt("void")))[0].prompt_ids) == [0, *plain]
+    assert list(read(chat(("user", "void")))[0].prompt_ids) == [0, 2, *plain]
 
 
 @pytest.mark.parametrize(
@@ -192,12 +195,12 @@ def test_resumed_tokens_follow_a_prompt_of_any_kind_and_change_no_default(
 ) -> None:
     fresh, _ = read(pb.GenerateRequest(prompt=prompt))
     again, _ = read(pb.GenerateRequest(prompt=prompt, resumed_token_ids=[7, 8, 9]))
-    assert (again.prompt_ids, again.resumed_tokens) == ([*fresh.prompt_ids, 7, 8, 9], 3)
+    assert (list(again.prompt_ids), again.resumed_tokens) == ([*fresh.prompt_ids, 7, 8, 9], 3)
     assert again.sampling.max_tokens == fresh.sampling.max_tokens == (max_tokens or 64 - len(fresh.prompt_ids))
 
 
 def test_resumed_tokens_may_fill_the_context() -> None:
     params = types_pb2.SamplingParams(max_tokens=60)
     command, _ = read(ids(*[5] * 4, resumed_token_ids=[6] * 60, sampling_params=params))
-    assert command.prompt_ids == [5] * 4 + [6] * 60
+    assert list(command.prompt_ids) == [5] * 4 + [6] * 60
     assert (len(command.prompt_ids), command.resumed_tokens, command.sampling.max_tokens) == (64, 60, 60)

@@ -20,11 +20,16 @@ def test_starts_in_order_and_allocates_at_the_head() -> None:
     assert list(queue) == [2, 3, 0]
 
 
-def test_can_start_empty() -> None:
-    queue = FreeQueue(3, 2)
+def test_a_queue_beside_another_starts_empty_and_shares_its_positions() -> None:
+    """Position 0 of either queue is another one: what stands void there must not count as valid."""
+    first = FreeQueue(3)
+    queue = FreeQueue(2, first)
     assert (len(queue), list(queue), queue.pop(0).tolist()) == (0, [], [])
-    queue.append(ids([2, 0]))
-    assert queue.pop(2).tolist() == [2, 0]
+    first.remove(ids([0, 2]))
+    queue.append(ids([0, 2]))
+    assert (list(first), list(queue)) == ([1], [0, 2])
+    assert (first.pop(1).tolist(), queue.pop(2).tolist()) == ([1], [0, 2])
+    assert queue._position is first._position
 
 
 def test_remove_from_the_middle() -> None:
@@ -47,7 +52,8 @@ def test_agrees_with_plain_lists(data: st.DataObject) -> None:
     """Batches of every kind, in a queue and one beside it; joining often enough to fill the entries several times."""
     size = data.draw(st.integers(1, 6))
     capacity = data.draw(st.integers(0, size))
-    queues = (FreeQueue(size), FreeQueue(size, capacity))
+    first = FreeQueue(size)
+    queues = (first, FreeQueue(capacity, first))
     models: tuple[list[int], list[int]] = (list(range(size)), [])
     for _ in range(data.draw(st.integers(0, 40))):
         which = data.draw(st.sampled_from([0, 0, 1]))

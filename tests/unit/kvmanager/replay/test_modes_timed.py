@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from support.engine.replays import SMALL, SMALLER, ignore
@@ -10,7 +11,7 @@ from support.engine.replays import SMALL, SMALLER, ignore
 from pagekv.kvmanager.replay.modes import replay_timed
 from pagekv.kvmanager.replay.options import ReplayOptions, StepCost
 from pagekv.kvmanager.replay.report import Row, StepTiming
-from pagekv.kvmanager.replay.trace import TraceRecord, prompt_tokens
+from pagekv.kvmanager.replay.trace import TraceRecord, prompt_tokens, read_trace
 
 
 def timing(row: Row) -> StepTiming:
@@ -79,3 +80,24 @@ def test_simulated_times_by_hand() -> None:
     assert row.inter_token_s.max == pytest.approx((1 + 0.5 + 0.12) / 1e3)
     assert row.inter_token_s.mean == pytest.approx((1 + 0.5 + 0.115) / 1e3)
     assert row.simulated_s == pytest.approx(10 + second / 1e3)
+
+
+TRACES = Path(__file__).parents[3] / "data" / "traces"
+
+
+@pytest.mark.parametrize("name", ["azure_sample.csv", "azure_code_sample.csv"])
+def test_recorded_lengths_fill_96_percent_of_blocks_of_16_and_a_third_of_a_reservation(name: str) -> None:
+    """Over simulated time, in the memory of four contexts of 8,192 tokens. A reservation takes a context at once, as
+    paging with blocks of that length does.
+    """
+    records = read_trace(TRACES / name)
+    common = ReplayOptions(block_size=16, tokens_per_id=512, partial_blocks=False, speed=8.0)
+    paged = timing(replay_timed(records, common, "slru", 4 * 8192 // 16, ignore))
+    reserved = timing(replay_timed(records, replace(common, block_size=8192), "slru", 4, ignore))
+    assert paged.refused == reserved.refused == 0
+    assert paged.output_tokens == reserved.output_tokens == sum(record.output_length for record in records)
+    assert paged.utilisation is not None
+    assert reserved.utilisation is not None
+    assert paged.utilisation >= 0.96
+    assert reserved.utilisation <= 0.382
+    assert paged.simulated_s < reserved.simulated_s
