@@ -131,8 +131,9 @@ async def read_generate(
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
 ) -> tuple[array[int], CacheIdentity]:
-    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound
-    for an adapter."""
+    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound for an
+    adapter.
+    """
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")

@@ -70,5 +70,4 @@ class StopMatcher:
     def flush(self) -> str:
         """The text held back, once it is known that no more follows."""
         held, self._held = self._held, ""
-        self._matched = [0] * len(self._patterns)
         return held

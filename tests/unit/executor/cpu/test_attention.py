@@ -49,6 +49,44 @@ def test_chunks_and_decodes_read_what_plain_attention_reads(scores: Scores) -> N
     assert torch.allclose(torch.cat(outputs), plain(query, key, value, scores))
 
 
+@pytest.mark.parametrize("scores", [Scores(0.4), Scores(0.4, window=6), Scores(0.4, 2.0, 6)])
+def test_chunks_and_decodes_of_one_step_are_each_their_own_rows(scores: Scores) -> None:
+    """Two chunks and two decodes, of four sequences with keys and values of their own, in the packed order."""
+    torch.manual_seed(0)
+    cache = KvCache(BlockGeometry(1, KV_HEADS, SIZE, torch.float64), BLOCK_SIZE, 24)
+    cache.device[:-1] = math.nan
+    states = [
+        SequenceState(which, [1] * LENGTH, LENGTH, [*range(6 * which, 6 * which + 6)], 0, Sampling())
+        for which in range(4)
+    ]
+    query = torch.randn(4, HEADS, LENGTH, SIZE, dtype=torch.float64)
+    key, value = torch.randn(2, 4, KV_HEADS, LENGTH, SIZE, dtype=torch.float64)
+    wanted = [plain(query[which], key[which], value[which], scores) for which in range(4)]
+    counts = [9, 1, 5, 1]
+    at = [0] * 4
+
+    def step(scheduled: list[Scheduled], whose: list[int]) -> None:
+        plan = CpuAttentionPlan(scheduled, BLOCK_SIZE, cache.null_block, 1024, torch.float64)
+        places = plan.position_ids[0].tolist()
+        # Blocks are private, so a row's block tells whose it is.
+        rows = [block // 6 for block in plan.slots[0].tolist()]
+        assert sorted({*rows}) == sorted(whose)
+        at_rows = [*zip(rows, places, strict=True)]
+        packed = [
+            torch.stack([of[r, :, p] for r, p in zip(rows, places, strict=True)], 1) for of in (query, key, value)
+        ]
+        out = PagedStepAttention(cache, plan).attend(0, packed[0], packed[1], packed[2], scores)
+        for row, (which, place) in enumerate(at_rows):
+            assert torch.allclose(out[row], wanted[which][place])
+
+    # The prompts of the two that decode.
+    step([Scheduled(states[which], 0, 16) for which in (1, 3)], [1, 3])
+    at[1] = at[3] = 16
+    for _ in range(2):
+        step([Scheduled(state, at[which], counts[which]) for which, state in enumerate(states)], [0, 1, 2, 3])
+        at = [begun + count for begun, count in zip(at, counts, strict=True)]
+
+
 def plain_parts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:

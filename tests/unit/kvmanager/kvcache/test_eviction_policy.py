@@ -32,6 +32,25 @@ def num_protected(order: EvictionOrder) -> int:
     return len(order._protected)
 
 
+@pytest.mark.parametrize("batch", [1, 2, 3, 4])
+def test_the_protected_are_never_more_than_their_share(batch: int) -> None:
+    """Of 20 blocks 4, however many become free at once; the one too many falls back before what comes next."""
+    order = EvictionOrder(20, "slru", 0.2)
+    blocks = order.pop(20)
+    for first in range(0, 12, batch):
+        for block in blocks[first : first + batch]:
+            order.hit(ids([block]))
+        order.append(blocks[first : first + batch])
+        assert num_protected(order) <= 4
+    order = EvictionOrder(20, "slru", 0.2)
+    blocks = order.pop(20)
+    for block in blocks[:5].tolist():
+        order.hit(ids([block]))
+        order.append(ids([block]))
+    order.append(blocks[5:6])
+    assert list(order) == [*blocks[[0, 5, 1, 2, 3, 4]].tolist()]
+
+
 @given(st.data())
 def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
     num_blocks = data.draw(st.integers(1, 24))

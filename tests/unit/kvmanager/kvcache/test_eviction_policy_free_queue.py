@@ -1,3 +1,5 @@
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -76,3 +78,21 @@ def test_agrees_with_plain_lists(data: st.DataObject) -> None:
         for queue, model in zip(queues, models, strict=True):
             assert list(queue) == model
             assert len(queue) == len(model)
+
+
+def test_voids_longer_than_what_is_looked_at_together_are_skipped() -> None:
+    """Hundreds of blocks left from the middle, one at a time and whole stretches, and the head passes over all of
+    them, into the next blocks that are there.
+    """
+    chance = random.Random(3)
+    for _ in range(20):
+        queue, model = FreeQueue(400), list(range(400))
+        begin = chance.randrange(200)
+        leaving = {*range(begin, begin + 150), *chance.sample(range(400), 60)}
+        queue.remove(ids(sorted(leaving)))
+        model = [block for block in model if block not in leaving]
+        while model:
+            count = min(len(model), chance.choice([1, 3, 40, 100]))
+            assert queue.pop(count).tolist() == model[:count]
+            del model[:count]
+            assert (list(queue), len(queue)) == (model, len(model))

@@ -8,7 +8,7 @@ import random
 
 import pytest
 from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, copies, output
+from support.engine.scheduler_driver import VOCAB, Driver, copies, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
@@ -81,6 +81,32 @@ def test_a_step_ahead_the_step_after_the_result_can_hit(max_tokens: int) -> None
     driver.drain()
     assert output(first) == expected_output(PROMPT, max_tokens, VOCAB)
     assert output(second) == expected_output(second.command.prompt_ids, 3, VOCAB)
+
+
+def test_a_sequence_that_a_reset_met_publishes_nothing_more() -> None:
+    """Its next block would follow one that the reset took out. Blocks that another request computes of the same tokens
+    are published, and the sequence's own do not follow them.
+    """
+    driver = Driver(block_size=4, depth=1)
+    met = driver.submit(PROMPT, max_tokens=30)
+    for _ in range(6):
+        driver.step()
+    assert driver.pool.num_published == 2
+    assert driver.scheduler.clear_prefix_cache() == 2
+    for _ in range(4):
+        driver.step()
+        assert driver.pool.num_published == 0
+    again = driver.submit(known(met), max_tokens=1)
+    driver.step()
+    assert finished(again)
+    entered = driver.pool.num_published
+    assert entered == len(known(met)) // 4
+    for _ in range(6):
+        driver.step()
+    assert driver.pool.num_published == entered
+    driver.drain()
+    assert driver.pool.num_published == entered
+    assert output(met) == expected_output(PROMPT, 30, VOCAB)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -19,6 +19,23 @@ def test_every_counter_counts_what_it_says() -> None:
     assert min(counters.swapped_out, counters.swapped_in) > 0
 
 
+def test_of_three_preemptions_two_found_room_in_the_host_pool() -> None:
+    """The counters and what the next plan says, of each sequence."""
+    driver = Driver(num_blocks=16, block_size=4, depth=1, host_blocks=4, preemption="swap")
+    requests = [driver.submit([30 * i + j for j in range(7)], max_tokens=6) for i in range(3)]
+    driver.step()
+    for request in requests:
+        driver.scheduler.preemption.preempt(request.sequences[0])
+    counters = driver.scheduler.counters
+    assert (counters.preemptions, counters.swap_preemptions) == (3, 2)
+    plan = driver.plan()
+    assert plan is not None
+    assert [(sequence.request, kept) for sequence, kept in plan.preempted] == list(
+        zip(requests, [True, True, False], strict=True)
+    )
+    driver.drain()
+
+
 def test_cached_tokens_count_the_prompt_alone() -> None:
     driver = Driver()
     prompt = list(range(6))

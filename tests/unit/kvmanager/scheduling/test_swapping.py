@@ -123,6 +123,18 @@ def test_a_host_pool_that_is_full_means_recompute_and_never_an_error() -> None:
     assert driver.executor.computed_tokens == 16 + 14 + 3
 
 
+@pytest.mark.parametrize(("block_size", "swapped"), [(4, True), (2, False), (1, False)])
+def test_auto_swaps_where_copying_takes_less_time_than_computing(block_size: int, swapped: bool) -> None:
+    """A block takes a second out and one in, a token a second to compute; equal costs mean recompute."""
+    driver = Driver(num_blocks=32, block_size=block_size, host_blocks=32, preemption="auto", depth=1)
+    request = started(driver, list(range(8)), steps=1, max_tokens=5)
+    driver.scheduler.preempt_all()
+    assert (request.sequences[0].swapped is not None, driver.host.num_held > 0) == (swapped, swapped)
+    driver.drain()
+    assert (len(moves(driver, OUT)) > 0) == swapped
+    assert right(request)
+
+
 def test_without_a_host_pool_everything_is_recomputed() -> None:
     driver = Driver(num_blocks=4, block_size=4, preemption="swap", depth=1, prefix_cache=False)
     request = started(driver, list(range(10)), steps=2, max_tokens=5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -59,6 +61,26 @@ def test_held_text_is_the_longest_beginning_of_a_stop_string(chunks: list[str], 
         held = seen[len(released) :]
         beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
         assert held == max((b for b in beginnings if seen.endswith(b)), key=len)
+
+
+def test_every_short_stop_string_is_found_in_every_short_text() -> None:
+    """All of one to four letters in all of eight, letter by letter: every way in which one can overlap itself."""
+    words = ["".join(letters) for length in range(1, 5) for letters in product("ab", repeat=length)]
+    for stop in words:
+        for letters in product("ab", repeat=8):
+            assert run(list(letters), [stop]) == oracle("".join(letters), [stop])
+
+
+def test_the_overlaps_of_a_stop_string_with_itself() -> None:
+    """Of every beginning: its longest shorter beginning that is its end too."""
+    for length in range(1, 9):
+        for letters in product("ab", repeat=length):
+            stop = "".join(letters)
+            ((found, overlaps),) = StopStrings([stop]).patterns
+            assert found == stop
+            for end in range(1, length + 1):
+                shorter = [size for size in range(end) if stop[:end].endswith(stop[:size])]
+                assert overlaps[end - 1] == max(shorter)
 
 
 def test_text_stops_before_a_string_that_crosses_chunks() -> None:
