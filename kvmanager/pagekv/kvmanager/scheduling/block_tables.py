@@ -191,13 +191,15 @@ class BlockTables:
         text = min(most, sequence.first_media // size)
         blocks = table.match_tokens(sequence.request.root, chunks[:text])
         found = len(blocks)
-        digests += table.digests(blocks[len(digests) :])
+        # The table's own objects, by which the host pool tells what its blocks follow.
+        digests[:found] = table.digests(blocks)
         if found < most:
             self._extend_digests(sequence)
             if found == text:
                 # From the first medium on by digest.
                 before = blocks[-1] if blocks else sequence.request.root
                 blocks += self.pool.match(before, digests[found:most], chunks[found:])
+                digests[found : len(blocks)] = table.digests(blocks[found:])
             else:
                 self.pool.count_collision(digests[found])
         return np.array(blocks, np.int32)
@@ -275,6 +277,9 @@ class BlockTables:
                     media=media,
                     names=sequence.request.names,
                 )
+                if self.host.num_blocks:
+                    own = blocks[here].tolist()
+                    digests[begin:end] = self.pool.table.digest_objects(own, digests[begin:end])
         if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
 
