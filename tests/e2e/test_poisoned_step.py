@@ -48,5 +48,4 @@ def test_a_request_that_no_step_survives_ends_and_others_finish(tmp_path: Path) 
         with running_manager(executor, ["--tokenizer", "none", "--max-batch-tokens", str(BUDGET)]) as stack:
             asyncio.run(main(stack.target))
             log = stack.manager.log.read_text()
-    assert log.count("Run: UNKNOWN: Unexpected") == 3
     assert log.count("gave up a request") == 1

@@ -119,8 +119,9 @@ def open_channel(target: str, keepalive_ms: int = KEEPALIVE_MS) -> grpc.Channel:
             ("grpc.enable_http_proxy", 0),
             # A connection of its own, though another channel leads to the same address.
             ("grpc.use_local_subchannel_pool", 1),
-            ("grpc.max_receive_message_length", -1),
-            ("grpc.max_send_message_length", -1),
+            # P13.
+            ("grpc.max_receive_message_length", 256 * 2**20),
+            ("grpc.max_send_message_length", 256 * 2**20),
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.keepalive_permit_without_calls", 1),

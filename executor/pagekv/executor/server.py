@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.port_file import bound_address, write_port_file
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
+from pagekv.common.server import MAX_STEP_BYTES, GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
@@ -33,8 +33,6 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach the manager.
 LAST_WORDS_S = 2.0
-# A step carries the tokens of the sequences that enter whole: many long prompts that hit one prefix can enter at once.
-MAX_STEP_BYTES = 256 * 2**20
 # How long a thread keeps the interpreter while another waits for it.
 SWITCH_INTERVAL_S = 200e-6
 

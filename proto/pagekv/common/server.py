@@ -23,6 +23,8 @@ log = Log(__name__)
 
 # Bytes of one message that either process takes. 10 MB prompts must reach validation to be refused with a field name.
 MAX_RECEIVE_BYTES = 16 * 2**20
+# Bytes of one step and of one result (P13 in executor_service.proto): sequences enter whole, many in one step.
+MAX_STEP_BYTES = 256 * 2**20
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
@@ -119,12 +121,15 @@ class GrpcServer:
         listen: str,
         services: Sequence[str],
         reflection: bool = True,
-        max_receive_bytes: int = MAX_RECEIVE_BYTES,
+        max_message_bytes: int = MAX_RECEIVE_BYTES,
     ) -> None:
-        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection."""
+        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection. Messages of
+        up to `max_message_bytes` are taken and sent.
+        """
         self._listen = listen
         self._names = [*services]
-        options = {**dict(SERVER_OPTIONS), "grpc.max_receive_message_length": max_receive_bytes}
+        options = dict(SERVER_OPTIONS)
+        options |= dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), max_message_bytes)
         self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=list(options.items()))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)

@@ -10,7 +10,7 @@ from typing import cast
 
 import grpc
 
-from pagekv.common.server import MAX_RECEIVE_BYTES
+from pagekv.common.server import MAX_STEP_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
 from pagekv.kvmanager.engine.features import feature_numbers
@@ -56,8 +56,8 @@ class ExecutorLink:
             options=[
                 # A proxy configured for the internet does not lead to an executor.
                 ("grpc.enable_http_proxy", 0),
-                ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-                ("grpc.max_send_message_length", -1),
+                ("grpc.max_receive_message_length", MAX_STEP_BYTES),
+                ("grpc.max_send_message_length", MAX_STEP_BYTES),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 # Also while no call is open: a lost executor is noticed before the next one (P10).

@@ -47,8 +47,8 @@ class Admission:
     _blocked: _Blocked | None = None
 
     def plan_forks(self, step: StepBuilder) -> None:
-        """Forks every request whose prompt has been computed by an earlier step. Where slots, budget or blocks do not
-        suffice for all sequences of a request, they queue, and share the prompt's full blocks when they come in.
+        """Forks every request whose prompt has been computed by an earlier step. Where slots, budget, bytes or blocks
+        do not suffice for all sequences of a request, they queue, and share the prompt's full blocks when they come in.
         """
         running, tables = self._running, self._tables
         for request in self._waiting.forking[:]:
@@ -58,6 +58,7 @@ class Admission:
             children = self._waiting.take_children(request)
             room = min(step.room, self._tables.limits.max_running - len(running.order))
             fits = len(children) <= room and tables.pool.num_free - len(children) >= self._watermark(request)
+            fits = fits and step.takes(parent, len(children))
             may = children and parent.state in HOLDING and fits and self._tables.limits.fork_sharing
             # Each computes the last prompt position for itself.
             if may and tables.fork([parent] * len(children), children, recomputed=1):
@@ -70,8 +71,8 @@ class Admission:
                     self._waiting.push(child)
 
     def plan_returns(self, step: StepBuilder) -> None:
-        """Enters the members of the order that are not at the executor, as far as budget and sequence slots go: beams
-        that a decision has given their next token, and sequences admitted together.
+        """Enters the members of the order that are not at the executor, as far as budget, bytes and sequence slots go:
+        beams that a decision has given their next token, and sequences admitted together.
         """
         running = self._running
         for sequence in running.returning[:]:
@@ -80,12 +81,14 @@ class Admission:
             if not step.room or step.num_at_executor >= self._tables.limits.max_running:
                 return
             if running.shared_prefill.is_ready(sequence):
+                if not step.takes(sequence):
+                    return
                 step.add_new(sequence)
 
     def plan_admissions(self, step: StepBuilder) -> None:
         """Admits from the waiting queue in order; the first that does not fit blocks the others, so none starves."""
         running, waiting = self._running, self._waiting
-        while step.room and (head := waiting.head()) is not None:
+        while step.room and (head := waiting.head()) is not None and step.takes(head):
             arrivals = self._admit(head, step)
             if not arrivals:
                 return

@@ -67,6 +67,11 @@ class BlockTables:
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
 
+    @property
+    def num_copies(self) -> int:
+        """Copies that the next step has to make, so far."""
+        return len(self._copies)
+
     def take_copies(self) -> list[BlockCopy]:
         """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
         copies = self._copies[:]

@@ -10,6 +10,13 @@ from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 
+# Bytes of a step's entering sequences and copies: of the 256 MiB that an executor takes (P13 in executor_service.proto)
+# 16 are left for columns, which name a sequence a few times at most. Upper bounds of what protobuf writes: an id, a
+# token or half a copy of a block; and a sequence without tokens and table, with 1,024 ids banned and 1,024 biased.
+MAX_ENTRY_BYTES = 240 * 2**20
+ID_BYTES = 5
+SEQUENCE_BYTES = 16 * 2**10
+
 
 class StepBuilder:
     """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
@@ -23,11 +30,24 @@ class StepBuilder:
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
         self._sampling: list[int] = []
+        self._entry_bytes = 0
 
     @property
     def num_at_executor(self) -> int:
         """Sequences at the executor in this step."""
         return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
+
+    def takes(self, sequence: Seq, count: int = 1) -> bool:
+        """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have. One
+        alone always may.
+        """
+        if count == 1 and not self.plan.new:
+            return True
+        blocks = -(-sequence.num_tokens // self._tables.pool.block_size)
+        # Every block may be copied in from the host pool, and what was in it before out.
+        copies = 2 * blocks if self._tables.host.num_blocks else 0
+        entering = count * (_entry_bytes(sequence.num_tokens, blocks) + _copy_bytes(copies))
+        return self._entry_bytes + _copy_bytes(self._tables.num_copies) + entering <= MAX_ENTRY_BYTES
 
     def add_decodes(self, rows: Rows) -> Rows:
         """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
@@ -45,6 +65,7 @@ class StepBuilder:
         """A member of the running order enters the executor, with its first chunk."""
         self._running.enter(sequence)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
+        self._entry_bytes += _entry_bytes(len(tokens), len(table))
         self.plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
         self.add_chunk(sequence)
 
@@ -81,3 +102,11 @@ class StepBuilder:
             plan.prefilled = self._sampling
             plan.sampling = np.sort(np.concatenate([self._decodes, np.array(self._sampling, np.intp)]))
         return plan if plan.num_tokens or plan.finished or plan.copies else None
+
+
+def _entry_bytes(num_tokens: int, num_blocks: int) -> int:
+    return SEQUENCE_BYTES + ID_BYTES * (num_tokens + num_blocks)
+
+
+def _copy_bytes(num_copies: int) -> int:
+    return 2 * ID_BYTES * num_copies

@@ -34,7 +34,8 @@ Protocol
       Describe answers every contract_revision within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
   P13 A step may be far larger than gRPC's default limit of 4 MiB, because sequences enter whole: the executor takes
-      messages of 256 MiB.
+      messages of 256 MiB. A manager lets sequences wait for the next step rather than send more, and takes results
+      of 256 MiB: 65536 sequences with 128 log-probabilities each make 74.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
 touched.

@@ -1,0 +1,132 @@
+"""A step stays below what an executor takes: sequences whose bytes do not fit enter in the next step."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+
+from pagekv.common.server import MAX_STEP_BYTES
+from pagekv.kvmanager.engine.executor_wire import step_request
+from pagekv.kvmanager.scheduling import step_builder
+from pagekv.kvmanager.scheduling.step_builder import ID_BYTES, MAX_ENTRY_BYTES, SEQUENCE_BYTES
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan
+from pagekv.steps.v1 import executor_service_pb2 as pb
+
+# The largest that the wire has room for.
+ID, MANY = 2**31 - 1, 1024
+# Flags and executors allow so many.
+MAX_RUNNING = 65536
+
+
+def size(plan: StepPlan) -> int:
+    return step_request(plan, 2**64 - 1, 2**64 - 1, range(ID - 960, ID)).ByteSize()
+
+
+def test_what_is_reckoned_is_never_less_than_what_is_sent() -> None:
+    driver = Driver()
+    bans = tuple(range(ID - MANY, ID - 960))
+    request = driver.submit(
+        [1],
+        temperature=0.5,
+        min_tokens=8,
+        top_p=0.5,
+        min_p=0.5,
+        top_k=ID,
+        repetition_penalty=1.5,
+        presence_penalty=1.5,
+        frequency_penalty=1.5,
+        logprobs=20,
+        seed=2**64 - 1,
+        stop_token_ids=bans,
+        logit_bias=dict.fromkeys(range(ID - MANY, ID), 1.5),
+    )
+    (sequence,) = request.sequences
+    (message,) = step_request(StepPlan(new=[_new(sequence, 1, 0)]), 1, 1, range(ID - 960, ID)).new_seqs
+    assert len(message.sampling.banned_until_min) == len(message.sampling.biases) == MANY
+    for tokens, blocks in ((1, 0), (5000, 5000)):
+        assert size(StepPlan(new=[_new(sequence, tokens, blocks)])) < SEQUENCE_BYTES + ID_BYTES * (tokens + blocks)
+    copies = [BlockCopy(CopyKind.SWAP_OUT, ID - index, ID - index) for index in range(5000)]
+    assert size(StepPlan(copies=copies)) < 2 * ID_BYTES * 5000 + 100
+
+
+def _new(sequence: object, tokens: int, blocks: int) -> NewSeq:
+    return NewSeq(sequence, ID, array("i", [ID] * tokens), array("i", [ID] * blocks), ID)  # type: ignore[arg-type]
+
+
+def test_columns_of_all_sequences_have_room_beside_what_enters() -> None:
+    """Each sequence leaves, gets a block, is scheduled, and a copy of its own kind."""
+    ids, few = [MAX_RUNNING - 1] * MAX_RUNNING, 64
+    kinds = (CopyKind.SWAP_OUT, CopyKind.SWAP_IN)
+    copies = [BlockCopy(kinds[index % 2], ID - index, ID - index) for index in range(few)]
+    plan = StepPlan(
+        finished=ids,
+        append_seq_ids=ids,
+        append_blocks=[ID] * MAX_RUNNING,
+        scheduled_seq_ids=ids,
+        scheduled_tokens=ids,
+    )
+    assert size(plan) + size(StepPlan(copies=copies)) * MAX_RUNNING // few < MAX_STEP_BYTES - MAX_ENTRY_BYTES
+
+
+def test_the_largest_result_is_taken() -> None:
+    row = pb.SampledLogprobs(seq_id=ID, chosen=-1.5, top_token_ids=[ID] * 128, top_logprobs=[-1.5] * 128)
+    one = pb.StepResult(sampled_seqs=[ID], sampled_tokens=[ID], logprobs=[row])
+    assert one.ByteSize() * MAX_RUNNING < MAX_STEP_BYTES
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_long_prompts_that_hit_one_prefix_enter_in_several_steps(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order, as many as fit and never more; one alone always."""
+    prefix = [index % VOCAB for index in range(80)]
+    entry = SEQUENCE_BYTES + ID_BYTES * (81 + 21)
+    for most, batches in ((10**9, [7]), (3 * entry, [3, 3, 1]), (3 * entry - 1, [2, 2, 2, 1]), (1, [1] * 7)):
+        monkeypatch.setattr(step_builder, "MAX_ENTRY_BYTES", most)
+        driver = Driver(num_blocks=256, max_batch_tokens=128, depth=depth)
+        driver.submit(prefix, max_tokens=1)
+        driver.drain()
+        before = len(driver.plans)
+        requests = [driver.submit([*prefix, index], max_tokens=12) for index in range(7)]
+        driver.drain()
+        entered = [[new.sequence.request for new in plan.new] for plan in driver.plans[before:] if plan.new]
+        assert [len(plan) for plan in entered] == batches
+        assert [request for plan in entered for request in plan] == requests
+        for request in requests:
+            assert output(request) == expected_output(request.command.prompt_ids, 12, VOCAB)
+
+
+@pytest.mark.parametrize("host_blocks", [0, 64])
+def test_forks_beams_and_what_returns_enter_one_by_one(host_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_builder, "MAX_ENTRY_BYTES", 1)
+    driver = Driver(host_blocks=host_blocks, preemption="swap" if host_blocks else "recompute")
+    requests = [
+        driver.submit(list(range(19)), max_tokens=20, n=4),
+        driver.submit(list(range(30, 49)), max_tokens=12, beam_width=3, n=2),
+        driver.submit([7, 8, 9], max_tokens=20),
+    ]
+    for step in range(30):
+        if step % 8 == 7:
+            driver.scheduler.preempt_all()
+        driver.step()
+    driver.lose_executor()
+    driver.drain()
+    assert all(finished(request) for request in requests)
+    assert max(len(plan.new) for plan in driver.plans) == 1
+    wanted = expected_output(list(range(19)), 20, VOCAB)
+    assert [output(requests[0], index) for index in range(4)] == [wanted] * 4
+
+
+def test_copies_of_the_step_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a host pool, room is kept for blocks that are copied in and out for whoever enters."""
+    entered = []
+    for host_blocks in (0, 64):
+        # Enough for two sequences, or for one and its copies.
+        monkeypatch.setattr(step_builder, "MAX_ENTRY_BYTES", 2 * (SEQUENCE_BYTES + ID_BYTES * (81 + 21)))
+        driver = Driver(num_blocks=64, host_blocks=host_blocks, preemption="swap", max_batch_tokens=256)
+        requests = [driver.submit([index] * 81, max_tokens=6) for index in range(2)]
+        driver.drain()
+        entered.append(max(len(plan.new) for plan in driver.plans))
+        assert all(finished(request) for request in requests)
+    assert entered == [2, 1]
