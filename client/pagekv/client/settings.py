@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
+from pagekv.client.option_help import described
 from pagekv.common.errors import InvalidRequest
 
 __all__ = ["CallOptions"]
@@ -25,6 +26,7 @@ _VALUE = re.compile(r"[ -~]*")
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 
+@described
 class CallOptions(TypedDict, total=False):
     """Keyword arguments of `with_options`; what is left out stays as it is."""
 
