@@ -90,7 +90,8 @@ class Connection:
         `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is
         encrypted, metadata included.
         `metadata`: pairs of key and value sent with every call, such as ("authorization", "Bearer ...") or
-        ("traceparent", "00-..."); 8 KiB in all. Keys are lower case; a key that ends with -bin has bytes.
+        ("traceparent", "00-..."); 8 KiB in all. Keys are lower case and none of gRPC's own,
+        such as content-type or user-agent; a key that ends with -bin has bytes.
         `channel`: an open channel of grpc (of grpc.aio for the asyncio client), perhaps with interceptors, to be used
         instead of one's own and not closed; `target` then only stands in messages.
         """
