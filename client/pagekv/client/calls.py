@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Unpack, cast
 from pagekv.client.connection import Connection, for_both
 from pagekv.client.errors import InvalidRequest, NotFound
 from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
+from pagekv.client.option_help import with_options_of
 from pagekv.client.resumable_generation import MOST_SEQUENCES, ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_stream import RunningStream
@@ -45,8 +46,9 @@ class ClientCalls(Connection):
     """Every call of the services."""
 
     @for_both
+    @with_options_of(GenerateOptions)
     async def generate(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Completion:
-        """Generates one continuation of a prompt and returns it whole. Options: see GenerateOptions."""
+        """Generates one continuation of a prompt and returns it whole."""
         check_whole("n", n, 1, MOST_SEQUENCES)
         if n != 1:
             raise InvalidRequest("n", f"must be 1: generate returns one sequence, generate_n several; is {n!r:.80}")
@@ -54,7 +56,9 @@ class ClientCalls(Connection):
 
     @for_both
     async def generate_n(self, prompt: Prompt, n: int, **options: Unpack[GenerateOptions]) -> tuple[Completion, ...]:
-        """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first."""
+        """Generates `n` independent continuations, 1 to 64, by index; with `beam_width` the `n` best, best first.
+        Options: those of `generate`.
+        """
         return await self._generate_whole(prompt, n, options)
 
     async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> tuple[Completion, ...]:

@@ -84,7 +84,7 @@ class PageKVClient(ClientCalls):
         """Generates and yields chunks as they arrive. Closing the stream aborts the request.
 
         The call starts with the first `next`. A broken connection is resumed without a token lost or repeated;
-        with `n` above 1 the server computes again what was received.
+        with `n` above 1 the server computes again what was received. Options: those of `generate`.
         """
         return Stream(self._begin(prompt, n, options))
 

@@ -12,6 +12,7 @@ import grpc
 
 from pagekv.client.channel import open_channel, target_or_default
 from pagekv.client.errors import from_rpc_error
+from pagekv.client.option_help import with_options_of
 from pagekv.client.settings import (
     DEFAULT_MAX_RETRIES,
     DEFAULT_RESUME_TIMEOUT_S,
@@ -89,7 +90,8 @@ class Connection:
         `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is
         encrypted, metadata included.
         `metadata`: pairs of key and value sent with every call, such as ("authorization", "Bearer ...") or
-        ("traceparent", "00-..."); 8 KiB in all. Keys are lower case; a key that ends with -bin has bytes.
+        ("traceparent", "00-..."); 8 KiB in all. Keys are lower case and none of gRPC's own,
+        such as content-type or user-agent; a key that ends with -bin has bytes.
         `channel`: an open channel of grpc (of grpc.aio for the asyncio client), perhaps with interceptors, to be used
         instead of one's own and not closed; `target` then only stands in messages.
         """
@@ -97,6 +99,9 @@ class Connection:
         self._settings = CallSettings(
             timeout=timeout, resume_timeout=resume_timeout, max_retries=max_retries, metadata=as_metadata(metadata)
         )
+        if credentials is not None and not isinstance(credentials, grpc.ChannelCredentials):
+            problem = f"must be grpc.ChannelCredentials, is {type(credentials).__name__}"
+            raise InvalidRequest("credentials", problem)
         self._owns_channel = channel is None
         if channel is not None:
             if not isinstance(channel, self.library.Channel):
@@ -112,8 +117,9 @@ class Connection:
         self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
         self._operator = operator_service_pb2_grpc.OperatorServiceStub(channel)
 
+    @with_options_of(CallOptions)
     def with_options(self, **options: Unpack[CallOptions]) -> Self:
-        """The same connection with other settings for its calls: see CallOptions. Closing it closes nothing.
+        """The same connection with other settings for its calls. Closing it closes nothing.
 
         `client.with_options(timeout=2, metadata=[("traceparent", parent)]).stats()` is one call's own.
         """

@@ -36,8 +36,8 @@ from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABL
 
 __all__ = [
     "AlreadyExists", "Cancelled", "ConnectionLost", "DataLoss", "DeadlineExceeded", "Draining",
-    "FailedPrecondition", "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "OutOfMemory", "Overloaded",
-    "PageKVError", "PermissionDenied", "RevisionGone", "SequenceFailed", "ServerError", "StaleEpoch", "Unauthenticated",
+    "FailedPrecondition", "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "Overloaded",
+    "PageKVError", "PermissionDenied", "RevisionGone", "SequenceFailed", "ServerError", "Unauthenticated",
     "Unavailable", "Unreachable",
 ]  # fmt: skip  # one name a line would fill a screen
 
@@ -84,12 +84,13 @@ class DataLoss(ServerError):
         super().__init__("DATA_LOSS", message)
 
 
-# A caller can do nothing of his own about a failed computation, and PageKV has no call of the clients' that it does not
-# serve: see UNIMPLEMENTED in `_without_class`.
+# Without those of which a caller has no use: nothing of his own can be done about a failed computation, PageKV serves
+# every call of the clients (see UNIMPLEMENTED in `_without_class`), and an executor tells the manager alone of memory
+# and epochs.
 _CLASSES: dict[tuple[grpc.StatusCode, str], type[PageKVError]] = {
     (row.code, row.reason): cls
     for cls, row in STATUS_TABLE.items()
-    if cls not in (ComputationFailed, NotImplementedYet)
+    if cls not in (ComputationFailed, NotImplementedYet, OutOfMemory, StaleEpoch)
 }
 # For reasons of later servers, and for statuses of proxies and of gRPC itself, which have none. A code that is not here
 # says too little.

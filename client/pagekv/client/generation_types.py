@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
+from pagekv.client.option_help import described
+
 __all__ = [
     "CacheControls", "ChatMessage", "Chunk", "Completion", "FinishReason", "GenerateOptions", "MediaHash",
     "PositionLogprobs", "Prompt", "TokenLogprob",
@@ -48,6 +50,7 @@ class CacheControls:
     write: bool = True
 
 
+@described
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of every generating method. An option left out, or None, takes the default."""
 
@@ -56,23 +59,23 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float
     """Nucleus, above 0 and up to 1. Default 1: off."""
     top_k: int
-    """Only the k likeliest tokens; 0 is off."""
+    """Only the k likeliest tokens, 1 to 4,294,967,295; 0 is off. Default 0."""
     min_p: float
-    """Only tokens at least this share as likely as the likeliest, 0 to 1; 0 is off."""
+    """Only tokens at least this share as likely as the likeliest, 0 to 1; 0 is off. Default 0."""
     max_tokens: int
-    """Tokens to generate at most. Default 16, for chat what the context leaves."""
+    """Tokens to generate at most, 1 to what context and pool leave. Default 16, for chat what the context leaves."""
     min_tokens: int
-    """Tokens to generate before anything but max_tokens may end the sequence."""
+    """Tokens to generate before anything but max_tokens may end the sequence, 0 to max_tokens. Default 0."""
     seed: int
-    """Seed of the random choices. Default: drawn by the client, so that a broken stream can go on with it; none of beam
-    search.
+    """Seed of the random choices, 0 to 2 ** 64 - 1. Default: drawn by the client, so that a broken stream can go on
+    with it; none of beam search.
     """
     stop: str | Sequence[str]
-    """String or strings that end the text, which stops before them."""
+    """String or strings that end the text, which stops before them: at most 16, each 1 to 256 characters."""
     stop_token_ids: Sequence[int]
-    """Token ids that end the sequence besides the model's own."""
+    """Token ids that end the sequence besides the model's own: at most 64, each below the vocabulary size."""
     ignore_eos: bool
-    """True: the model's end-of-sequence token does not end the sequence."""
+    """True: the model's end-of-sequence token does not end the sequence. Default False."""
     repetition_penalty: float
     """Above 0 and up to 10. Default 1: off."""
     presence_penalty: float
@@ -80,30 +83,34 @@ class GenerateOptions(TypedDict, total=False):
     frequency_penalty: float
     """-2 to 2. Default 0: off."""
     logprobs: int
-    """Return log-probabilities of the chosen token and this many likeliest, 0 to 20."""
+    """Return log-probabilities of the chosen token and this many likeliest, 0 to 20. Default: none."""
     logit_bias: Mapping[int, float]
-    """Added to the logits of single tokens, by token id."""
+    """Added to the logits of single tokens, by token id: at most 1,024 entries, each -100 to 100."""
     beam_width: int
-    """Beam search with this many hypotheses at once, 1 to 32; 0 is off. The `n` best come back, best first, when all
-    are known: each is one chunk. Sampling options must be left out, a temperature must be 0.
+    """Beam search with this many hypotheses at once, 1 to 32; 0 is off. Default 0. The `n` best come back, best first,
+    when all are known: each is one chunk. Sampling options must be left out, a temperature must be 0.
     """
     length_penalty: float
     """Beam search compares results by logprob / tokens ** length_penalty, so above 0 longer ones gain; -10 to 10.
     Default 1.
     """
     early_stopping: bool
-    """True: beam search is over once beam_width hypotheses have ended, whatever the others promise."""
+    """True: beam search is over once beam_width hypotheses have ended, whatever the others promise. Default False."""
     cache: CacheControls
-    """Prefix cache controls."""
+    """The requests that share cached blocks, and whether this one reads and writes the cache. Default: it does both."""
     adapter: str
-    """The adapter to answer with. NotFound unless the model has it, and none has adapters yet. Default: none."""
+    """The adapter to answer with, up to 256 bytes. NotFound unless the model has it, and none has adapters yet.
+    Default: none.
+    """
     priority: int
     """Lower runs earlier, -100 to 100. Default 0."""
     request_id: str
-    """Unique among running requests. Default: drawn by the client, so that a broken stream can go on with it."""
+    """Unique among running requests, 1 to 128 characters of [A-Za-z0-9._:-]. Default: drawn by the client, so that a
+    broken stream can go on with it.
+    """
     timeout: float | None
     """Seconds for the whole generation, retries and resumed parts included, above 0 and up to 1,000,000.
-    Default: no limit.
+    None: no limit, the default.
     """
     resume_timeout: float
     """Seconds to go on trying after the connection was lost, 0 to 1,000,000; 0: never resume. Default: the client's."""

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
+from pagekv.client.option_help import described
 from pagekv.common.errors import InvalidRequest
 
 __all__ = ["CallOptions"]
@@ -20,16 +21,24 @@ _MOST_RETRIES = 100
 # tracing add their own.
 _METADATA_BYTES = 8192
 _KEY = re.compile(r"[a-z0-9_.-]+")
+# Of the connection or of gRPC itself, which drop, double or refuse such an entry (RFC 9113, 8.2.2 and 8.3.1).
+_RESERVED_KEYS = (
+    "connection", "content-length", "content-type", "host", "keep-alive", "proxy-connection", "te", "transfer-encoding",
+    "upgrade", "user-agent",
+)  # fmt: skip  # one a line would fill a screen
 _VALUE = re.compile(r"[ -~]*")
 
 Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 
+@described
 class CallOptions(TypedDict, total=False):
     """Keyword arguments of `with_options`; what is left out stays as it is."""
 
     timeout: float | None
-    """Seconds for each call but generating ones, above 0 and up to 1,000,000; None: no limit."""
+    """Seconds for each call, above 0 and up to 1,000,000; None: no limit. Generating calls have a `timeout` of their
+    own, watch_events has none.
+    """
     resume_timeout: float
     """Seconds that a generation or a watch goes on trying after its connection broke, 0 to 1,000,000; 0: it raises
     ConnectionLost at once.
@@ -37,7 +46,9 @@ class CallOptions(TypedDict, total=False):
     max_retries: int
     """Times that a generation refused before its first token is asked for again, 0 to 100."""
     metadata: Metadata
-    """Entries sent with every call besides the client's own; a key given again takes the place of the client's."""
+    """Entries sent with every call besides the client's own; a key given again takes the place of the client's. 8 KiB
+    in all, and no key of gRPC's or of the connection's own, such as grpc-timeout, content-type or user-agent.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +124,8 @@ def _check_metadata(entries: tuple[tuple[str, str | bytes], ...]) -> None:
     # Values may be credentials: no message shows one.
     for position, (key, value) in enumerate(entries):
         name = f"metadata[{position}]"
+        if key in _RESERVED_KEYS:
+            raise InvalidRequest(name, f"must not have one of gRPC's own keys {', '.join(_RESERVED_KEYS)}, is {key!r}")
         if not isinstance(key, str) or not _KEY.fullmatch(key) or key.startswith("grpc-"):
             problem = f"must have a key of a-z, 0-9, _, . and - that does not begin with grpc-, is {key!r:.80}"
             raise InvalidRequest(name, problem)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -24,6 +26,7 @@ from pagekv.client import (
     Unavailable,
     Unreachable,
 )
+from pagekv.client import errors as client_errors
 from pagekv.common import errors
 
 
@@ -46,7 +49,6 @@ from pagekv.common import errors
             Overloaded,
             {"retry_delay_s": 2.5, "limit": 1024, "flag": "--max-queue"},
         ),
-        (errors.OutOfMemory("pools"), errors.OutOfMemory, {}),
         (
             errors.LimitExceeded("pins", needed_blocks=4, available_blocks=0, pinned_blocks=5, limit=5, flag="--share"),
             LimitExceeded,
@@ -59,7 +61,9 @@ from pagekv.common import errors
             FailedPrecondition,
             {"kind": "BLOCKS_HELD", "subject": "prefix cache"},
         ),
-        (errors.StaleEpoch("old"), errors.StaleEpoch, {}),
+        # Of executors, which talk to no client.
+        (errors.OutOfMemory("pools"), LimitExceeded, {}),
+        (errors.StaleEpoch("old"), ServerError, {"code": "ABORTED", "reason": "STALE_EPOCH"}),
         (errors.FellBehind("start again"), FellBehind, {}),
         (errors.ComputationFailed("no"), ServerError, {"code": "INTERNAL", "reason": "COMPUTATION_FAILED"}),
         (errors.SequenceFailed("not a number"), errors.SequenceFailed, {}),
@@ -105,3 +109,10 @@ def test_errors_are_caught_by_their_builtin_bases() -> None:
             caught.append(found)
     assert [str(error) for error in caught] == ["nobody", "broken", "late"]
     assert [getattr(error, "retry_delay_s", None) for error in caught] == [2.0, 1.0, None]
+
+
+def test_every_error_that_is_exported_can_be_raised() -> None:
+    """By a status of a manager or a proxy, by gRPC or by the client itself, as docs/python.md tells."""
+    told = (Path(__file__).resolve().parents[3] / "docs/python.md").read_text().partition("\n## Errors\n")[2]
+    exported = {name for name in client_errors.__all__ if issubclass(getattr(client_errors, name), Exception)}
+    assert {*re.findall(r"`([A-Z][a-z]\w+)`", told)} & {*vars(client_errors)} == exported

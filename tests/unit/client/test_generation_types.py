@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from dataclasses import fields
+from typing import get_type_hints
 
 import pytest
 
-from pagekv.client import Chunk, Completion, GenerateOptions, generation_types
+from pagekv.client import CacheControls, Chunk, Completion, GenerateOptions, generation_types
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -17,6 +19,14 @@ def test_options_are_the_fields_of_the_request_and_the_clients_own() -> None:
     sampling = {field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields}
     own = {"cache", "adapter", "priority", "request_id", "timeout", "resume_timeout"}
     assert {*GenerateOptions.__annotations__} == sampling - {"n"} | own
+
+
+def test_every_option_says_its_bounds() -> None:
+    documented = inspect.getdoc(GenerateOptions) or ""
+    for name, kind in get_type_hints(GenerateOptions).items():
+        (text,) = re.findall(rf"(?m)^{name}: ((?:.|\n    )+)", documented)
+        if kind not in (bool, CacheControls):
+            assert re.search(r"\d+ to |up to|at most", text), name
 
 
 def test_every_option_has_its_documentation_below_it() -> None:

@@ -41,17 +41,18 @@ class Keys:
 
     def wait_for(self, keys: bytes, seconds: float) -> bool:
         """Whether one of these was pressed within so many seconds; others are dropped."""
-        if self._input is None:
-            time.sleep(seconds)
-            return False
+        source = self._input
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
-            if not select.select([self._input], [], [], min(left, _LONGEST_WAIT_S))[0]:
+            if source is None:
+                time.sleep(min(left, _LONGEST_WAIT_S))
                 continue
-            typed = os.read(self._input, 1024)
+            if not select.select([source], [], [], min(left, _LONGEST_WAIT_S))[0]:
+                continue
+            typed = os.read(source, 1024)
             if any(key in keys for key in typed):
                 return True
             if not typed:
                 # The terminal is gone; its end would come again and again.
-                time.sleep(max(0.0, deadline - time.monotonic()))
+                source = None
         return False

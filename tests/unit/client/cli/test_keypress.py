@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import os
 import pty
+import select
 import sys
 import termios
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -41,3 +43,28 @@ def test_without_a_terminal_there_are_no_keys(monkeypatch: pytest.MonkeyPatch) -
     with Keys() as keys:
         assert not keys.are_read
         assert not keys.wait_for(b"q", 0)
+
+
+@pytest.mark.parametrize("stdin_is", ["no terminal", "a terminal that is gone"])
+def test_no_wait_is_so_long_that_a_signal_before_it_seems_lost(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, stdin_is: str
+) -> None:
+    now, slept = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        slept.append(seconds)
+        now += seconds
+
+    if stdin_is == "no terminal":
+        monkeypatch.setattr(sys, "stdin", io.StringIO("q"))
+    else:
+        request.getfixturevalue("keyboard")
+        monkeypatch.setattr(os, "read", lambda *_: b"")
+        monkeypatch.setattr(select, "select", lambda *_: ([0], [], []))
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    with Keys() as keys:
+        assert not keys.wait_for(b"q", 60)
+    assert now == 60
+    assert max(slept) <= 0.5
