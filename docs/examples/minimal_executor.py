@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
@@ -45,7 +46,7 @@ class Refused(Exception):
 
 def need(holds: object, rule: str, path: str) -> None:
     if not holds:
-        raise Refused(Code.INVALID_ARGUMENT, f"{path}: breaks {rule}", path, rule)
+        raise Refused(Code.INVALID_ARGUMENT, f"{path or 'a field that is not known'}: breaks {rule}", path, rule)
 
 
 @dataclass
@@ -175,15 +176,14 @@ class Toy(pb_grpc.ExecutorServiceServicer):
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:
         size = request.block_size
-        power = 1 <= size <= 256 and size.bit_count() == 1
-        if not power or not 1 <= request.token_budget <= MAX_STEP_TOKENS:
-            name = "token_budget" if power else "block_size"
-            await refuse(context, Refused(Code.INVALID_ARGUMENT, f"{name} is out of its bounds", name, "P11"))
-        if request.contract_revision > 65535:
-            words = "contract_revision is out of its bounds"
-            await refuse(context, Refused(Code.INVALID_ARGUMENT, words, "contract_revision", "P11"))
+        await check(
+            context,
+            request,
+            block_size=power_of_two(size),
+            token_budget=1 <= request.token_budget <= MAX_STEP_TOKENS,
+            contract_revision=request.contract_revision <= 65535,
+        )
         return pb.DescribeResponse(
-            model_id="toy",
             model_fingerprint=hashlib.sha256(b"toy").hexdigest(),
             num_layers=1,
             num_kv_heads=1,
@@ -203,15 +203,15 @@ class Toy(pb_grpc.ExecutorServiceServicer):
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         size, old = request.block_size, self.epoch
-        for name, holds in (
-            ("manager_id", 1 <= len(request.manager_id) <= 128),
-            ("block_size", 1 <= size <= 256 and size.bit_count() == 1),
-            ("num_device_blocks", request.num_device_blocks),
-            ("num_host_blocks", not request.num_host_blocks),
-            ("layout", request.layout == LAYOUT),
-        ):
-            if not holds:
-                await refuse(context, Refused(Code.INVALID_ARGUMENT, f"{name} is out of its bounds", name, "P11"))
+        await check(
+            context,
+            request,
+            manager_id=1 <= len(request.manager_id) <= 128,
+            block_size=power_of_two(size),
+            num_device_blocks=request.num_device_blocks,
+            num_host_blocks=not request.num_host_blocks,
+            layout=request.layout == LAYOUT,
+        )
         if request.required_features or request.contract_revision != 1:
             words = f"features {list(request.required_features)} or revision {request.contract_revision} are not known"
             await refuse(context, Refused(Code.FAILED_PRECONDITION, words, rule="P11"))
@@ -262,6 +262,20 @@ class Toy(pb_grpc.ExecutorServiceServicer):
         return self.epoch
 
 
+def power_of_two(size: int) -> bool:
+    return 1 <= size <= 256 and size.bit_count() == 1
+
+
+async def check(context: Any, request: Message, **fields: object) -> None:
+    """Refuses a request of Describe or Attach with a field that is not known, or that is out of its bounds."""
+    try:
+        need(not len(UnknownFieldSet(request)), "P11", "")
+        for name, holds in fields.items():
+            need(holds, "P11", name)
+    except Refused as refusal:
+        await refuse(context, refusal)
+
+
 async def refuse(context: Any, refusal: Refused) -> None:
     details = (("grpc-status-details-bin", refusal.status.SerializeToString()),)
     await context.abort(refusal.code, str(refusal), details)
@@ -282,4 +296,4 @@ async def serve(address: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1]))
+    asyncio.run(serve(sys.argv[1] if sys.argv[1:] else "127.0.0.1:50052"))

@@ -23,7 +23,7 @@ from pagekv.common.models import resolve_model
 from pagekv.common.port_file import read_port_file
 from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
-from pagekv.executor.config import ExecutorConfig, parse_config
+from pagekv.executor.config import parse_config
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
@@ -35,7 +35,7 @@ NEW = 8
 def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: threading.Event) -> Iterator[Process]:
     """An executor of this process that runs no step before `gate` is set; the `Process` has only its address."""
 
-    def load(config: ExecutorConfig) -> Backend:
+    def load() -> Backend:
         torch.set_num_threads(1)
         backend = host_backend(resolve_model("demo"), HostDevice(), dtype="float32", kv_memory=2**25)
         launch = backend.launch
@@ -47,13 +47,12 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
         monkeypatch.setattr(backend, "launch", launch_behind_gate)
         return backend
 
-    monkeypatch.setattr(server, "load_backend", load)
     port_file = directory / "port"
     config = parse_config(["--listen", "127.0.0.1:0", "--port-file", str(port_file)], env={})
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
 
     async def serve() -> None:
-        await server.Executor(config).run(stop)
+        await server.Executor(config, load).run(stop)
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()

@@ -68,7 +68,7 @@ def test_an_unsupported_block_size_is_refused_by_name() -> None:
 def test_rows_that_the_kernels_cannot_read_are_refused(query: torch.Tensor, message: str) -> None:
     bound = plan().bind(4096, 4096)
     with pytest.raises(ValueError, match=message):
-        make().decode(0, query, query, bound)
+        make().attend(0, query, query, bound)
 
 
 def test_a_layer_outside_of_the_pool_is_refused() -> None:

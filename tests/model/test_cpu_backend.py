@@ -6,7 +6,7 @@ import random
 
 import pytest
 from support.executor.backend_suite import BackendSuite, Case
-from support.executor.cpu_driver import MODELS, Driver, save_model
+from support.executor.cpu_driver import MODELS, Driver, prompts_of, save_model
 
 from pagekv.executor.cpu import attention_plan as plan_module
 from pagekv.executor.cpu.backend import CpuBackend
@@ -68,3 +68,34 @@ def test_random_schedules(case: Case) -> None:
             driver.preempt(rng.choice(left))
         driver.step({state.seq_id: rng.choice([0, 1, 1, 2, 7, 30]) for state in left}, left)
     assert [driver.output(state) for state in states] == case.answers
+
+
+def test_contiguous_memory_behind_the_same_interface(case: Case) -> None:
+    """Blocks as long as the context, one for each whole sequence, which is what a reservation is: the same answers, in
+    one batch, in chunks, recomputed, and swapped out and in.
+    """
+    driver = Driver(case.backend, block_size=128, num_blocks=16, host_blocks=2)
+    states = [driver.sequence(prompt) for prompt in case.prompts]
+    driver.generate(states, NEW // 2, chunk=11)
+    driver.preempt(states[3])
+    driver.swap_out_and_in(states[5])
+    assert driver.generate(states, NEW) == case.answers
+    assert [len(state.block_table) for state in states] == [1] * len(states)
+
+
+def test_keys_and_values_of_a_token_are_those_of_everything_before_it(case: Case) -> None:
+    """The same tokens at the same positions: after the same beginning the same bytes in every layer, after another one
+    other bytes in all layers but the first, which has seen nothing but the token yet.
+    """
+    first, other = prompts_of([24, 16], seed=9)
+    prompts = [first, first, other + first[16:]]
+    driver = Driver(case.backend, block_size=8)
+    states = [driver.sequence(prompt) for prompt in prompts]
+    for state in states:
+        driver.step({state.seq_id: 24}, [state])
+    one, same, unlike = (case.backend.cache.device[state.block_table[2]] for state in states)
+    assert one.equal(same)
+    assert one[0].equal(unlike[0])
+    for layer in range(1, len(one)):
+        differences = (one[layer] != unlike[layer]).flatten(2).any(2)
+        assert differences.all(), f"layer {layer}: a token has the keys or values of another context"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.fake_executor import expected_output
-from support.engine.radix_tree import RadixTree
+from support.engine.plain_lists import PlainLists
+from support.engine.radix_tree import RadixTree, SegmentedTree
 from support.engine.scheduler_driver import Driver, output
 
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, EvictionOrder
 from pagekv.kvmanager.scheduling.sequence import Seq
 
 # Two tokens only, so prefixes collide all the time.
@@ -43,6 +46,8 @@ turns = st.lists(
 )
 block_sizes = st.sampled_from([1, 2, 4])
 budgets = st.sampled_from([3, 64])
+# Of the pool, protected by the default policy; None: least recently used.
+shares = st.sampled_from([None, DEFAULT_PROTECTED_SHARE])
 
 
 def prompts(history: list[Turn], *, one_of_its_own: bool) -> list[tuple[list[int], list[int]]]:
@@ -104,6 +109,38 @@ def test_hits_equal_those_of_a_tree_that_evicts_its_oldest_leaf(
         assert driver.pool.evictions == tree.evictions
 
 
+def prefixes_in_use(rng: random.Random, block_size: int) -> list[tuple[list[int], list[int]]]:
+    """Prompt and output of 30 requests behind six prefixes, some of which are asked for much more often than others;
+    each prompt ends with a token that no other has.
+    """
+    prefixes = [[rng.randrange(VOCAB) for _ in range(block_size * rng.randint(1, 6))] for _ in range(6)]
+    played = []
+    for number in range(30):
+        prefix = prefixes[min(rng.randrange(6), rng.randrange(6))]
+        prompt = [*prefix[: rng.randint(block_size, len(prefix))], VOCAB + number]
+        played.append((prompt, expected_output(prompt, rng.randint(1, 2 * block_size), VOCAB)))
+    return played
+
+
+@quick
+@given(
+    seed=st.integers(0, 2**32 - 1), block_size=block_sizes, share=st.sampled_from([DEFAULT_PROTECTED_SHARE, 0.6, 1.0])
+)
+def test_hits_equal_those_of_a_tree_under_the_default_policy(seed: int, block_size: int, share: float) -> None:
+    """Segmented LRU: blocks that were hit go last, up to a share of the pool; a chain still never has a hole."""
+    assert DEFAULT_POLICY == "slru"
+    rng = random.Random(seed)
+    played = prefixes_in_use(rng, block_size)
+    capacity = max(blocks_of(*turn, block_size) for turn in played) + rng.randint(0, 20)
+    driver = Driver(capacity, block_size, vocab=VOCAB, protected_share=share)
+    order = EvictionOrder(capacity, "slru", share)
+    tree = SegmentedTree(block_size, PlainLists(capacity, order.capacity, order.depth))
+    for turn in played:
+        assert cached_tokens(driver, *turn) == tree.serve(*turn)
+        assert driver.pool.num_published == len(tree.places)
+        assert driver.pool.evictions == tree.evictions
+
+
 @quick
 @given(history=turns, block_size=block_sizes, budget=budgets, spare=st.integers(0, 12))
 def test_what_is_computed_again_is_as_young_as_its_latest_copy(
@@ -120,14 +157,16 @@ def test_what_is_computed_again_is_as_young_as_its_latest_copy(
 
 
 @quick
-@given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12))
-def test_eviction_costs_hits_and_no_token(history: list[Turn], block_size: int, partial: bool, spare: int) -> None:
+@given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12), share=shares)
+def test_eviction_costs_hits_and_no_token(
+    history: list[Turn], block_size: int, partial: bool, spare: int, share: float | None
+) -> None:
     """Blocks that are computed again change no output, and full hits are at most those of an endless memory. With hits
     on parts of blocks the bound is less than a block higher.
     """
     played = prompts(history, one_of_its_own=False)
     capacity = max(blocks_of(*turn, block_size) for turn in played) + spare
-    driver = Driver(capacity, block_size, vocab=VOCAB, partial_hits=partial)
+    driver = Driver(capacity, block_size, vocab=VOCAB, partial_hits=partial, protected_share=share)
     tree = RadixTree(block_size)
     for turn in played:
         most = tree.serve(*turn) + (block_size - 1 if partial else 0)
@@ -148,14 +187,21 @@ def plain(value: Any) -> Any:
 
 
 @quick
-@given(history=turns, steps=st.lists(st.integers(0, 4), min_size=12, max_size=12), spare=st.integers(0, 6))
-def test_the_same_history_gives_the_same_steps(history: list[Turn], steps: list[int], spare: int) -> None:
+@given(
+    history=turns,
+    steps=st.lists(st.integers(0, 4), min_size=12, max_size=12),
+    spare=st.integers(0, 6),
+    share=shares,
+)
+def test_the_same_history_gives_the_same_steps(
+    history: list[Turn], steps: list[int], spare: int, share: float | None
+) -> None:
     """Nothing in a decision depends on when or where it is taken, preemptions included."""
     played = prompts(history, one_of_its_own=False)
     capacity = max(blocks_of(*turn, 2) for turn in played) + spare
 
     def decisions() -> list[Any]:
-        driver = Driver(capacity, 2, 16, 4, vocab=VOCAB)
+        driver = Driver(capacity, 2, 16, 4, vocab=VOCAB, protected_share=share)
         for number, (prompt, answer) in enumerate(played):
             driver.submit(prompt, max_tokens=len(answer), priority=number % 2)
             for _ in range(steps[number]):

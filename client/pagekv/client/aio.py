@@ -6,26 +6,38 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import suppress
 from types import ModuleType
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from pagekv.client.calls import ClientCalls, StreamState
+from pagekv.client.calls import Begun, ClientCalls, StreamState
+from pagekv.client.errors import FailedPrecondition
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.running_stream import RunningStream
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
-__all__ = ["AsyncPageKVClient", "AsyncStream"]
+__all__ = ["AsyncPageKVClient", "AsyncStream", "AsyncWatch"]
+
+T = TypeVar("T")
 
 
 class AsyncPageKVClient(ClientCalls):
     """A connection to a PageKV manager, for one event loop, where it is made: not for other threads. Close it, or use
-    it in an `async with` statement. One for each process, as `PageKVClient`.
+    it in an `async with` statement. One for each process, as `PageKVClient`. Outside a running event loop, and in
+    another one than its own, it raises FailedPrecondition.
 
     Cancelling a task that generates aborts its request. Errors as those of `PageKVClient`.
     """
 
     library: ClassVar[ModuleType] = grpc.aio
     new_event: ClassVar[type[Any]] = asyncio.Event
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        try:
+            return asyncio.get_running_loop()
+        except RuntimeError as error:
+            problem = "an asyncio client must be made and used in a running event loop: inside async def"
+            raise FailedPrecondition(problem, "EVENT_LOOP", self.target) from error
 
     def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
         return steps
@@ -56,8 +68,7 @@ class AsyncPageKVClient(ClientCalls):
 
         The call starts with the first chunk asked for. A broken connection is resumed as in `PageKVClient.stream`.
         """
-        begun = self._begin(prompt, n, options)
-        return AsyncStream(begun, begun.running.chunks())
+        return AsyncStream(self._begin(prompt, n, options))
 
     def iter_requests(self) -> AsyncGenerator[RequestInfo]:
         """The live requests, as `PageKVClient.iter_requests` tells them."""
@@ -75,26 +86,30 @@ class AsyncPageKVClient(ClientCalls):
         start_revision: int = 0,
         instance_id: str = "",
         progress_interval: float | None = None,
-    ) -> AsyncGenerator[EventBatch]:
+    ) -> AsyncWatch:
         """The prefix tables as they change, as `PageKVClient.watch_events` tells it."""
-        return self._watch(
-            token_ids=token_ids,
-            snapshot_only=snapshot_only,
-            start_revision=start_revision,
-            instance_id=instance_id,
-            progress_interval=progress_interval,
+        return AsyncWatch(
+            self._begin_watch(
+                token_ids=token_ids,
+                snapshot_only=snapshot_only,
+                start_revision=start_revision,
+                instance_id=instance_id,
+                progress_interval=progress_interval,
+            )
         )
 
 
-class AsyncStream(StreamState, AsyncIterator[Chunk]):
-    """Chunks of a running generation; at the end `completion` has the whole. Use it in `async with`, or close it.
+class _Closable(AsyncIterator[T]):
+    """Items as they arrive, until there are no more or another task closes it."""
 
-    States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
-    """
+    def __init__(self, running: RunningStream[T]) -> None:
+        self._running = running
+        # Any: the stubs have no `ag_running`.
+        self._items: Any = running.items()
 
-    async def __anext__(self) -> Chunk:
-        chunk: Chunk = await anext(self._chunks)
-        return chunk
+    async def __anext__(self) -> T:
+        item: T = await anext(self._items)
+        return item
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,7 +118,27 @@ class AsyncStream(StreamState, AsyncIterator[Chunk]):
         await self.close()
 
     async def close(self) -> None:
-        """Aborts the request unless it has ended. Idempotent, and for any task: iteration in another one stops."""
+        """Ends the call, which aborts a request that has not ended. Idempotent, and for any task: iteration in another
+        one stops as at its end.
+        """
         self._running.end()
-        if not self._chunks.ag_running:
-            await self._chunks.aclose()
+        if not self._items.ag_running:
+            await self._items.aclose()
+
+
+class AsyncWatch(_Closable[EventBatch]):
+    """Batches of changes of the prefix tables. Use it in `async with`, or close it.
+
+    States: open → ended (every batch asked for was taken, or an error was raised) or closed.
+    """
+
+
+class AsyncStream(StreamState, _Closable[Chunk]):
+    """Chunks of a running generation; at the end `completion` has the whole. Use it in `async with`, or close it.
+
+    States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
+    """
+
+    def __init__(self, begun: Begun) -> None:
+        super().__init__(begun.running)
+        self._generation = begun.generation

@@ -5,16 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Unpack, cast
 
-import grpc
-
 from pagekv.client.connection import Connection, for_both
-from pagekv.client.errors import InvalidRequest, NotFound, from_rpc_error
-from pagekv.client.generation_types import CacheControls, Completion, GenerateOptions, Prompt
-from pagekv.client.resumable_generation import ResumableGeneration
+from pagekv.client.errors import InvalidRequest, NotFound
+from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
+from pagekv.client.resumable_generation import MOST_SEQUENCES, ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
-from pagekv.client.running_generation import RunningGeneration
+from pagekv.client.running_stream import RunningStream
+from pagekv.client.settings import check_whole
 from pagekv.client.types import (
     BlockInfo,
     BlockList,
@@ -47,6 +47,7 @@ class ClientCalls(Connection):
     @for_both
     async def generate(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Completion:
         """Generates one continuation of a prompt and returns it whole. Options: see GenerateOptions."""
+        check_whole("n", n, 1, MOST_SEQUENCES)
         if n != 1:
             raise InvalidRequest("n", f"must be 1: generate returns one sequence, generate_n several; is {n!r:.80}")
         return (await self._generate_whole(prompt, 1, options))[0]
@@ -58,16 +59,15 @@ class ClientCalls(Connection):
 
     async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> tuple[Completion, ...]:
         generation, running = self._begin(prompt, n, options, only_complete=True)
-        async for _ in running.chunks():
+        async for _ in running.items():
             pass
         return tuple(generation.completions[index] for index in range(n))
 
     @for_both
     async def abort(self, *request_ids: str) -> tuple[str, ...]:
         """Ends requests early; their streams finish with "abort". Returns the ids that were live."""
-        return tuple(
-            (await self._ask(self._inference.Abort, pb.AbortRequest(request_ids=request_ids))).aborted_request_ids
-        )
+        request = filled(pb.AbortRequest(), request_ids=request_ids)
+        return tuple((await self._ask(self._inference.Abort, request)).aborted_request_ids)
 
     @for_both
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
@@ -117,7 +117,7 @@ class ClientCalls(Connection):
             prompt,
             cache,
             adapter=adapter,
-            page_size=LARGEST_PAGE if page_size is None else page_size,
+            page_size=LARGEST_PAGE if page_size is None else checked_page_size(page_size),
             page_token=page_token,
         )
         found = page = await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
@@ -142,11 +142,12 @@ class ClientCalls(Connection):
         after a lost connection makes no second pin. Raises LimitExceeded; a pin that could not be renewed stays.
         """
         request = prompt_request(
-            cache_pb.PinPrefixRequest(pin_id=pin_id or f"pin-{secrets.token_hex(8)}"),
+            cache_pb.PinPrefixRequest(),
             prompt,
             cache,
             adapter=adapter,
             lease_seconds=lease_seconds,
+            pin_id=f"pin-{secrets.token_hex(8)}" if pin_id == "" else pin_id,
         )
         return await self._ask_for(Pin, self._cache.PinPrefix, request)
 
@@ -159,7 +160,7 @@ class ClientCalls(Connection):
     @for_both
     async def unpin_prefix(self, pin_id: str) -> int:
         """Ends a pin; tokens no longer pinned by it, 0 when it was unknown or had expired."""
-        request = cache_pb.UnpinPrefixRequest(pin_id=pin_id)
+        request = filled(cache_pb.UnpinPrefixRequest(), pin_id=pin_id)
         return (await self._ask(self._cache.UnpinPrefix, request)).unpinned_tokens
 
     @for_both
@@ -170,7 +171,8 @@ class ClientCalls(Connection):
         return await self._request_page(page_size, page_token)
 
     async def _request_page(self, page_size: int, page_token: str) -> RequestList:
-        request = filled(operator_pb.ListRequestsRequest(), page_size=page_size, page_token=page_token)
+        size = checked_page_size(page_size)
+        request = filled(operator_pb.ListRequestsRequest(), page_size=size, page_token=page_token)
         return await self._ask_for(RequestList, self._operator.ListRequests, request)
 
     async def _requests(self) -> AsyncGenerator[RequestInfo]:
@@ -185,7 +187,7 @@ class ClientCalls(Connection):
     @for_both
     async def block_table(self, request_id: str) -> tuple[SequenceBlocks, ...]:
         """The block tables of a live request, one per sequence. Raises NotFound."""
-        request = operator_pb.GetBlockTableRequest(request_id=request_id)
+        request = filled(operator_pb.GetBlockTableRequest(), request_id=request_id)
         answer = await self._ask(self._operator.GetBlockTable, request)
         return tuple(flat(SequenceBlocks, sequence) for sequence in answer.sequences)
 
@@ -199,7 +201,7 @@ class ClientCalls(Connection):
         return await self._block_page(state, page_size, page_token)
 
     async def _block_page(self, state: BlockState | None, page_size: int, page_token: str) -> BlockList:
-        request = list_blocks_request(state, page_size, page_token)
+        request = list_blocks_request(state, checked_page_size(page_size), page_token)
         return await self._ask_for(BlockList, self._operator.ListBlocks, request)
 
     async def _blocks(self, state: BlockState | None) -> AsyncGenerator[BlockInfo]:
@@ -216,64 +218,62 @@ class ClientCalls(Connection):
         """Removes every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
         `force` preempts the requests, which go on by themselves, and ends the pins.
         """
-        request = operator_pb.ResetPrefixCacheRequest(force=force)
+        request = filled(operator_pb.ResetPrefixCacheRequest(), force=force)
         return await self._ask_for(CacheReset, self._operator.ResetPrefixCache, request)
 
     @for_both
     async def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""
         # Imported here, since few programs ask.
-        from grpc_health.v1 import health_pb2, health_pb2_grpc
+        from grpc_health.v1 import health_pb2
 
-        check = health_pb2_grpc.HealthStub(self._channel).Check
+        # Not by HealthStub, which crashes the process when it is made on a closed channel (gRPC 1.85).
+        check = self._channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+        request = filled(health_pb2.HealthCheckRequest(), service=service)
         try:
-            answer: Any = await self._ask(check, health_pb2.HealthCheckRequest(service=service))
+            answer: Any = await self._ask(check, request)
         except NotFound:
             return "service_unknown"
         known = health_pb2.HealthCheckResponse.ServingStatus
         status: Any = known.Name(answer.status).lower() if answer.status in known.values() else "unknown"
         return cast("HealthStatus", status)
 
-    def _watch(self, **wishes: Any) -> AsyncGenerator[EventBatch]:
-        return self._events(ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout))
-
-    async def _events(self, watch: ResumableWatch) -> AsyncGenerator[EventBatch]:
-        never = self.new_event()
-        while True:
-            call = self._operator.WatchEvents(watch.request(), metadata=self._settings.metadata)
-            try:
-                async for response in self.messages(call):
-                    for batch in watch.take(response):
-                        yield batch
-                return
-            except grpc.RpcError as error:
-                pause_s = watch.failed(from_rpc_error(error, self.target))
-            finally:
-                call.cancel()
-            await self.pause(never, pause_s)
+    def _begin_watch(self, **wishes: Any) -> RunningStream[EventBatch]:
+        """A watch, of which nothing is sent yet."""
+        watch = ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout)
+        return RunningStream(self, watch, partial(self._begin_call, self._operator.WatchEvents))
 
     def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Begun:
         """A generation, of which nothing is sent yet."""
         generation = ResumableGeneration(prompt, n, options, self._settings, only_complete=only_complete)
 
-        def begin(request: pb.GenerateRequest, timeout: float | None) -> Any:
-            return self._inference.Generate(request, timeout=timeout, metadata=self._settings.metadata)
+        return Begun(generation, RunningStream(self, generation, partial(self._begin_call, self._inference.Generate)))
 
-        return Begun(generation, RunningGeneration(self, generation, begin))
+
+def checked_page_size(size: int) -> int:
+    """The size. Raises InvalidRequest unless it is 1 to LARGEST_PAGE: the server takes 0 for its default, which a
+    caller that computed it did not mean.
+    """
+    check_whole("page_size", size, 1, LARGEST_PAGE)
+    return size
 
 
 class Begun(NamedTuple):
     """A generation: its state, and the running of it."""
 
     generation: ResumableGeneration
-    running: RunningGeneration
+    running: RunningStream[Chunk]
 
 
 class StreamState:
     """The part that both streams share: results of the generation that they carry."""
 
-    def __init__(self, begun: Begun, chunks: Any) -> None:
-        self._generation, self._running, self._chunks = *begun, chunks
+    _generation: ResumableGeneration
+    _running: RunningStream[Chunk]
 
     @property
     def request_id(self) -> str:

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from pagekv.client.calls import ClientCalls, StreamState
+from pagekv.client.calls import Begun, ClientCalls, StreamState
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.running_stream import RunningStream
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
-__all__ = ["PageKVClient", "Stream"]
+__all__ = ["PageKVClient", "Stream", "Watch"]
 
 T = TypeVar("T")
 
@@ -55,6 +56,9 @@ class PageKVClient(ClientCalls):
     new_event: ClassVar[type[Any]] = threading.Event
     _carry_out = staticmethod(_carry_out)
 
+    def _running_loop(self) -> None:
+        """None: for any thread."""
+
     async def _wait_for(self, begun: Any) -> Any:
         return begun
 
@@ -82,8 +86,7 @@ class PageKVClient(ClientCalls):
         The call starts with the first `next`. A broken connection is resumed without a token lost or repeated;
         with `n` above 1 the server computes again what was received.
         """
-        begun = self._begin(prompt, n, options)
-        return Stream(begun, _one_by_one(begun.running.chunks()))
+        return Stream(self._begin(prompt, n, options))
 
     def iter_requests(self) -> Generator[RequestInfo]:
         """The live requests, those that run first, page by page. Requests that come, go or move meanwhile may be left
@@ -103,18 +106,18 @@ class PageKVClient(ClientCalls):
         start_revision: int = 0,
         instance_id: str = "",
         progress_interval: float | None = None,
-    ) -> Generator[EventBatch]:
+    ) -> Watch:
         """The prefix tables as they change: a snapshot, then a batch at every step boundary with changes.
 
-        `TableReplica` applies them. Goes on until it is closed, unless `snapshot_only`; where the connection broke, it
-        goes on behind the last whole batch. `start_revision` and `instance_id`, those of a `TableReplica` or of the
-        last whole batch, begin behind a revision, without a snapshot. `progress_interval`: seconds of silence, 1 to
-        3600, after which an empty batch says that nothing changed. Raises RevisionGone when the server holds the
-        changes no longer, or is another one, and FellBehind when batches are taken too slowly: watch again from a
-        snapshot.
+        `TableReplica` applies them. Goes on until it is closed, from any thread, unless `snapshot_only`; where the
+        connection broke, it goes on behind the last whole batch. `start_revision` and `instance_id`, those of a
+        `TableReplica` or of the last whole batch, begin behind a revision, without a snapshot. `progress_interval`:
+        seconds of silence, 1 to 3600, after which an empty batch says that nothing changed. Raises RevisionGone when
+        the server holds the changes no longer, or is another one, and FellBehind when batches are taken too slowly:
+        watch again from a snapshot.
         """
-        return _one_by_one(
-            self._watch(
+        return Watch(
+            self._begin_watch(
                 token_ids=token_ids,
                 snapshot_only=snapshot_only,
                 start_revision=start_revision,
@@ -124,15 +127,21 @@ class PageKVClient(ClientCalls):
         )
 
 
-class Stream(StreamState, Iterator[Chunk]):
-    """Chunks of a running generation; at the end `completion` has the whole. Use it in a `with` statement, or close it.
+class _Closable(Iterator[T]):
+    """Items as they arrive, until there are no more or another thread closes it."""
 
-    States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
-    """
+    def __init__(self, running: RunningStream[T]) -> None:
+        self._running = running
+        self._items = _one_by_one(running.items())
 
-    def __next__(self) -> Chunk:
-        chunk: Chunk = next(self._chunks)
-        return chunk
+    def __next__(self) -> T:
+        try:
+            return next(self._items)
+        except ValueError:
+            # Another thread is in it, to close it.
+            if self._running.was_ended:
+                raise StopIteration from None
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -141,8 +150,28 @@ class Stream(StreamState, Iterator[Chunk]):
         self.close()
 
     def close(self) -> None:
-        """Aborts the request unless it has ended. Idempotent, and for any thread: iteration in another one stops."""
+        """Ends the call, which aborts a request that has not ended. Idempotent, and for any thread: iteration in
+        another one stops as at its end.
+        """
         self._running.end()
         # ValueError: another thread is in it, and leaves it now that its call is cancelled.
         with suppress(ValueError):
-            self._chunks.close()
+            self._items.close()
+
+
+class Watch(_Closable[EventBatch]):
+    """Batches of changes of the prefix tables. Use it in a `with` statement, or close it.
+
+    States: open → ended (every batch asked for was taken, or an error was raised) or closed.
+    """
+
+
+class Stream(StreamState, _Closable[Chunk]):
+    """Chunks of a running generation; at the end `completion` has the whole. Use it in a `with` statement, or close it.
+
+    States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
+    """
+
+    def __init__(self, begun: Begun) -> None:
+        super().__init__(begun.running)
+        self._generation = begun.generation

@@ -22,7 +22,7 @@ from pagekv.client.settings import (
     as_metadata,
 )
 from pagekv.client.wire import flat
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import FailedPrecondition, InvalidRequest
 from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
 
 if TYPE_CHECKING:
@@ -80,9 +80,10 @@ class Connection:
         """Nothing is connected before the first call. Raises InvalidRequest for an argument out of bounds, by name.
 
         `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
-        `timeout`: seconds for each call but generating ones, None for no limit.
-        `resume_timeout`: seconds that a generation whose connection broke goes on trying to reach the server again; 0
-        raises ConnectionLost at once.
+        `timeout`: seconds for each call, above 0, None for no limit. Generating calls have a `timeout` of their own,
+        `watch_events` has no limit.
+        `resume_timeout`: seconds that a generation or a watch whose connection broke goes on trying to reach the server
+        again; 0 raises ConnectionLost at once.
         `max_retries`: how often a generation is asked for again that was refused with Overloaded or Unavailable before
         its first token, each time after the pause that the server asked for; a pause above a minute raises the error.
         `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is
@@ -97,12 +98,14 @@ class Connection:
             timeout=timeout, resume_timeout=resume_timeout, max_retries=max_retries, metadata=as_metadata(metadata)
         )
         self._owns_channel = channel is None
+        if channel is not None:
+            if not isinstance(channel, self.library.Channel):
+                raise InvalidRequest("channel", f"must be a {self.library.__name__}.Channel, is {type(channel)!r:.80}")
+            if credentials is not None:
+                raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
+        self._loop = self._running_loop()
         if channel is None:
             channel = open_channel(self.library, self.target, credentials)
-        elif not isinstance(channel, self.library.Channel):
-            raise InvalidRequest("channel", f"must be a {self.library.__name__}.Channel, is {type(channel)!r:.80}")
-        elif credentials is not None:
-            raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
         self._channel = channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -119,6 +122,10 @@ class Connection:
         other._owns_channel = False
         return other
 
+    def _running_loop(self) -> Any:
+        """The event loop that runs here, of a client that belongs to one. Raises FailedPrecondition for none."""
+        raise NotImplementedError
+
     def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
         raise NotImplementedError
 
@@ -134,11 +141,25 @@ class Connection:
         """Returns when the event is set or the time is over."""
         raise NotImplementedError
 
-    async def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Answer], request: Request) -> Answer:
-        settings = self._settings
+    def _begin_call(self, method: Any, request: Any, timeout: float | None) -> Any:
+        """A call that runs; of the blocking client's unary methods the answer. Raises FailedPrecondition where the
+        connection is closed, or belongs to another event loop.
+        """
+        if self._loop is not self._running_loop():
+            problem = "an asyncio client must be used in the event loop where it was made: make one in each"
+            raise FailedPrecondition(problem, "EVENT_LOOP", self.target)
         try:
-            begun = method(request, timeout=settings.timeout, metadata=settings.metadata)
-            answer: Answer = await self._wait_for(begun)
+            return method(request, timeout=timeout, metadata=self._settings.metadata)
+        except (ValueError, grpc.aio.UsageError) as error:
+            # Of the two libraries. A look beforehand would miss a thread that closes meanwhile.
+            if "closed" not in str(error):
+                raise
+            problem = f"the connection to PageKV at {self.target} was closed here: make another client"
+            raise FailedPrecondition(problem, "CLIENT_CLOSED", self.target) from error
+
+    async def _ask(self, method: grpc.UnaryUnaryMultiCallable[Request, Answer], request: Request) -> Answer:
+        try:
+            answer: Answer = await self._wait_for(self._begin_call(method, request, self._settings.timeout))
         except grpc.RpcError as error:
             raise from_rpc_error(error, self.target) from error
         return answer

@@ -35,7 +35,7 @@ from pagekv.common.errors import (
 from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABLE
 
 __all__ = [
-    "AlreadyExists", "Cancelled", "ConnectionLost", "DeadlineExceeded", "Draining",
+    "AlreadyExists", "Cancelled", "ConnectionLost", "DataLoss", "DeadlineExceeded", "Draining",
     "FailedPrecondition", "FellBehind", "InvalidRequest", "LimitExceeded", "NotFound", "OutOfMemory", "Overloaded",
     "PageKVError", "PermissionDenied", "RevisionGone", "SequenceFailed", "ServerError", "StaleEpoch", "Unauthenticated",
     "Unavailable", "Unreachable",
@@ -75,6 +75,13 @@ class ServerError(PageKVError):
         super().__init__(message)
         self.code = code
         self.reason = reason
+
+
+class DataLoss(ServerError):
+    """The messages of an answer do not make one whole: tokens are missing or come twice, or a sequence does."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("DATA_LOSS", message)
 
 
 # A caller can do nothing of his own about a failed computation, and PageKV has no call of the clients' that it does not

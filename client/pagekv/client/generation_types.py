@@ -38,7 +38,9 @@ class MediaHash:
 
 @dataclass(frozen=True, slots=True)
 class CacheControls:
-    """The requests that share cached blocks, and whether this one reads and writes the prefix cache."""
+    """The requests that share cached blocks, and whether this one reads and writes the prefix cache. `media_hashes` are
+    InvalidRequest unless the model takes media, and none does yet.
+    """
 
     namespace: str = ""
     media_hashes: tuple[MediaHash, ...] = ()
@@ -83,7 +85,7 @@ class GenerateOptions(TypedDict, total=False):
     """Added to the logits of single tokens, by token id."""
     beam_width: int
     """Beam search with this many hypotheses at once, 1 to 32; 0 is off. The `n` best come back, best first, when all
-    are known: there are no chunks. Sampling options must be left out, a temperature must be 0.
+    are known: each is one chunk. Sampling options must be left out, a temperature must be 0.
     """
     length_penalty: float
     """Beam search compares results by logprob / tokens ** length_penalty, so above 0 longer ones gain; -10 to 10.
@@ -94,13 +96,15 @@ class GenerateOptions(TypedDict, total=False):
     cache: CacheControls
     """Prefix cache controls."""
     adapter: str
-    """The adapter to answer with, which separates cache entries and no more. Default: none."""
+    """The adapter to answer with. NotFound unless the model has it, and none has adapters yet. Default: none."""
     priority: int
     """Lower runs earlier, -100 to 100. Default 0."""
     request_id: str
     """Unique among running requests. Default: drawn by the client, so that a broken stream can go on with it."""
     timeout: float | None
-    """Seconds for the whole generation, retries and resumed parts included, 0 to 1,000,000. Default: no limit."""
+    """Seconds for the whole generation, retries and resumed parts included, above 0 and up to 1,000,000.
+    Default: no limit.
+    """
     resume_timeout: float
     """Seconds to go on trying after the connection was lost, 0 to 1,000,000; 0: never resume. Default: the client's."""
 
@@ -123,9 +127,9 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """New tokens of one sequence. `token_ids`, `text` and `logprobs` are deltas, the counts are cumulative. No chunk
-    says that it is the last one, which is known only after it: `completions` of the stream has the sequences that
-    have ended.
+    """New tokens of one sequence. `token_ids`, `text` and `logprobs` are deltas, the counts are cumulative. The last
+    chunk of each sequence has a `finish_reason`; most often it brings nothing else that is new, since only the message
+    behind the last tokens says that they were the last. Of beam search it brings everything.
     """
 
     request_id: str
@@ -137,6 +141,8 @@ class Chunk:
     completion_tokens: int
     cached_tokens: int
     logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    """Why the sequence has ended; None while it goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

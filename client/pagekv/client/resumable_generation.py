@@ -19,16 +19,16 @@ from dataclasses import dataclass, field, replace
 from pagekv.client.errors import (
     AlreadyExists,
     ConnectionLost,
+    DataLoss,
     DeadlineExceeded,
     Draining,
-    InvalidRequest,
     Overloaded,
     PageKVError,
     ServerError,
     Unavailable,
 )
 from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
-from pagekv.client.settings import CallSettings, check_seconds
+from pagekv.client.settings import CallSettings, check_resume_timeout, check_timeout, check_whole
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -47,6 +47,9 @@ class _Sequence:
     """
 
     resumes: bool
+    # Every token comes in a chunk, before the completion; and with log-probabilities.
+    streamed: bool
+    with_logprobs: bool
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -70,10 +73,11 @@ class _Sequence:
 
     def unseen_part(self, chunk: Chunk) -> Chunk | None:
         """The part that the caller does not have, None where there is none. Cached tokens are the prompt's: a resumed
-        call counts the answer too. Raises ServerError for other tokens.
+        call counts the answer too. Raises ServerError for other tokens, DataLoss for a gap.
         """
         known = len(self.token_ids[self.next_token : self.next_token + len(chunk.token_ids)])
-        self._check(chunk, chunk.token_ids[:known], self.next_token)
+        self._check_count(chunk, self.next_token + len(chunk.token_ids))
+        self._check(chunk, chunk.token_ids if self.ended else chunk.token_ids[:known], self.next_token)
         if not self.token_ids:
             self.cached_tokens = chunk.cached_tokens
         new = replace(
@@ -91,23 +95,62 @@ class _Sequence:
         self.num_chars = max(self.num_chars, self.next_char)
         return new if new.token_ids or new.text else None
 
-    def finish(self, end: Completion) -> Completion:
-        """The whole sequence: the end of a resumed call leaves out what was generated before.
+    def finish(self, end: Completion) -> tuple[Completion, Chunk | None]:
+        """The whole sequence, and its last chunk with what did not come in chunks; no chunk where it ends once more.
 
-        Raises ServerError for other tokens.
+        The end of a resumed call leaves out what was generated before, and that of one that was aborted while it came
+        again what had come before. Raises ServerError for other tokens, DataLoss unless the chunks and the end say the
+        same.
         """
-        came = len(self.token_ids) - self.first_token
-        self._check(end, end.token_ids if self.ended else end.token_ids[:came], self.first_token)
-        cached_tokens = self.cached_tokens if self.token_ids else end.cached_tokens
-        self.token_ids[self.first_token :] = end.token_ids
+        total, received = self.first_token + len(end.token_ids), len(self.token_ids)
+        self._check_count(end, total)
+        if self.streamed and self.next_token != total:
+            raise self._gap(end, f"ends with {total} tokens, {self.next_token} came with its chunks")
+        self._check(end, end.token_ids if self.streamed or self.ended else (), self.first_token)
+        if total < received and end.finish_reason != "abort":
+            raise self._gap(end, f"ends with {total} tokens, {received} came before")
+        whole, rest = end, end
+        if self.streamed:
+            text = "".join(self.texts)
+            if text[self.first_char : self.next_char] != end.text:
+                raise self._gap(end, "ends with another text than came with its chunks")
+            whole = replace(
+                end,
+                text=text,
+                token_ids=tuple(self.token_ids),
+                completion_tokens=received,
+                logprobs=tuple(self.logprobs),
+                cached_tokens=self.cached_tokens if received else end.cached_tokens,
+            )
+            rest = replace(whole, text="", token_ids=(), logprobs=())
+        else:
+            self.token_ids = list(end.token_ids)
+        if self.ended:
+            return whole, None
         self.ended = True
-        return replace(
-            end,
-            text="".join(self.texts)[: self.first_char] + end.text,
-            token_ids=tuple(self.token_ids),
-            logprobs=(*self.logprobs[: self.first_token], *end.logprobs),
-            cached_tokens=cached_tokens,
+        return whole, Chunk(
+            request_id=rest.request_id,
+            index=rest.index,
+            token_ids=rest.token_ids,
+            text=rest.text,
+            prompt_tokens=rest.prompt_tokens,
+            completion_tokens=rest.completion_tokens,
+            cached_tokens=rest.cached_tokens,
+            logprobs=rest.logprobs,
+            finish_reason=rest.finish_reason,
         )
+
+    def _check_count(self, part: Chunk | Completion, came: int) -> None:
+        """Raises DataLoss unless the server counts as many tokens as came, and each has the log-probabilities that were
+        asked for.
+        """
+        if part.completion_tokens != came:
+            raise self._gap(part, f"has {part.completion_tokens} tokens by the server's count, {came} came")
+        if self.with_logprobs and len(part.logprobs) != len(part.token_ids):
+            raise self._gap(part, f"has {len(part.logprobs)} log-probabilities for {len(part.token_ids)} tokens")
+
+    def _gap(self, part: Chunk | Completion, words: str) -> DataLoss:
+        return DataLoss(f"the answer has a gap: sequence {part.index} {words}")
 
     def _check(self, part: Chunk | Completion, token_ids: tuple[int, ...], start: int) -> None:
         """Raises ServerError unless `part` is of the same prompt, and these are the tokens received from `start` on."""
@@ -140,14 +183,12 @@ class ResumableGeneration:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises InvalidRequest and TypeError as `generate_request` does, and for time limits out of bounds."""
-        if not isinstance(n, int) or not 1 <= n <= MOST_SEQUENCES:
-            raise InvalidRequest("n", f"must be from 1 to {MOST_SEQUENCES}, is {n!r:.80}")
+        check_whole("n", n, 1, MOST_SEQUENCES)
         self._clock = clock
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
         self._resume_timeout_s = settings.resume_timeout if resume_timeout is None else resume_timeout
-        for name, seconds in (("resume_timeout", self._resume_timeout_s), ("timeout", timeout)):
-            if seconds is not None:
-                check_seconds(name, seconds)
+        check_resume_timeout(self._resume_timeout_s)
+        check_timeout(timeout)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
         only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
         self._request = generate_request(prompt, n, options, only_complete=only_complete)
@@ -159,7 +200,9 @@ class ResumableGeneration:
             self._request.request_id = f"req-{secrets.token_hex(12)}"
         self._deadline = None if timeout is None else clock() + timeout
         # By index. One alone is resumed; several are replayed, and none of them leaves out what was received.
-        self._sequences = [_Sequence(resumes=n == 1) for _ in range(n)]
+        streamed = not (only_complete or sampling.beam_width)
+        asked = sampling.HasField("logprobs")
+        self._sequences = [_Sequence(resumes=n == 1, streamed=streamed, with_logprobs=asked) for _ in range(n)]
         # A message of a sequence has come.
         self._begun = False
         # Fingerprint of the model that generated the tokens received.
@@ -193,37 +236,38 @@ class ResumableGeneration:
         self._request.resumed_token_ids[:] = first.token_ids[: first.first_token]
         return self._request
 
-    def take(self, response: pb.GenerateResponse) -> Chunk | None:
-        """A message of the stream; what the caller gets of it. The end of a sequence goes into `completions`; an event
-        that this client does not know is left out.
+    def take(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
+        """A message of the stream; the part of it that the caller gets. The end of a sequence is a chunk, and goes into
+        `completions`; an event that this client does not know is left out.
 
-        Raises ServerError where a replay differs from what was received, or the sequence is none that was asked for.
+        Raises ServerError where a replay differs from what was received, DataLoss where messages are missing or the
+        sequence is none that was asked for.
         """
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         self._begun = True
         event = response.WhichOneof("event")
         if event is None:
-            return None
+            return ()
         if event == "chunk":
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
-            return self._sequence(chunk.index).unseen_part(chunk)
-        complete = response.complete
-        end = flat(Completion, complete, request_id=response.request_id)
-        end = self._sequence(end.index).finish(end)
-        # A sequence that ended before the connection broke ends again, and keeps its first end.
-        self.completions.setdefault(end.index, replace(end, resumes=self._resumes))
-        return None
+            new = self._sequence(chunk.index).unseen_part(chunk)
+        else:
+            end = flat(Completion, response.complete, request_id=response.request_id)
+            whole, new = self._sequence(end.index).finish(end)
+            # A sequence that ended before the connection broke ends again, and keeps its first end.
+            self.completions.setdefault(end.index, replace(whole, resumes=self._resumes))
+        return () if new is None else (new,)
 
     def _sequence(self, index: int) -> _Sequence:
         if index >= len(self._sequences):
-            raise ServerError("DATA_LOSS", f"the server sent sequence {index} of {len(self._sequences)}")
+            raise DataLoss(f"the server sent sequence {index} of {len(self._sequences)}")
         return self._sequences[index]
 
     def ended(self) -> None:
-        """The server closed the stream without an error. Raises ServerError unless every sequence is complete."""
+        """The server closed the stream without an error. Raises DataLoss unless every sequence is complete."""
         if not self.done:
-            raise ServerError("DATA_LOSS", "the stream ended before its sequences were complete")
+            raise DataLoss("the stream ended before its sequences were complete")
 
     def failed(self, error: PageKVError) -> float:
         """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""

@@ -12,8 +12,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from pagekv.client.errors import InvalidRequest, PageKVError, Unavailable
+from pagekv.client.errors import PageKVError, Unavailable
 from pagekv.client.resumable_generation import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from pagekv.client.settings import check_seconds
 from pagekv.client.types import EventBatch
 from pagekv.client.wire import event_batch, filled
 from pagekv.v1 import operator_service_pb2 as pb
@@ -24,8 +25,8 @@ MOST_PROGRESS_S = 3600
 
 
 class ResumableWatch:
-    """Made for one call of `watch_events`. Before each connection the client sends `request`, then hands every message
-    to `take`, and an error to `failed`.
+    """Made for one call of `watch_events`. States: streaming ⇄ interrupted (between `failed` and the next `request`) →
+    done.
     """
 
     def __init__(
@@ -39,13 +40,16 @@ class ResumableWatch:
         resume_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As the arguments of `watch_events`. Raises InvalidRequest for values that have no place in a message."""
-        self._request = filled(pb.WatchEventsRequest(token_ids=token_ids), snapshot_only=snapshot_only)
-        filled(self._request, start_revision=start_revision, instance_id=instance_id)
+        """As the arguments of `watch_events`. Raises InvalidRequest for values out of bounds."""
+        self._request = filled(
+            pb.WatchEventsRequest(),
+            token_ids=token_ids,
+            snapshot_only=snapshot_only,
+            start_revision=start_revision,
+            instance_id=instance_id,
+        )
         if progress_interval is not None:
-            if not LEAST_PROGRESS_S <= progress_interval <= MOST_PROGRESS_S:
-                bounds = f"must be {LEAST_PROGRESS_S} to {MOST_PROGRESS_S} seconds"
-                raise InvalidRequest("progress_interval", f"{bounds}, is {progress_interval!r:.80}")
+            check_seconds("progress_interval", progress_interval, LEAST_PROGRESS_S, MOST_PROGRESS_S)
             self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))
         self._resume_timeout = resume_timeout
         self._clock = clock
@@ -56,6 +60,11 @@ class ResumableWatch:
         self._parts: list[EventBatch] = []
         self._interrupted_at: float | None = None
         self._pause_s = FIRST_PAUSE_S
+        # The server has told all that was asked for.
+        self.done = False
+
+    def remaining_s(self) -> None:
+        """A watch has no time limit."""
 
     def request(self) -> pb.WatchEventsRequest:
         """The request of the next connection."""
@@ -78,6 +87,10 @@ class ResumableWatch:
             if not part.more and part.revision:
                 self._request.start_revision, self._request.instance_id = part.revision, self._instance_id
             yield part
+
+    def ended(self) -> None:
+        """The server closed the stream without an error."""
+        self.done = True
 
     def failed(self, error: PageKVError) -> float:
         """The connection failed; seconds to wait before the next one. Raises the error when there is to be none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any, Self, TypeAlias, TypedDict
+from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
 from pagekv.common.errors import InvalidRequest
 
@@ -29,9 +29,11 @@ class CallOptions(TypedDict, total=False):
     """Keyword arguments of `with_options`; what is left out stays as it is."""
 
     timeout: float | None
-    """Seconds for each call but generating ones, 0 to 1,000,000; None: no limit."""
+    """Seconds for each call but generating ones, above 0 and up to 1,000,000; None: no limit."""
     resume_timeout: float
-    """Seconds that a generation goes on trying after its connection broke, 0 to 1,000,000; 0 raises ConnectionLost."""
+    """Seconds that a generation or a watch goes on trying after its connection broke, 0 to 1,000,000; 0: it raises
+    ConnectionLost at once.
+    """
     max_retries: int
     """Times that a generation refused before its first token is asked for again, 0 to 100."""
     metadata: Metadata
@@ -48,15 +50,16 @@ class CallSettings:
     metadata: tuple[tuple[str, str | bytes], ...] = ()
 
     def __post_init__(self) -> None:
-        if self.timeout is not None:
-            check_seconds("timeout", self.timeout)
-        check_seconds("resume_timeout", self.resume_timeout)
-        if not isinstance(self.max_retries, int) or not 0 <= self.max_retries <= _MOST_RETRIES:
-            raise InvalidRequest("max_retries", f"must be 0 to {_MOST_RETRIES}, is {self.max_retries!r:.80}")
+        check_timeout(self.timeout)
+        check_resume_timeout(self.resume_timeout)
+        check_whole("max_retries", self.max_retries, 0, _MOST_RETRIES)
         _check_metadata(self.metadata)
 
     def changed(self, options: CallOptions) -> Self:
         """With these options. Raises TypeError for unknown ones."""
+        known = sorted(CallOptions.__annotations__)
+        if unknown := sorted(options.keys() - known):
+            raise TypeError(f"with_options: unknown option {unknown[0]!r}; known are {', '.join(known)}")
         values: dict[str, Any] = {**options}
         if "metadata" in values:
             added = as_metadata(values["metadata"])
@@ -65,18 +68,45 @@ class CallSettings:
         return replace(self, **values)
 
 
-def check_seconds(name: str, value: object) -> None:
-    """Raises InvalidRequest unless it is a time limit."""
-    if not isinstance(value, (int, float)) or not 0 <= value <= _LONGEST_S:
-        raise InvalidRequest(name, f"must be 0 to {_LONGEST_S:,.0f} seconds, is {value!r:.80}")
+def check_timeout(value: object) -> None:
+    """Raises InvalidRequest unless it is a time limit, or None for no limit. 0 is none: whether a call is answered in
+    no time would be chance.
+    """
+    if value is not None and not (_is_number(value) and 0 < value <= _LONGEST_S):
+        problem = f"must be above 0 and up to {_LONGEST_S:,.0f} seconds, or None for no limit, is {value!r:.80}"
+        raise InvalidRequest("timeout", problem)
+
+
+def check_resume_timeout(value: object) -> None:
+    """Raises InvalidRequest unless it is how long to go on trying, 0 for not at all."""
+    check_seconds("resume_timeout", value, 0, _LONGEST_S)
+
+
+def check_seconds(name: str, value: object, least: float, most: float) -> None:
+    """Raises InvalidRequest unless it is a number of seconds in these bounds."""
+    if not (_is_number(value) and least <= value <= most):
+        raise InvalidRequest(name, f"must be {least:,.0f} to {most:,.0f} seconds, is {value!r:.80}")
+
+
+def check_whole(name: str, value: object, least: int, most: int) -> None:
+    """Raises InvalidRequest unless it is a whole number in these bounds."""
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise InvalidRequest(name, f"must be a whole number from {least} to {most}, is {value!r:.80}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def as_metadata(entries: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     """The entries as pairs. Raises InvalidRequest for what are none."""
-    try:
-        return tuple((key, value) for key, value in entries)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest("metadata", f"must be pairs of key and value, is {entries!r:.80}") from error
+    pairs = tuple(entries) if isinstance(entries, Iterable) else (entries,)
+    for each in pairs:
+        # Text of two characters, also as a mapping's key, would pass for a pair. No value is shown: it may be secret.
+        if not isinstance(each, (tuple, list)) or len(each) != 2:
+            kind = type(each if isinstance(entries, (tuple, list)) else entries).__name__
+            raise InvalidRequest("metadata", f"must be a list of pairs of key and value, is or has a {kind}")
+    return tuple((key, value) for key, value in pairs)
 
 
 def _check_metadata(entries: tuple[tuple[str, str | bytes], ...]) -> None:
@@ -90,7 +120,8 @@ def _check_metadata(entries: tuple[tuple[str, str | bytes], ...]) -> None:
             if not isinstance(value, bytes):
                 raise InvalidRequest(name, f"{key}: the value must be bytes, is a {type(value).__name__}")
         elif not isinstance(value, str) or not _VALUE.fullmatch(value):
-            raise InvalidRequest(name, f"{key}: the value must be text of printable ASCII characters")
+            given = "has others" if isinstance(value, str) else f"is a {type(value).__name__}"
+            raise InvalidRequest(name, f"{key}: the value must be text of printable ASCII characters, {given}")
     size = sum(len(key) + len(value) + 32 for key, value in entries)
     if size > _METADATA_BYTES:
         raise InvalidRequest("metadata", f"must be {_METADATA_BYTES} bytes at most with 32 for each entry, is {size}")

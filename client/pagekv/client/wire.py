@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from datetime import UTC
 from functools import cache, partial
@@ -56,15 +56,20 @@ def prompt_request(
 ) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
     filled(request, prompt=_prompt(prompt), **values)
-    return request if cache is None else filled(request, cache=_cache(cache))
+    if cache is None:
+        return request
+    if not isinstance(cache, CacheControls):
+        raise InvalidRequest("cache", f"must be a CacheControls or None, is {_shown(cache)}")
+    return filled(request, cache=_cache(cache))
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
     """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
-    if isinstance(prompt, _BYTES):
-        raise InvalidRequest("prompt", f"must be text, token ids or messages, is {prompt!r:.80}: decode it first")
+    if not isinstance(prompt, Iterable) or isinstance(prompt, (*_BYTES, Mapping)):
+        advice = ": decode it first" if isinstance(prompt, _BYTES) else ""
+        raise InvalidRequest("prompt", f"must be text, token ids or messages, is {_shown(prompt)}{advice}")
     items = list(prompt)
     if not items:
         raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
@@ -90,15 +95,17 @@ def _cache(cache: CacheControls) -> dict[str, Any]:
 
 def filled(request: Request, **values: Any) -> Request:
     """The request with these fields; mappings are for the messages in it. Raises InvalidRequest, with the path of a
-    field, where protobuf refuses its value: a wrong type, a negative number in an unsigned field.
+    field and what it takes, for a value of another type and a number that has no place in the field.
     """
     _fill(request, values, "")
     return request
 
 
 def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
+    # Any: stubs know of two kinds of descriptors, which are one here.
+    descriptor: Any = message.DESCRIPTOR
     for name, value in values.items():
-        field = getattr(message, name)
+        field, known = getattr(message, name), descriptor.fields_by_name[name]
         try:
             if isinstance(field, Message):
                 _fill(field, value, f"{path}{name}.")
@@ -106,27 +113,70 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
                 for position, each in enumerate(value):
                     _fill(field.add(), each, f"{path}{name}[{position}].")
             elif hasattr(field, "extend"):
-                if isinstance(value, _BYTES):
-                    raise TypeError("bytes are neither text nor a list of ids")
-                field.extend((value,) if isinstance(value, str) else value)
+                field.extend(_entries(known, value))
             elif hasattr(field, "update"):
                 field.update(value)
             else:
-                setattr(message, name, value)
-        except (TypeError, ValueError, AttributeError) as error:
-            shown = repr(value)
-            shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-            raise InvalidRequest(f"{path}{name}", f"cannot be {shown}: {error}") from error
+                setattr(message, name, _single(known, value))
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
+            # Of a long list protobuf says what is wrong with the entry that does not fit.
+            reason = f": {error}" if str(error) and known.default_value == [] else ""
+            raise InvalidRequest(f"{path}{name}", f"must be {_wanted(known)}, is {_shown(value)}{reason}") from error
+
+
+def _entries(field: FieldDescriptor, value: Any) -> Any:
+    """Entries for a repeated field; text alone is one. Raises TypeError for values that protobuf would take apart."""
+    if isinstance(value, (*_BYTES, Mapping)):
+        raise TypeError
+    if field.cpp_type != FieldDescriptor.CPPTYPE_STRING:
+        return value
+    return [_single(field, each) for each in ((value,) if isinstance(value, str) else value)]
+
+
+def _single(field: FieldDescriptor, value: Any) -> Any:
+    """The value. Raises TypeError where it is of another type, which protobuf would turn into this one."""
+    if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
+        fits = isinstance(value, str)
+    else:
+        fits = isinstance(value, bool) == (field.cpp_type == FieldDescriptor.CPPTYPE_BOOL)
+    if not fits:
+        raise TypeError
+    return value
+
+
+_WANTED = {
+    FieldDescriptor.CPPTYPE_STRING: "text that UTF-8 can encode",
+    FieldDescriptor.CPPTYPE_BOOL: "True or False",
+    FieldDescriptor.CPPTYPE_FLOAT: "a number",
+    FieldDescriptor.CPPTYPE_INT32: f"a whole number from {-(2**31)} to {2**31 - 1}",
+    FieldDescriptor.CPPTYPE_UINT32: f"a whole number from 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"a whole number from 0 to {2**64 - 1}",
+}
+
+
+def _wanted(field: FieldDescriptor) -> str:
+    """The values of a field, in words."""
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        return f"a mapping of {_wanted(kind.fields_by_name['key'])} to {_wanted(kind.fields_by_name['value'])}"
+    one = _WANTED[field.cpp_type] if kind is None else f"a {kind.name}"
+    # [] is the default of repeated fields in every version of protobuf.
+    return f"a list with {one} in each place" if field.default_value == [] else one
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:77]}..."
 
 
 def list_blocks_request(
     state: types.BlockState | None, page_size: int, page_token: str
 ) -> operator_pb.ListBlocksRequest:
-    """Raises InvalidRequest for an unknown state or a negative number."""
+    """Raises InvalidRequest for an unknown state."""
     request = filled(operator_pb.ListBlocksRequest(), page_size=page_size, page_token=page_token)
     if state is not None:
         if state not in get_args(types.BlockState):
-            raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, got {state!r}")
+            raise InvalidRequest("state", f"must be one of {', '.join(get_args(types.BlockState))}, is {_shown(state)}")
         request.state = operator_pb.BlockState.Value(f"BLOCK_STATE_{state.upper()}")
     return request
 
@@ -161,7 +211,8 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     if field.message_type is Timestamp.DESCRIPTOR:
         return lambda message: get(message).ToDatetime(UTC) if message.HasField(name) else None
     if field.message_type is not None:
-        made = partial(flat, _CLASSES[field.message_type.name])
+        kind = field.message_type.name
+        made = _event if kind == "CacheEvent" else partial(flat, _CLASSES[kind])
         return lambda message: tuple(map(made, get(message))) if repeated else made(get(message))
     if field.enum_type is not None:
         names = _enum_names(field.enum_type)
@@ -182,14 +233,7 @@ _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared"
 
 def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
     """One message of WatchEvents."""
-    return types.EventBatch(
-        sequence=message.sequence,
-        snapshot=message.snapshot,
-        events=tuple(map(_event, message.events)),
-        more=message.more,
-        revision=message.revision,
-        instance_id=message.instance_id,
-    )
+    return flat(types.EventBatch, message)
 
 
 def _event(message: operator_pb.CacheEvent) -> types.Event:

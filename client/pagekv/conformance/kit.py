@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from pagekv.conformance.answers import Answers
 from pagekv.conformance.link import Refusal, StepsCall
@@ -13,6 +14,11 @@ from pagekv.conformance.played import PlayedEpoch
 from pagekv.conformance.target import FEATURES, Target
 from pagekv.conformance.verdict import BrokenRule, NotTested, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
+
+# The number of a field that no message has.
+NO_FIELD = 1999
+
+T = TypeVar("T", bound=Message)
 
 
 class Kit:
@@ -61,6 +67,14 @@ def _names(field: str, expected: str) -> bool:
     """Whether a field is the expected one, an element of it, or the whole of which an element was expected."""
     whole = expected.rpartition("[")[0] if expected.endswith("]") else expected
     return field in (expected, whole) or (whole == expected and field.startswith(f"{expected}["))
+
+
+def with_unknown(message: T) -> T:
+    """The message and a field that its type does not have."""
+    # A varint field of this number, with value 1.
+    tag = NO_FIELD << 3
+    unknown = bytes([tag & 0x7F | 0x80, tag >> 7, 1])
+    return type(message).FromString(message.SerializeToString() + unknown)
 
 
 def refused(call: StepsCall) -> Refusal:

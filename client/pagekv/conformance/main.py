@@ -6,6 +6,7 @@ Ctrl-C.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 # gRPC's core would write between the lines; what matters of it is raised.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from pagekv.common.flags import FlagParser, address
+from pagekv.common.flags import FlagParser, add_version, address
 from pagekv.conformance.keepalive import IdleConnection
 from pagekv.conformance.link import Link
 from pagekv.conformance.run import judge
@@ -29,17 +30,18 @@ DESCRIPTION = (
 
 
 def feature_list(text: str) -> frozenset[int]:
-    """Names of features, by comma; "none" is none. Raises ValueError."""
+    """Names of features, by comma; "none" is none. Raises ArgumentTypeError, whose words argparse prints."""
     names = [] if text == "none" else text.split(",")
     unknown = [name for name in names if name not in FEATURES]
     if unknown:
-        raise ValueError(f"must be none or some of {', '.join(FEATURES)}, got {unknown[0]!r}")
+        raise argparse.ArgumentTypeError(f"must be none or some of {', '.join(FEATURES)}, got {unknown[0]!r}")
     return frozenset(FEATURES[name] for name in names)
 
 
 def make_parser() -> FlagParser:
     """The parser of the command."""
     parser = FlagParser(PROG, DESCRIPTION)
+    add_version(parser)
     parser.add_argument("--executor", type=address, required=True, metavar="HOST:PORT", help="address of the executor")
     parser.add_argument(
         "--features",
@@ -53,7 +55,9 @@ def make_parser() -> FlagParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-conformance`."""
-    args = make_parser().parse_args(argv)
+    parser, given = make_parser(), list(sys.argv[1:] if argv is None else argv)
+    parser.as_json = "--json" in given
+    args = parser.parse(given)
     link = Link(args.executor)
     idle = None
     try:
@@ -64,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(target, idle, args.json)
     except Untestable as error:
         print(f"{PROG}: {error}", file=sys.stderr)
+        if args.json:
+            # The shape of an answer, so that scripts can ask whether the contract holds: nobody knows.
+            print(json.dumps({"executor": args.executor, "holds": None, "why": str(error)}))
         return 3
     except KeyboardInterrupt:
         print(f"{PROG}: stopped", file=sys.stderr)

@@ -1,26 +1,66 @@
-"""Layer one: epochs, streams and the order of results, rules P1 to P12."""
+"""Layer one: epochs, streams and the order of results, rules P1 to P13."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import grpc
 
-from pagekv.conformance.kit import Kit, expect, refused
+from pagekv.conformance.kit import Kit, expect, refused, with_unknown
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
-from pagekv.conformance.target import REVISION
-from pagekv.conformance.verdict import Rule, during, require
+from pagekv.conformance.scene import HUGE
+from pagekv.conformance.target import MANAGER, REVISION
+from pagekv.conformance.verdict import NotTested, Rule, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 Code = grpc.StatusCode
-OTHER = "pagekv-conformance-other"
+OTHER = f"{MANAGER}-other"
 # Steps sent at once, unless twice as many as the executor takes in are more; and more than those are never sent.
 MIN_SENT, MAX_SENT = 40, 400
 IDENTITY = ("model_id", "model_fingerprint", "kv_dtype", "vocab_size", "max_model_len", "bytes_per_block", "layout")
 # A feature that no revision has had so far.
 NO_FEATURE = 9999
+MAX_REVISION = 65535
+BAD_DESCRIBE = (
+    *(("block_size", size) for size in (0, 3, 512)),
+    *(("token_budget", budget) for budget in (0, 65537)),
+    *(("contract_revision", revision) for revision in (MAX_REVISION + 1, HUGE)),
+)
+BAD_ATTACH: tuple[tuple[str, object], ...] = (
+    *(("manager_id", name) for name in ("", "x" * 129)),
+    *(("block_size", size) for size in (0, 3, 512)),
+    ("num_device_blocks", 0),
+    ("layout", "no such layout"),
+)
+# Of a pool with more blocks one too many cannot be asked for.
+MAX_BLOCKS = 2**31 - 1
+# Bytes of a step that is longer than gRPC takes by default.
+LONG_STEP = 5 * 2**20
+# Bounds of DescribeResponse.
+NUMBERS = {
+    **dict.fromkeys(("num_layers", "num_kv_heads", "head_size"), (1, 2**16)),
+    "vocab_size": (1, 2**31 - 1),
+    "max_model_len": (2, 2**31 - 1),
+    "bytes_per_block": (1, 2**48),
+    **dict.fromkeys(("device_kv_bytes", "host_kv_bytes"), (0, 2**62)),
+    "max_sequences": (1, 2**31 - 1),
+    "contract_revision": (REVISION, MAX_REVISION),
+    "max_steps_in_flight": (2, 2**31 - 1),
+    "max_logprobs": (0, 128),
+}
+TEXTS = {
+    "model_id": r".{0,4096}",
+    "model_fingerprint": r"[0-9a-fA-F]{1,128}",
+    "kv_dtype": r"[a-z0-9._-]{1,64}",
+    "layout": r".{1,128}",
+    "backend": r".{1,64}",
+    "sampler": r"[a-z0-9.-]{1,64}",
+}
+MAX_ENTRIES = {"versions": 64, "features": 64, "eos_token_ids": 960}
 
 
 def describe_changes_nothing(kit: Kit) -> None:
@@ -29,13 +69,7 @@ def describe_changes_nothing(kit: Kit) -> None:
         seq = epoch.sequence(prompt)
         epoch.step([seq])
         for budget in (64, 256):
-            request = pb.DescribeRequest(
-                block_size=kit.target.block_size, token_budget=budget, contract_revision=REVISION
-            )
-            answer = kit.target.link.describe(request)
-            for name in IDENTITY:
-                old, new = getattr(kit.description, name), getattr(answer, name)
-                require(old == new, f"{name} was {old!r} and is {new!r}")
+            _describes_the_same(kit, token_budget=budget)
             epoch.decode(2)
         kit.answers.compare(seq, "a sequence during Describe")
 
@@ -160,25 +194,22 @@ def many_steps_wait(kit: Kit) -> None:
 
 
 def attach_refuses_by_name(kit: Kit) -> None:
-    size = kit.target.block_size
+    link, asking, attaching = kit.target.link, kit.target.describe_request, kit.target.attach_request
     with kit.epoch() as epoch:
         seq = epoch.sequence(kit.answers.prompts[0])
         epoch.step([seq])
-        for bad, budget, field in (
-            *((bad, 64, "block_size") for bad in (0, 3, 512)),
-            *((size, budget, "token_budget") for budget in (0, 65537)),
-        ):
-            request = pb.DescribeRequest(block_size=bad, token_budget=budget, contract_revision=REVISION)
-            with during(f"Describe with block_size {bad}, token_budget {budget}"):
-                _refuses(lambda request=request: kit.target.link.describe(request), Code.INVALID_ARGUMENT, field)
-        for name, values in (
-            ("manager_id", ("", "x" * 129)),
-            ("block_size", (0, 3, 512)),
-            ("num_device_blocks", (0,)),
-            ("layout", ("no such layout",)),
-        ):
-            for value in values:
-                _refuses_attach(kit, Code.INVALID_ARGUMENT, name, **{name: value})
+        for name, number in BAD_DESCRIBE:
+            with during(f"Describe with {name} {number}"):
+                _refuses(partial(link.describe, asking(**{name: number})), Code.INVALID_ARGUMENT, name)
+        for revision in (0, REVISION + 1, MAX_REVISION):
+            with during(f"Describe with contract_revision {revision}"):
+                _describes_the_same(kit, contract_revision=revision)
+        with during("Describe with a field that is not known"):
+            _refuses(partial(link.describe, with_unknown(asking())), Code.INVALID_ARGUMENT)
+        with during("Attach with a field that is not known"):
+            _refuses(partial(link.attach, with_unknown(attaching(take_over=True))), Code.INVALID_ARGUMENT)
+        for name, value in BAD_ATTACH:
+            _refuses_attach(kit, Code.INVALID_ARGUMENT, name, **{name: value})
         _refuses_attach(kit, Code.INVALID_ARGUMENT, "num_host_blocks", num_host_blocks=1, features=())
         _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[*kit.target.features, NO_FEATURE])
         _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[0])
@@ -186,27 +217,56 @@ def attach_refuses_by_name(kit: Kit) -> None:
             _refuses_attach(kit, Code.FAILED_PRECONDITION, features=[number])
         for revision in (0, kit.description.contract_revision + 1):
             _refuses_attach(kit, Code.FAILED_PRECONDITION, contract_revision=revision)
-        _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, num_device_blocks=kit.target.pool_blocks + 1)
+        pools = {"num_device_blocks": kit.target.pool_blocks}
+        if pb.EXECUTOR_FEATURE_HOST_POOL in kit.target.features:
+            pools["num_host_blocks"] = kit.description.host_kv_bytes // kit.description.bytes_per_block
+        for name, most in pools.items():
+            if most < MAX_BLOCKS:
+                _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, **{name: most + 1})
         epoch.decode(3)
         kit.answers.compare(seq, "a sequence of the epoch before")
 
 
 def describe_keeps_its_bounds(kit: Kit) -> None:
     told = kit.description
-    for name in ("num_layers", "num_kv_heads", "head_size", "max_model_len", "device_kv_bytes", "max_sequences"):
-        require(getattr(told, name) >= 1, f"{name} is 0")
-    for name in ("model_fingerprint", "kv_dtype", "layout", "backend"):
-        require(getattr(told, name), f"{name} is empty")
-    require(told.contract_revision >= REVISION, f"contract_revision is {told.contract_revision}, below {REVISION}")
-    require(told.max_steps_in_flight >= 2, f"max_steps_in_flight is {told.max_steps_in_flight}, below 2")
-    require(told.max_logprobs <= 128, f"max_logprobs is {told.max_logprobs}, above 128")
-    require(re.fullmatch(r"[a-z0-9.-]{1,64}", told.sampler), f"sampler is {told.sampler!r}")
+    for name, (least, most) in NUMBERS.items():
+        number = getattr(told, name)
+        require(least <= number <= most, f"{name} is {number}, not from {least} to {most}")
+    for name, pattern in TEXTS.items():
+        text = getattr(told, name)
+        require(re.fullmatch(pattern, text), f"{name} is {text[:64]!r}, which is none of {pattern}")
+    for name, most in MAX_ENTRIES.items():
+        count = len(getattr(told, name))
+        require(count <= most, f"{name} has {count} entries, {most} are allowed")
     features = list(told.features)
     require(len(set(features)) == len(features) and 0 not in features, f"features are {features}")
     ends = [token for token in told.eos_token_ids if token >= told.vocab_size]
     require(not ends, f"eos_token_ids {ends} are not below vocab_size {told.vocab_size}")
     has_pool = pb.EXECUTOR_FEATURE_HOST_POOL in features
     require(has_pool == bool(told.host_kv_bytes), f"host_kv_bytes is {told.host_kv_bytes}, HOST_POOL is {has_pool}")
+
+
+def long_steps_are_taken(kit: Kit) -> None:
+    """Long sequences enter and sit out, so nothing is computed."""
+    token, most = kit.description.vocab_size - 1, kit.description.max_sequences
+    num_bytes = -(-max(1, token.bit_length()) // 7)
+    length = min(kit.description.max_model_len, LONG_STEP // num_bytes + 1)
+    count = -(-LONG_STEP // (length * num_bytes))
+    if count > most:
+        raise NotTested(f"{most} sequences of {length} tokens are no long step")
+    with kit.epoch() as epoch:
+        seqs = [epoch.sequence([token] * length) for _ in range(count)]
+        with during(f"a step of {LONG_STEP >> 20} MiB"):
+            epoch.step(seqs, counts=dict.fromkeys(seqs, 0))
+        epoch.step(finish=seqs)
+
+
+def _describes_the_same(kit: Kit, **fields: int) -> None:
+    """Raises BrokenRule where Describe, asked otherwise, tells of another model or pool; Refusal."""
+    answer = kit.target.link.describe(kit.target.describe_request(**fields))
+    for name in IDENTITY:
+        old, new = getattr(kit.description, name), getattr(answer, name)
+        require(old == new, f"{name} was {old!r} and is {new!r}")
 
 
 def _is_over(kit: Kit, epoch: PlayedEpoch) -> None:
@@ -223,7 +283,7 @@ def _refuses_attach(kit: Kit, code: grpc.StatusCode, *fields: str, **attaching: 
         _refuses(lambda: kit.target.attach(**attaching), code, *fields)
 
 
-def _refuses(call: Any, code: grpc.StatusCode, *fields: str) -> None:
+def _refuses(call: Callable[[], object], code: grpc.StatusCode, *fields: str) -> None:
     try:
         call()
     except Refusal as refusal:
@@ -241,7 +301,8 @@ RULES: tuple[Rule[Kit], ...] = (
     Rule("P6", "steps of other epochs are ABORTED and touch nothing", stale_steps_touch_nothing),
     Rule("P7", "a refusal follows earlier results and ends the epoch", a_refusal_ends_the_epoch),
     Rule("P8", "half-closing drains the stream and ends the epoch", half_closing_drains),
-    Rule("P9", "steps sent at once wait, and none is refused", many_steps_wait),
+    Rule("P9", "steps sent ahead wait, and none is refused", many_steps_wait),
     Rule("P11", "Describe and Attach refuse by name, and end nothing", attach_refuses_by_name),
     Rule("P12", "Describe keeps the bounds of its fields", describe_keeps_its_bounds),
+    Rule("P13", "long steps are taken", long_steps_are_taken),
 )

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from pagekv.conformance.kit import Kit, expect
+from pagekv.conformance.kit import Kit, expect, with_unknown
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, copying
 from pagekv.conformance.sampling_refusals import BAD_SAMPLING, UNREQUIRED, UNSET
 from pagekv.conformance.scene import FREE_BLOCK, HUGE, BadStep, LiveScene, new_sequence
@@ -19,9 +19,10 @@ HOST_POOL = pb.EXECUTOR_FEATURE_HOST_POOL
 MAX_STEP_TOKENS = 65536
 # The longest sequence that is computed to see where the model ends (R31), and the most sequences of one step (R20).
 MAX_COMPUTED, MAX_ENTERING = 16384, 20000
-# A kind, and the number of a field, that no message has.
+# The longest sequence that is sent to be refused (R11), 16 MiB.
+MAX_TOKENS = 2**24
+# No operation has this kind.
 UNKNOWN_KIND: Any = 99
-NO_FIELD = 1999
 
 
 def op(kind: pb.MemoryOpKind.ValueType, sources: Sequence[int], destinations: Sequence[int]) -> dict[str, Any]:
@@ -37,12 +38,10 @@ def schedule(seqs: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
     return {"scheduled_seqs": seqs, "scheduled_tokens": tokens}
 
 
-def with_unknown(message: Any) -> Any:
-    """The message and a field that its type does not have."""
-    # A varint field of this number, with value 1.
-    tag = NO_FIELD << 3
-    unknown = bytes([tag & 0x7F | 0x80, tag >> 7, 1])
-    return type(message).FromString(message.SerializeToString() + unknown)
+def longer_than_the_model(scene: LiveScene) -> dict[str, Any]:
+    if scene.max_len > MAX_TOKENS:
+        raise NotTested(f"max_model_len {scene.max_len} is long to send")
+    return scene.entering(token_ids=[0] * (scene.max_len + 1))
 
 
 def too_many_sequences(scene: LiveScene) -> dict[str, Any]:
@@ -75,39 +74,44 @@ def too_many_tokens(scene: LiveScene) -> dict[str, Any]:
     return {"new_seqs": new, **schedule(range(9, 9 + count), [scene.max_len] * count)}
 
 
+# By number and words of the rule.
 BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
-    "R1": (
+    "R1 steps are counted from 1": (
         BadStep("a step again", {"step": 1}, ["step"]),
         BadStep("a step left out", {"step": 3}, ["step"]),
         BadStep("an epoch that begins with step 2", {}, ["step"], first=True),
     ),
-    "R2": (BadStep("a sequence that is not there", {"finished_seqs": [1, 7]}, ["finished_seqs[1]"]),),
-    "R3": (BadStep("a sequence twice", {"finished_seqs": [1, 2, 1]}, ["finished_seqs[2]"]),),
-    "R4": (
+    "R2 finished_seqs are live": (
+        BadStep("a sequence that is not there", {"finished_seqs": [1, 7]}, ["finished_seqs[1]"]),
+    ),
+    "R3 finished_seqs stand once": (BadStep("a sequence twice", {"finished_seqs": [1, 2, 1]}, ["finished_seqs[2]"]),),
+    "R4 memory_ops.kind is known": (
         BadStep("no kind", op(pb.MEMORY_OP_KIND_UNSPECIFIED, [0], [21]), ["memory_ops[1].kind"]),
         BadStep("kind 99", op(UNKNOWN_KIND, [0], [21]), ["memory_ops[1].kind"]),
     ),
-    "R5": (
+    "R5 swaps need a host pool": (
         BadStep("SWAP_OUT", op(SWAP_OUT, [], []), ["memory_ops[1].kind"]),
         BadStep("SWAP_IN", op(SWAP_IN, [], []), ["memory_ops[1].kind"]),
     ),
-    "R6": (
+    "R6 memory_ops have pairs": (
         BadStep("one too few", op(COPY, [0, 1], [21]), ["memory_ops[1].destinations"]),
         BadStep("one too many", op(COPY, [0], [21, 22]), ["memory_ops[1].destinations"]),
     ),
-    "R7": (
+    "R7 memory_ops name blocks of their pool": (
         BadStep("COPY from", lambda s: op(COPY, [0, s.num_blocks], [21, 22]), ["memory_ops[1].sources[1]"]),
         BadStep("COPY to", lambda s: op(COPY, [0], [s.num_blocks]), ["memory_ops[1].destinations[0]"]),
         BadStep("COPY far", op(COPY, [0], [HUGE]), ["memory_ops[1].destinations[0]"]),
         BadStep("SWAP_OUT to", op(SWAP_OUT, [30], [8]), ["memory_ops[1].destinations[0]"], needs=HOST_POOL),
         BadStep("SWAP_IN from", op(SWAP_IN, [8], [30]), ["memory_ops[1].sources[0]"], needs=HOST_POOL),
     ),
-    "R8": (BadStep("a destination twice", op(COPY, [0, 1], [21, 21]), ["memory_ops[1].destinations[1]"]),),
-    "R9": (
+    "R8 memory_ops write no block twice": (
+        BadStep("a destination twice", op(COPY, [0, 1], [21, 21]), ["memory_ops[1].destinations[1]"]),
+    ),
+    "R9 COPY has no chains": (
         BadStep("a chain", op(COPY, [0, 21], [21, 22]), ["memory_ops[1].destinations[0]"]),
         BadStep("a block onto itself", op(COPY, [21], [21]), ["memory_ops[1].destinations[0]"]),
     ),
-    "R10": (
+    "R10 new_seqs.seq_id is free": (
         BadStep("the number of a live sequence", lambda s: s.entering(seq_id=1), ["new_seqs[0].seq_id"]),
         BadStep(
             "a number twice",
@@ -115,24 +119,24 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             ["new_seqs[1].seq_id"],
         ),
     ),
-    "R11": (
+    "R11 new_seqs.token_ids are 1 to max_model_len": (
         BadStep(
             "no tokens",
             lambda s: s.idle(token_ids=[], num_prompt_tokens=0),
             ["new_seqs[0].token_ids", "new_seqs[0].num_prompt_tokens", "new_seqs[0].computed_tokens"],
             rules=("R11", "R13", "R17"),
         ),
-        BadStep("too many", lambda s: s.entering(token_ids=[0] * (s.max_len + 1)), ["new_seqs[0].token_ids"]),
+        BadStep("too many", longer_than_the_model, ["new_seqs[0].token_ids"]),
     ),
-    "R12": (
+    "R12 new_seqs.token_ids are of the vocabulary": (
         BadStep("the first id too high", lambda s: s.entering(token_ids=[0, s.vocab, 0]), ["new_seqs[0].token_ids[1]"]),
         BadStep("the highest number", lambda s: s.entering(token_ids=[0, 0, HUGE]), ["new_seqs[0].token_ids[2]"]),
     ),
-    "R13": (
+    "R13 new_seqs.num_prompt_tokens is within token_ids": (
         BadStep("none", lambda s: s.entering(num_prompt_tokens=0), ["new_seqs[0].num_prompt_tokens"]),
         BadStep("one too many", lambda s: s.entering(num_prompt_tokens=4), ["new_seqs[0].num_prompt_tokens"]),
     ),
-    "R14": (
+    "R14 new_seqs.block_ids are not too many": (
         BadStep(
             "one block too many",
             lambda s: s.entering(block_ids=range(FREE_BLOCK, FREE_BLOCK + s.max_blocks + 1)),
@@ -140,38 +144,42 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             num_blocks=lambda s: FREE_BLOCK + s.max_blocks + 1,
         ),
     ),
-    "R15": (
+    "R15 new_seqs.block_ids are of the pool": (
         BadStep(
             "the first id too high", lambda s: s.entering(block_ids=[9, s.num_blocks]), ["new_seqs[0].block_ids[1]"]
         ),
         BadStep("the highest number", lambda s: s.entering(block_ids=[HUGE]), ["new_seqs[0].block_ids[0]"]),
     ),
-    "R16": (BadStep("a block twice", lambda s: s.entering(block_ids=[9, 10, 9]), ["new_seqs[0].block_ids[2]"]),),
-    "R17": (
+    "R16 new_seqs.block_ids stand once": (
+        BadStep("a block twice", lambda s: s.entering(block_ids=[9, 10, 9]), ["new_seqs[0].block_ids[2]"]),
+    ),
+    "R17 new_seqs.computed_tokens is within tokens and blocks": (
         BadStep("all tokens", lambda s: s.idle(computed_tokens=3), ["new_seqs[0].computed_tokens"]),
         BadStep("no blocks", lambda s: s.idle(computed_tokens=1, block_ids=[]), ["new_seqs[0].computed_tokens"]),
     ),
-    "R18": (UNSET, *BAD_SAMPLING["R18"]),
-    "R19": BAD_SAMPLING["R19"],
-    "R20": (BadStep("one sequence too many", too_many_sequences, ["new_seqs"]),),
-    "R21": (
+    "R18 new_seqs.sampling is set, with numbers within bounds": (UNSET, *BAD_SAMPLING["R18"]),
+    "R19 new_seqs.sampling has lists within bounds": BAD_SAMPLING["R19"],
+    "R20 live sequences are at most max_sequences": (
+        BadStep("one sequence too many", too_many_sequences, ["new_seqs"]),
+    ),
+    "R21 append columns have pairs": (
         BadStep("one too few", append([1, 1], [FREE_BLOCK]), ["append_blocks"]),
         BadStep("one too many", append([1], [FREE_BLOCK, FREE_BLOCK + 1]), ["append_blocks"]),
     ),
-    "R22": (
+    "R22 append_blocks are of the pool": (
         BadStep("the first id too high", lambda s: append([2], [s.num_blocks]), ["append_blocks[0]"]),
         BadStep("the highest number", append([2], [HUGE]), ["append_blocks[0]"]),
     ),
-    "R23": (
+    "R23 append_seqs are live": (
         BadStep("a sequence that is not there", append([7], [FREE_BLOCK]), ["append_seqs[0]"]),
         BadStep("one that leaves", {"finished_seqs": [1], **append([1], [FREE_BLOCK])}, ["append_seqs[0]"]),
     ),
-    "R24": (
+    "R24 append_blocks are not in the table": (
         BadStep("a block that it has", append([2], [5]), ["append_blocks[0]"]),
         BadStep("a block twice", append([2, 2], [FREE_BLOCK, FREE_BLOCK]), ["append_blocks[1]"]),
         BadStep("a block that it enters with", lambda s: {**s.entering(), **append([9], [9])}, ["append_blocks[0]"]),
     ),
-    "R25": (
+    "R25 tables grow to the model's length": (
         BadStep(
             "one block too many",
             lambda s: append([1] * (s.max_blocks - 4), range(FREE_BLOCK, FREE_BLOCK + s.max_blocks - 4)),
@@ -179,20 +187,20 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             num_blocks=lambda s: FREE_BLOCK + s.max_blocks,
         ),
     ),
-    "R26": (
+    "R26 scheduled columns have pairs": (
         BadStep("one too few", schedule([1, 2], [1]), ["scheduled_tokens"]),
         BadStep("one too many", schedule([1], [1, 1]), ["scheduled_tokens"]),
     ),
-    "R27": (
+    "R27 scheduled_seqs are live": (
         BadStep("a sequence that is not there", schedule([7], [1]), ["scheduled_seqs[0]"]),
         BadStep("one that leaves", {"finished_seqs": [2], **schedule([2], [1])}, ["scheduled_seqs[0]"]),
     ),
-    "R28": (BadStep("a sequence twice", schedule([2, 2], [1, 1]), ["scheduled_seqs[1]"]),),
-    "R29": (
+    "R28 scheduled_seqs stand once": (BadStep("a sequence twice", schedule([2, 2], [1, 1]), ["scheduled_seqs[1]"]),),
+    "R29 scheduled_tokens are left to compute": (
         BadStep("one more than is left", schedule([1], [2]), ["scheduled_tokens[0]"]),
         BadStep("the highest number", schedule([1], [HUGE]), ["scheduled_tokens[0]"]),
     ),
-    "R30": (
+    "R30 computed positions have slots": (
         BadStep(
             "a live sequence's table is full",
             lambda s: schedule([2], [len(s.prompts[1]) - 1]),
@@ -208,7 +216,9 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             ["new_seqs[0].block_ids"],
         ),
     ),
-    "R32": (
+    # A bad step of it comes late in an epoch of its own: `beyond_the_model`.
+    "R31 computed positions are below max_model_len": (),
+    "R32 a block has one writer in a step": (
         BadStep(
             "an entering sequence and a live one",
             lambda s: s.entering(block_ids=[s.written]),
@@ -220,7 +230,7 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             ["new_seqs[1].block_ids", "new_seqs[0].block_ids"],
         ),
     ),
-    "R33": (
+    "R33 a step computes at most 65536 tokens": (
         BadStep(
             "one token too many",
             too_many_tokens,
@@ -228,8 +238,8 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
             num_blocks=lambda s: FREE_BLOCK + _long_sequences(s) * s.max_blocks,
         ),
     ),
-    "R34": UNREQUIRED,
-    "R35": (
+    "R34 fields of features that were not required are refused": UNREQUIRED,
+    "R35 unknown fields are refused": (
         BadStep("in the sequence", {"new_seqs": [with_unknown(new_sequence())]}, []),
         BadStep("in the sampling", {"new_seqs": [new_sequence(sampling=with_unknown(new_sequence().sampling))]}, []),
         BadStep("in a memory operation", {"memory_ops": [with_unknown(copying(COPY, [0], [20]))]}, []),
@@ -266,62 +276,25 @@ def an_unknown_field_of_the_step(kit: Kit, rule: str) -> None:
 SPECIAL: dict[str, Callable[[Kit, str], None]] = {"R31": beyond_the_model, "R35": an_unknown_field_of_the_step}
 
 
-def _checking(rule: str) -> Callable[[Kit], None]:
+def _rule(title: str, steps: Sequence[BadStep]) -> Rule[Kit]:
+    number, _, words = title.partition(" ")
+
     def check(kit: Kit) -> None:
         missing = None
         tried = 0
-        for bad in BAD_STEPS.get(rule, ()):
+        for bad in steps:
             try:
-                bad.check(kit, rule)
+                bad.check(kit, number)
                 tried += 1
             except NotTested as error:
                 missing = error
-        if rule in SPECIAL:
-            SPECIAL[rule](kit, rule)
+        if number in SPECIAL:
+            SPECIAL[number](kit, number)
         elif not tried and missing is not None:
             raise missing
         kit.goes_on()
 
-    return check
+    return Rule(number, words, check)
 
 
-WORDS = (
-    "steps are counted from 1",
-    "finished_seqs are live",
-    "finished_seqs stand once",
-    "memory_ops.kind is known",
-    "swaps need a host pool",
-    "memory_ops have pairs",
-    "memory_ops name blocks of their pool",
-    "memory_ops write no block twice",
-    "COPY has no chains",
-    "new_seqs.seq_id is free",
-    "new_seqs.token_ids are 1 to max_model_len",
-    "new_seqs.token_ids are of the vocabulary",
-    "new_seqs.num_prompt_tokens is within token_ids",
-    "new_seqs.block_ids are not too many",
-    "new_seqs.block_ids are of the pool",
-    "new_seqs.block_ids stand once",
-    "new_seqs.computed_tokens is within tokens and blocks",
-    "new_seqs.sampling is set, with numbers within bounds",
-    "new_seqs.sampling has lists within bounds",
-    "live sequences are at most max_sequences",
-    "append columns have pairs",
-    "append_blocks are of the pool",
-    "append_seqs are live",
-    "append_blocks are not in the table",
-    "tables grow to the model's length",
-    "scheduled columns have pairs",
-    "scheduled_seqs are live",
-    "scheduled_seqs stand once",
-    "scheduled_tokens are left to compute",
-    "computed positions have slots",
-    "computed positions are below max_model_len",
-    "a block has one writer in a step",
-    "a step computes at most 65536 tokens",
-    "fields of features that were not required are refused",
-    "unknown fields are refused",
-)
-RULES: tuple[Rule[Kit], ...] = tuple(
-    Rule(f"R{number}", words, _checking(f"R{number}")) for number, words in enumerate(WORDS, 1)
-)
+RULES: tuple[Rule[Kit], ...] = tuple(_rule(title, steps) for title, steps in BAD_STEPS.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 
@@ -43,7 +44,9 @@ def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> 
             yield Verdict(rule.number, rule.words, "skipped", "the executor is gone", 0.0)
             continue
         verdict = verdict_of(kit, rule)
-        gone = verdict.outcome == "failed" and not target.link.is_there()
+        if verdict.outcome == "failed" and not target.link.is_there():
+            gone = True
+            verdict = replace(verdict, why=f"{verdict.why}; nobody answers at {target.link.target} any more")
         yield verdict
 
 

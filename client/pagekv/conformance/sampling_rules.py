@@ -108,7 +108,7 @@ def biases_force_and_forbid(kit: Kit) -> None:
         raise NotTested("the vocabulary has one token")
     prompt = kit.answers.prompts[0]
     answer = kit.answers.of(prompt)
-    forced = next(token for token in [*kit.answers.random_tokens(vocab, 3), 0, 1] if token != answer.tokens[0])
+    forced = next(token for token in [*kit.answers.random_tokens(8, 3), 0, 1] if token != answer.tokens[0])
     with kit.epoch() as epoch:
         seq = epoch.alone(prompt, 3, bias_token_ids=[forced], biases=[100.0])
         require(set(seq.outputs) == {forced}, f"a bias of 100 for {forced}: {seq.outputs}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,8 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # The revision of the contract whose rules are tested.
 REVISION = 1
-MANAGER = "pagekv-conformance"
+# An id is never shared, so another run of the kit does not take the executor away from this one.
+MANAGER = f"pagekv-conformance-{secrets.token_hex(4)}"
 # Tokens of a step at most, but where a refusal is tested.
 TOKEN_BUDGET = 512
 # Blocks of the device pool, unless a rule needs more, and of the host pool.
@@ -55,7 +57,7 @@ class Target:
         known = pb.EXECUTOR_FEATURE_LOGPROBS in self.features and self.description.max_logprobs >= 2
         return 2 if known and self.description.vocab_size >= 2 else None
 
-    def attach(
+    def attach_request(
         self,
         manager_id: str = MANAGER,
         *,
@@ -64,8 +66,8 @@ class Target:
         features: Iterable[Any] | None = None,
         take_over: bool = False,
         **fields: object,
-    ) -> int:
-        """A new epoch; by default all features are required. `fields` of AttachRequest override. Raises Refusal."""
+    ) -> pb.AttachRequest:
+        """The request of a new epoch; by default all features are required. `fields` of AttachRequest override."""
         request = pb.AttachRequest(
             manager_id=manager_id,
             block_size=self.block_size,
@@ -78,10 +80,23 @@ class Target:
         )
         for name, value in fields.items():
             setattr(request, name, value)
-        return self.link.attach(request)
+        return request
+
+    def attach(self, *args: Any, **rest: Any) -> int:
+        """A new epoch; arguments as of `attach_request`. Raises Refusal."""
+        return self.link.attach(self.attach_request(*args, **rest))
+
+    def describe_request(self, **fields: int) -> pb.DescribeRequest:
+        """The request that the description answered; `fields` override."""
+        return describe_request(**{"block_size": self.block_size, **fields})
 
     def run(self) -> StepsCall:
         return self.link.run()
+
+
+def describe_request(**fields: int) -> pb.DescribeRequest:
+    """A request of Describe, as a manager makes it; `fields` override."""
+    return pb.DescribeRequest(**{"token_budget": TOKEN_BUDGET, "contract_revision": REVISION, **fields})
 
 
 def describe(link: Link, wanted: frozenset[int] | None) -> Target:
@@ -92,9 +107,7 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
     last = "it takes no block size"
     for block_size in BLOCK_SIZES:
         try:
-            description = link.describe(
-                pb.DescribeRequest(block_size=block_size, token_budget=TOKEN_BUDGET, contract_revision=REVISION)
-            )
+            description = link.describe(describe_request(block_size=block_size))
         except Refusal as refusal:
             if refusal.field != "block_size":
                 raise Untestable(f"Describe is refused: {refusal}") from refusal

@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,7 @@ def load_backend(config: ExecutorConfig) -> Backend:
     """Loads what --backend and --model name; minutes for a large model. Backends are imported here, so that the oracle
     starts without torch. Raises ModelNotFound, ImportError, OSError, ValueError or MemoryError.
     """
+    log.info("loading", backend=config.backend, model=config.model or "none")
     if config.backend == "oracle":
         return _load_oracle(config)
     # Before the model, which may have to be fetched, and before torch, whose import alone takes seconds.
@@ -144,8 +145,10 @@ def model_id(name: str) -> str:
 class Executor:
     """One executor process. States: listening (NOT_SERVING) → serving → draining (NOT_SERVING) → over."""
 
-    def __init__(self, config: ExecutorConfig) -> None:
+    def __init__(self, config: ExecutorConfig, load: Callable[[], Backend]) -> None:
+        """`load` makes the backend, on the thread that calls it from then on."""
         self._config = config
+        self._load_backend = load
         self._compute = WorkerThread()
         self.session = Session(self._compute)
         self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
@@ -160,8 +163,8 @@ class Executor:
         return bound_address(listen, self._grpc.port) if self._grpc.port else listen
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set or the device is lost; returns the exit status. Raises what `load_backend` does,
-        and OSError when it cannot listen.
+        """Serves until `stop` is set or the device is lost; returns the exit status. Raises what loading the backend
+        does, and OSError when it cannot listen.
         """
         config = self._config
         port = await self._grpc.start()
@@ -182,9 +185,8 @@ class Executor:
         return await self._shut_down(idle=loading.done())
 
     async def _load(self) -> Backend:
-        config, begin = self._config, time.monotonic()
-        log.info("loading", backend=config.backend, model=config.model or "none")
-        backend = await self._compute.call(lambda: load_backend(config))
+        begin = time.monotonic()
+        backend = await self._compute.call(self._load_backend)
         log.info("loaded", backend=type(backend).__name__, seconds=round(time.monotonic() - begin, 3))
         return backend
 
@@ -209,12 +211,13 @@ class Executor:
         return 0
 
 
-async def serve(config: ExecutorConfig) -> int:
-    """Runs an executor until SIGTERM or SIGINT; returns the exit status. When the device is lost a new process takes
-    the place of this one. The new process tries again on any error, since the one before could serve.
+async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
+    """Runs an executor of the backend that `load` makes, until SIGTERM or SIGINT; returns the exit status. When the
+    device is lost a new process takes the place of this one. The new process tries again on any error, since the one
+    before could serve.
     """
     stop = stop_event()
-    executor = Executor(config)
+    executor = Executor(config, load)
     try:
         status = await executor.run(stop)
         if not executor.session.lost_reason or stop.is_set():
@@ -246,11 +249,27 @@ def _say_why(error: Exception) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-executor`."""
     config = parse_config(argv)
+    return _run(config, lambda: load_backend(config))
+
+
+def serve_backend(load: Callable[[], Backend], listen: str = "127.0.0.1:50052") -> int:
+    """Serves a backend of any kind as `pagekv-executor` serves its own, until SIGTERM or SIGINT; returns the exit
+    status. Called from the main thread.
+
+    `load` makes the backend, a class or a function, on the thread that calls its methods from then on. `listen` is
+    host:port; port 0 takes a free one, which the log names. Exits with status 2 when it is none. Other flags are read
+    from the environment, as docs/flags.md says. When the backend says that its device `is_lost`, the process runs its
+    own command line again, with `--listen` and the address behind it.
+    """
+    return _run(parse_config(["--listen", listen]), load)
+
+
+def _run(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
     setup_logs("executor", config.log_level, config.log_format)
     # Results are sent while the worker thread already runs Python code of the next step. With the default of 5 ms the
     # event loop would wait so long, several times over, for the interpreter.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return run_async(lambda: serve(config))
+    return run_async(lambda: serve(config, load))
 
 
 if __name__ == "__main__":

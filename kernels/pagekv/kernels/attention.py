@@ -162,17 +162,51 @@ class PagedAttention:
         )
 
     def attend(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
-        """Attention of all the plan's rows: `decode` and `prefill`."""
-        self.decode(layer, query, out, plan)
-        self.prefill(layer, query, out, plan)
-
-    def decode(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
-        """Attention of the plan's decode rows; `query` and `out` are [rows, num_heads, head_size] of the whole step."""
+        """Attention of the plan's rows, generated tokens and prompts; `query`, `out`: [rows, num_heads, head_size]."""
         self._check_layer(layer)
-        if not plan.num_decode_items:
+        if not plan.num_rows:
             return
         self._check_rows("query", query, plan, self.num_heads)
         self._check_rows("out", out, plan, self.num_heads)
+        values: dict[str, float] = {
+            "query": query.data_ptr(),
+            "out": out.data_ptr(),
+            "pool": self._pool.data_ptr(),
+            "block_tables": plan.at["block_tables"],
+            "context_lens": plan.at["context_lens"],
+            "block_stride": self._block_stride,
+            "kv_stride": self._kv_stride,
+            "query_stride": query.stride()[0],
+            "out_stride": out.stride()[0],
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "block_size_log2": self.block_size.bit_length() - 1,
+            "table_stride": plan.table_stride,
+            "layer": layer,
+            "window": self._windows[layer],
+            "scale": self.scale,
+            "soft_cap": self.soft_cap,
+            "k_scale": 1.0,
+            "v_scale": 1.0,
+        }
+        if plan.num_decode_items:
+            self._decode(values, plan)
+        if plan.num_prefill_items:
+            self._launcher.launch(
+                "pagekv_prefill",
+                self.variant,
+                launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
+                fill(
+                    PREFILL,
+                    query_start=plan.at["query_start"],
+                    items=plan.at["prefill_items"],
+                    num_items=plan.num_prefill_items,
+                    **values,
+                ),
+            )
+
+    def _decode(self, values: Mapping[str, float], plan: AttentionPlan) -> None:
+        """`values`: the fields that both kernels of attention have."""
         fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out = plan.scratch
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
@@ -182,14 +216,13 @@ class PagedAttention:
             launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
             fill(
                 DECODE,
-                context_lens=plan.at["context_lens"],
                 items=plan.at["decode_items"],
                 merges=plan.at["merge_items"],
                 merge_counters=plan.at["merge_counters"] if fused else 0,
                 partial_out=partial_out,
                 partial_state=partial_state,
                 num_items=plan.num_decode_items,
-                **self._attention_values(layer, query, out, plan),
+                **values,
             ),
         )
         if plan.num_merge_items and not fused:
@@ -199,35 +232,14 @@ class PagedAttention:
                 launch_config.merge(self.variant, plan.num_merge_items, self.num_heads),
                 fill(
                     MERGE,
-                    out=out.data_ptr(),
+                    out=values["out"],
                     partial_out=partial_out,
                     partial_state=partial_state,
                     items=plan.at["merge_items"],
-                    out_stride=out.stride()[0],
+                    out_stride=values["out_stride"],
                     num_heads=self.num_heads,
                 ),
             )
-
-    def prefill(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
-        """Attention of the plan's prompt rows."""
-        self._check_layer(layer)
-        if not plan.num_prefill_items:
-            return
-        self._check_rows("query", query, plan, self.num_heads)
-        self._check_rows("out", out, plan, self.num_heads)
-        self._launcher.launch(
-            "pagekv_prefill",
-            self.variant,
-            launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
-            fill(
-                PREFILL,
-                context_lens=plan.at["context_lens"],
-                query_start=plan.at["query_start"],
-                items=plan.at["prefill_items"],
-                num_items=plan.num_prefill_items,
-                **self._attention_values(layer, query, out, plan),
-            ),
-        )
 
     def copy_blocks(self, pairs: Tensor) -> None:
         """Copies whole blocks: `pairs` is int32 [n, 2] on the device, source and destination.
@@ -245,29 +257,6 @@ class PagedAttention:
             launch_config.block_copy(int(pairs.shape[0]), block_bytes),
             fill(BLOCK_COPY, pool=self._pool.data_ptr(), pairs=pairs.data_ptr(), block_bytes=block_bytes),
         )
-
-    def _attention_values(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> dict[str, float]:
-        """The fields that decode and prefill share."""
-        return {
-            "query": query.data_ptr(),
-            "out": out.data_ptr(),
-            "pool": self._pool.data_ptr(),
-            "block_tables": plan.at["block_tables"],
-            "block_stride": self._block_stride,
-            "kv_stride": self._kv_stride,
-            "query_stride": query.stride()[0],
-            "out_stride": out.stride()[0],
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "block_size_log2": self.block_size.bit_length() - 1,
-            "table_stride": plan.table_stride,
-            "layer": layer,
-            "window": self._windows[layer],
-            "scale": self.scale,
-            "soft_cap": self.soft_cap,
-            "k_scale": 1.0,
-            "v_scale": 1.0,
-        }
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:

@@ -13,11 +13,14 @@ A process declares its flags once, as fields of the dataclass that holds their v
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
 
+from pagekv.common.error_line import USAGE, error_line
 from pagekv.common.version import pagekv_version
 
 ENV_PREFIX = "PAGEKV_"
@@ -39,7 +42,10 @@ class FlagParser(argparse.ArgumentParser):
             epilog=f"Every flag can be set as an environment variable: --max-queue is {ENV_PREFIX}MAX_QUEUE. "
             "A flag on the command line wins.",
         )
+        # Whether a refusal is one line of JSON.
+        self.as_json = False
         self._env = os.environ if env is None else env
+        # Flags whose last value was that of their variable, and the variable.
         self._from_env: dict[str, str] = {}
         # Flags that do something only where another one is set, and that one's name.
         self._needs: dict[str, str] = {}
@@ -71,14 +77,26 @@ class FlagParser(argparse.ArgumentParser):
         else:
             choices = kwargs.get("choices")
             if text is not None:
-                self._from_env[f"--{name}"] = variable
                 # A string default goes through `type`, so the environment is checked like the command line.
-                default = text
+                default = _FromEnv(text)
+                type = self._noting_source(f"--{name}", variable, type)
                 if choices is not None and text not in choices:  # which argparse checks on the command line only
                     self.error(f"environment variable {variable}: must be one of {', '.join(choices)}, got {text!r}")
             kwargs |= {"type": type}
             help = (help + ("" if default is None or default == "" else f" [{default}]")).replace("%", "%%")
         (group or self).add_argument(f"--{name}", default=default, help=help, **kwargs)
+
+    def _noting_source(self, flag: str, variable: str, convert: Callable[[str], Any]) -> Callable[[str], Any]:
+        """The type, with a note whether it is given the variable's value or the command line's."""
+
+        @wraps(convert, updated=())
+        def converted(text: str) -> Any:
+            self._from_env.pop(flag, None)
+            if isinstance(text, _FromEnv):
+                self._from_env[flag] = variable
+            return convert(str(text))
+
+        return converted
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parses and exits with status 2 and one line on a bad value."""
@@ -96,11 +114,29 @@ class FlagParser(argparse.ArgumentParser):
             if given[_dest(name)] is not _NOT_GIVEN and not getattr(args, _dest(other)):
                 self.error(f"argument --{name}: has no effect without --{other}")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Refuses what is unknown itself: argparse leaves the flags of a subcommand to the parser above it, which knows
+        neither names like them nor where their help is.
+        """
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest(unknown[0].partition('=')[0])}")
+        return found, unknown
+
+    def _nearest(self, name: str) -> str:
+        """A question after the flag that is abbreviated or misspelt so, or nothing."""
+        flags = [each for action in self._actions for each in action.option_strings if each.startswith("--")]
+        begun = [each for each in flags if name.startswith("--") and each.startswith(name)]
+        near = begun or difflib.get_close_matches(name, flags, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
+
     def error(self, message: str) -> NoReturn:
+        """Ends with status 2, and one line on standard error that says why."""
         for flag, variable in self._from_env.items():
             if f"argument {flag}:" in message:
                 message = message.replace(f"argument {flag}:", f"argument {flag} (from {variable}):")
-        self.exit(2, f"{self.prog}: {message}\nTry '{self.prog} --help'.\n")
+        shown = error_line(USAGE, message) if self.as_json else f"{self.prog}: {message}\nTry '{self.prog} --help'."
+        self.exit(2, f"{shown}\n")
 
 
 _FLAG = "flag"
@@ -176,6 +212,10 @@ def from_args(config: type[T], args: argparse.Namespace, **values: Any) -> T:
         elif _GROUP in each.metadata:
             values[each.name] = from_args(cast("type[Any]", each.default_factory), args)
     return config(**values)
+
+
+class _FromEnv(str):
+    """An environment variable's value."""
 
 
 _NOT_GIVEN = object()

@@ -10,11 +10,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from pagekv.common.errors import PageKVError
+from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
 from pagekv.common.statuses import abort_with
 from pagekv.common.unknown_fields import check_known
@@ -37,7 +37,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
-    Refuses requests with fields that are not known here; a handler of several requests does so by itself.
+    Refuses requests whose bytes are no message, or which have fields that are not known here; a handler of several
+    requests does so by itself.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
     `context.write` by itself, with messages that are serialised already.
@@ -55,14 +56,27 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             return found
         # Any: the type stubs know only blocking handlers, and these are coroutines and async generators.
         handler: Any = found
+        parse = handler.request_deserializer
+
+        def read(data: bytes) -> Any:
+            if parse is None:
+                return data
+            try:
+                request = parse(data)
+            except DecodeError as error:
+                # gRPC itself would end the call with UNKNOWN.
+                raise InvalidRequest("", f"must be the message of {method}, its bytes are none: {error}") from error
+            check_known(request)
+            return request
+
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
             writes = inspect.iscoroutinefunction(inner_stream)
 
             async def stream(request: Any, context: Any) -> None:
                 try:
-                    if isinstance(request, Message):
-                        check_known(request)
+                    if not handler.request_streaming:
+                        request = read(request)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -73,20 +87,19 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 except Exception as error:
                     await _abort(context, method, error)
 
-            make = grpc.stream_stream_rpc_method_handler
-            if not handler.request_streaming:
-                make = grpc.unary_stream_rpc_method_handler
-            return make(stream, handler.request_deserializer, None if writes else handler.response_serializer)
+            serializer = None if writes else handler.response_serializer
+            if handler.request_streaming:
+                return grpc.stream_stream_rpc_method_handler(stream, parse, serializer)
+            return grpc.unary_stream_rpc_method_handler(stream, None, serializer)
         inner_unary = handler.unary_unary
 
-        async def unary(request: Any, context: Any) -> Any:
+        async def unary(request: bytes, context: Any) -> Any:
             try:
-                check_known(request)
-                return await inner_unary(request, context)
+                return await inner_unary(read(request), context)
             except Exception as error:
                 await _abort(context, method, error)
 
-        return grpc.unary_unary_rpc_method_handler(unary, handler.request_deserializer, handler.response_serializer)
+        return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:

@@ -361,7 +361,7 @@ global___ListPinsRequest = ListPinsRequest
 
 @typing.final
 class ListPinsResponse(google.protobuf.message.Message):
-    """Every pin whose lease runs; there are 4096 at most."""
+    """Every pin of the caller whose lease runs; a server has 4096 at most."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -27,7 +27,8 @@ if _version_not_supported:
 
 class CacheServiceStub(object):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     def __init__(self, channel):
@@ -65,7 +66,8 @@ class CacheServiceStub(object):
 
 class CacheServiceServicer(object):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     def LookupPrefix(self, request, context):
@@ -95,7 +97,9 @@ class CacheServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The pins whose lease runs.
+        """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+        asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+        of another caller is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -146,7 +150,8 @@ def add_CacheServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     @staticmethod

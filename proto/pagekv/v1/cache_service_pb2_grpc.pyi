@@ -19,7 +19,8 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 
 class CacheServiceStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -52,7 +53,10 @@ class CacheServiceStub:
         pagekv.v1.cache_service_pb2.ListPinsRequest,
         pagekv.v1.cache_service_pb2.ListPinsResponse,
     ]
-    """The pins whose lease runs."""
+    """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+    asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+    of another caller is unknown.
+    """
 
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -62,7 +66,8 @@ class CacheServiceStub:
 
 class CacheServiceAsyncStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     LookupPrefix: grpc.aio.UnaryUnaryMultiCallable[
@@ -94,7 +99,10 @@ class CacheServiceAsyncStub:
         pagekv.v1.cache_service_pb2.ListPinsRequest,
         pagekv.v1.cache_service_pb2.ListPinsResponse,
     ]
-    """The pins whose lease runs."""
+    """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+    asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+    of another caller is unknown.
+    """
 
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
@@ -104,7 +112,8 @@ class CacheServiceAsyncStub:
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
-    every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first time.
+    every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
+    attached for the first time.
     """
 
     @abc.abstractmethod
@@ -144,7 +153,10 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.ListPinsRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.ListPinsResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ListPinsResponse]]:
-        """The pins whose lease runs."""
+        """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
+        asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
+        of another caller is unknown.
+        """
 
     @abc.abstractmethod
     def UnpinPrefix(

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pagekv.v1 import types_pb2 as pagekv_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pagekv/v1/inference_service.proto\x12\tpagekv.v1\x1a\x15pagekv/v1/types.proto\"\xe1\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06prompt\x18\x0f \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.pagekv.v1.SamplingParams\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\ronly_complete\x18\t \x01(\x08\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\x19\n\x11resumed_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x08\x10\tJ\x04\x08\r\x10\x0eR\x04textR\ttokenizedR\x04\x63hatR\x0eresumed_tokensR\x05model\"\xa6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.pagekv.v1.GenerateChunkH\x00\x12/\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1b.pagekv.v1.GenerateCompleteH\x00\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\tB\x07\n\x05\x65vent\"\xb7\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12-\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1b.pagekv.v1.PositionLogprobs\"\xf7\x02\n\x10GenerateComplete\x12\r\n\x05index\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.pagekv.v1.FinishReason\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12-\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1b.pagekv.v1.PositionLogprobs\x12\x1f\n\x12\x63umulative_logprob\x18\x0c \x01(\x01H\x01\x88\x01\x01\x42\x0e\n\x0cmatched_stopB\x15\n\x13_cumulative_logprob\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"L\n\x0fTokenizeRequest\x12!\n\x06prompt\x18\x03 \x01(\x0b\x32\x11.pagekv.v1.PromptJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x04textR\x04\x63hat\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xfa\x02\n\x14GetModelInfoResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x19\n\x11num_device_blocks\x18\t \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x0b \x01(\t\x12\x1b\n\x13max_sequence_tokens\x18\x0c \x01(\r\x12\x16\n\x0eserver_version\x18\r \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0e \x03(\t\x12\x0f\n\x07sampler\x18\x0f \x01(\t\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t2\xf6\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.pagekv.v1.GenerateRequest\x1a\x1b.pagekv.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.pagekv.v1.AbortRequest\x1a\x18.pagekv.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.pagekv.v1.TokenizeRequest\x1a\x1b.pagekv.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.pagekv.v1.DetokenizeRequest\x1a\x1d.pagekv.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.pagekv.v1.GetModelInfoRequest\x1a\x1f.pagekv.v1.GetModelInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!pagekv/v1/inference_service.proto\x12\tpagekv.v1\x1a\x15pagekv/v1/types.proto\"\xd4\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12!\n\x06prompt\x18\x0f \x01(\x0b\x32\x11.pagekv.v1.Prompt\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.pagekv.v1.SamplingParams\x12\'\n\x05\x63\x61\x63he\x18\x06 \x01(\x0b\x32\x18.pagekv.v1.CacheControls\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x15\n\ronly_complete\x18\t \x01(\x08\x12\x19\n\x11model_fingerprint\x18\n \x01(\t\x12\x19\n\x11resumed_token_ids\x18\x0b \x03(\r\x12\x0f\n\x07\x61\x64\x61pter\x18\x0c \x01(\tJ\x04\x08\x02\x10\x03J\x04\x08\x03\x10\x04J\x04\x08\x04\x10\x05J\x04\x08\x08\x10\tR\x04textR\ttokenizedR\x04\x63hatR\x0eresumed_tokens\"\xa6\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x18.pagekv.v1.GenerateChunkH\x00\x12/\n\x08\x63omplete\x18\x03 \x01(\x0b\x32\x1b.pagekv.v1.GenerateCompleteH\x00\x12\x19\n\x11model_fingerprint\x18\x04 \x01(\tB\x07\n\x05\x65vent\"\xb7\x01\n\rGenerateChunk\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x05 \x01(\r\x12\x15\n\rcached_tokens\x18\x06 \x01(\r\x12-\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1b.pagekv.v1.PositionLogprobs\"\xf7\x02\n\x10GenerateComplete\x12\r\n\x05index\x18\x01 \x01(\r\x12.\n\rfinish_reason\x18\x02 \x01(\x0e\x32\x17.pagekv.v1.FinishReason\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x15\n\rprompt_tokens\x18\x05 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x06 \x01(\r\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\x12\x17\n\rstop_token_id\x18\x08 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\t \x01(\tH\x00\x12\x13\n\x0bpreemptions\x18\n \x01(\r\x12-\n\x08logprobs\x18\x0b \x03(\x0b\x32\x1b.pagekv.v1.PositionLogprobs\x12\x1f\n\x12\x63umulative_logprob\x18\x0c \x01(\x01H\x01\x88\x01\x01\x42\x0e\n\x0cmatched_stopB\x15\n\x13_cumulative_logprob\"#\n\x0c\x41\x62ortRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\",\n\rAbortResponse\x12\x1b\n\x13\x61\x62orted_request_ids\x18\x01 \x03(\t\"L\n\x0fTokenizeRequest\x12!\n\x06prompt\x18\x03 \x01(\x0b\x32\x11.pagekv.v1.PromptJ\x04\x08\x01\x10\x02J\x04\x08\x02\x10\x03R\x04textR\x04\x63hat\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"&\n\x11\x44\x65tokenizeRequest\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x15\n\x13GetModelInfoRequest\"\xfa\x02\n\x14GetModelInfoResponse\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x15\n\rmax_model_len\x18\x03 \x01(\r\x12\x12\n\nvocab_size\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x15\n\rhas_tokenizer\x18\x06 \x01(\x08\x12\x19\n\x11has_chat_template\x18\x07 \x01(\x08\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x19\n\x11num_device_blocks\x18\t \x01(\r\x12\x17\n\x0fnum_host_blocks\x18\n \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x0b \x01(\t\x12\x1b\n\x13max_sequence_tokens\x18\x0c \x01(\r\x12\x16\n\x0eserver_version\x18\r \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0e \x03(\t\x12\x0f\n\x07sampler\x18\x0f \x01(\t\x12\x10\n\x08kv_dtype\x18\x10 \x01(\t2\xf6\x02\n\x10InferenceService\x12\x45\n\x08Generate\x12\x1a.pagekv.v1.GenerateRequest\x1a\x1b.pagekv.v1.GenerateResponse0\x01\x12:\n\x05\x41\x62ort\x12\x17.pagekv.v1.AbortRequest\x1a\x18.pagekv.v1.AbortResponse\x12\x43\n\x08Tokenize\x12\x1a.pagekv.v1.TokenizeRequest\x1a\x1b.pagekv.v1.TokenizeResponse\x12I\n\nDetokenize\x12\x1c.pagekv.v1.DetokenizeRequest\x1a\x1d.pagekv.v1.DetokenizeResponse\x12O\n\x0cGetModelInfo\x12\x1e.pagekv.v1.GetModelInfoRequest\x1a\x1f.pagekv.v1.GetModelInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,29 +33,29 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pagekv.v1.inference_service
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=72
-  _globals['_GENERATEREQUEST']._serialized_end=425
-  _globals['_GENERATERESPONSE']._serialized_start=428
-  _globals['_GENERATERESPONSE']._serialized_end=594
-  _globals['_GENERATECHUNK']._serialized_start=597
-  _globals['_GENERATECHUNK']._serialized_end=780
-  _globals['_GENERATECOMPLETE']._serialized_start=783
-  _globals['_GENERATECOMPLETE']._serialized_end=1158
-  _globals['_ABORTREQUEST']._serialized_start=1160
-  _globals['_ABORTREQUEST']._serialized_end=1195
-  _globals['_ABORTRESPONSE']._serialized_start=1197
-  _globals['_ABORTRESPONSE']._serialized_end=1241
-  _globals['_TOKENIZEREQUEST']._serialized_start=1243
-  _globals['_TOKENIZEREQUEST']._serialized_end=1319
-  _globals['_TOKENIZERESPONSE']._serialized_start=1321
-  _globals['_TOKENIZERESPONSE']._serialized_end=1358
-  _globals['_DETOKENIZEREQUEST']._serialized_start=1360
-  _globals['_DETOKENIZEREQUEST']._serialized_end=1398
-  _globals['_DETOKENIZERESPONSE']._serialized_start=1400
-  _globals['_DETOKENIZERESPONSE']._serialized_end=1434
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1436
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1457
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1460
-  _globals['_GETMODELINFORESPONSE']._serialized_end=1838
-  _globals['_INFERENCESERVICE']._serialized_start=1841
-  _globals['_INFERENCESERVICE']._serialized_end=2215
+  _globals['_GENERATEREQUEST']._serialized_end=412
+  _globals['_GENERATERESPONSE']._serialized_start=415
+  _globals['_GENERATERESPONSE']._serialized_end=581
+  _globals['_GENERATECHUNK']._serialized_start=584
+  _globals['_GENERATECHUNK']._serialized_end=767
+  _globals['_GENERATECOMPLETE']._serialized_start=770
+  _globals['_GENERATECOMPLETE']._serialized_end=1145
+  _globals['_ABORTREQUEST']._serialized_start=1147
+  _globals['_ABORTREQUEST']._serialized_end=1182
+  _globals['_ABORTRESPONSE']._serialized_start=1184
+  _globals['_ABORTRESPONSE']._serialized_end=1228
+  _globals['_TOKENIZEREQUEST']._serialized_start=1230
+  _globals['_TOKENIZEREQUEST']._serialized_end=1306
+  _globals['_TOKENIZERESPONSE']._serialized_start=1308
+  _globals['_TOKENIZERESPONSE']._serialized_end=1345
+  _globals['_DETOKENIZEREQUEST']._serialized_start=1347
+  _globals['_DETOKENIZEREQUEST']._serialized_end=1385
+  _globals['_DETOKENIZERESPONSE']._serialized_start=1387
+  _globals['_DETOKENIZERESPONSE']._serialized_end=1421
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1423
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1444
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1447
+  _globals['_GETMODELINFORESPONSE']._serialized_end=1825
+  _globals['_INFERENCESERVICE']._serialized_start=1828
+  _globals['_INFERENCESERVICE']._serialized_end=2202
 # @@protoc_insertion_point(module_scope)

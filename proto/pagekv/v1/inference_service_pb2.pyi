@@ -41,8 +41,8 @@ class GenerateRequest(google.protobuf.message.Message):
     must not be continued by another model. As GenerateResponse and GetModelInfoResponse say it. Empty: any model.
     """
     adapter: builtins.str
-    """The adapter to answer with; part of the identity of cached blocks. PageKV loads no adapters: it only separates
-    cache entries. Up to 256 bytes. Empty: none.
+    """The adapter to answer with; part of the identity of cached blocks. NOT_FOUND unless the model has it, and no
+    executor loads adapters yet. Up to 256 bytes. Empty: none.
     """
     @property
     def prompt(self) -> pagekv.v1.types_pb2.Prompt:
@@ -60,8 +60,9 @@ class GenerateRequest(google.protobuf.message.Message):
     def resumed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Tokens of the output that were generated before, by a call that broke: they follow the prompt, count as output
         for max_tokens, min_tokens, penalties and positions of the seed, and are not sent again. Text of them that had
-        been held back comes first, and an output that was whole already ends at once. Only with n = 1 and without
-        beam_width; at most max_tokens of them, each below the vocabulary size. Empty: none.
+        been held back comes first, and an output that was whole already ends at once; none but the last may be its end, by
+        id or by a stop string. Only with n = 1 and without beam_width; at most max_tokens of them,
+        each below the vocabulary size. Empty: none.
         """
 
     def __init__(
@@ -142,7 +143,9 @@ class GenerateChunk(google.protobuf.message.Message):
     completion_tokens: builtins.int
     """Tokens generated so far (cumulative), resumed tokens included."""
     cached_tokens: builtins.int
-    """Prompt tokens whose keys and values came from the prefix cache when the sequence was first admitted."""
+    """Prompt tokens whose keys and values came from the prefix cache when the sequence was first admitted;
+    resumed tokens are none of them.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The tokens since the last chunk of this index (a delta)."""
@@ -423,7 +426,9 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     sampler: builtins.str
     """Name of the way tokens are drawn; part of model_fingerprint."""
     kv_dtype: builtins.str
-    """Element type of keys and values; part of model_fingerprint."""
+    """Element type of keys and values, as executors name it ("float32", "bfloat16", "float8_e4m3fn" under --kv-dtype fp8);
+    part of model_fingerprint.
+    """
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Ids that end a sequence unless ignore_eos is set."""

@@ -71,7 +71,7 @@ class InferenceServiceServicer(object):
     def Generate(self, request, context):
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+        in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
         down, no executor attached yet, or the executor came back with another model; with a retry delay),
         FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
         or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details

@@ -29,7 +29,7 @@ class InferenceServiceStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+    in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
     down, no executor attached yet, or the executor came back with another model; with a retry delay),
     FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
     or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
@@ -79,7 +79,7 @@ class InferenceServiceAsyncStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+    in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
     down, no executor attached yet, or the executor came back with another model; with a retry delay),
     FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
     or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
@@ -131,7 +131,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pagekv.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[pagekv.v1.inference_service_pb2.GenerateResponse]]:
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
+        in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
         down, no executor attached yet, or the executor came back with another model; with a retry delay),
         FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
         or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details

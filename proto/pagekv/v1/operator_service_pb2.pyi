@@ -653,7 +653,7 @@ class WatchEventsRequest(google.protobuf.message.Message):
     @property
     def progress_interval(self) -> google.protobuf.duration_pb2.Duration:
         """Longest silence, 1 second to an hour: after it an empty message with the present revision says that the watch
-        lives and that nothing changed. Absent: none.
+        lives and that nothing changed. Not with snapshot_only. Absent: none.
         """
 
     def __init__(

@@ -292,11 +292,11 @@ class SamplingParams(google.protobuf.message.Message):
     """
     length_penalty: builtins.float
     """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0
-    longer ones gain, below 0 shorter ones. -10 to 10, only with beam_width. Absent: 1.0.
+    longer ones gain, below 0 shorter ones. -10 to 10; another than 1 only with beam_width. Absent: 1.0.
     """
     early_stopping: builtins.bool
     """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes
-    on would, if it ended now, be no better than the worst of those. Only with beam_width. Absent: false.
+    on would, if it ended now, be no better than the worst of those. True only with beam_width. Absent: false.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
@@ -537,8 +537,8 @@ class CacheControls(google.protobuf.message.Message):
     """False: this request leaves no cached block behind. Absent: true."""
     @property
     def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
-        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. At most
-        256, each inside the prompt.
+        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. Must be
+        empty, else INVALID_ARGUMENT: no model takes media yet.
         """
 
     def __init__(

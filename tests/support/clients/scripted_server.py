@@ -221,6 +221,12 @@ def complete(
     )
 
 
+def answer(*token_ids: int, **more: Any) -> tuple[Any, Any]:
+    """A whole answer, as the real server streams it: a chunk with everything, and the end."""
+    same = {name: more[name] for name in ("text", "index", "prompt", "cached") if name in more}
+    return chunk(*token_ids, done=more.get("resumed", 0), **same), complete(*token_ids, **more)
+
+
 def free_port() -> int:
     """A loopback port that nothing listens on."""
     with socket.socket() as probe:

@@ -49,6 +49,8 @@ class FakeEngine(EngineLoop, EngineQueries):
         self.left: list[RequestStream] = []
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
         self.refusal: Exception | None = None
+        # Of the tokens submitted, as every delta says.
+        self.cached_tokens = 1
         self.held_blocks = False
         # The table that a watch begins with, and the watch of the latest WatchEvents.
         self.table: list[Stored] = []
@@ -74,7 +76,14 @@ class FakeEngine(EngineLoop, EngineQueries):
         """Tokens for one sequence; a finish of STOP says that the last of them is a stop token."""
         stop = tokens[-1] if finish is FinishReason.STOP else None
         self.live[request_id].push(
-            SequenceDelta(index, list(tokens), cached_tokens=4, preemptions=2, finish=finish, stop_token_id=stop)
+            SequenceDelta(
+                index,
+                list(tokens),
+                cached_tokens=self.cached_tokens,
+                preemptions=2,
+                finish=finish,
+                stop_token_id=stop,
+            )
         )
 
     def abort(self, request_id: str) -> bool:

@@ -46,8 +46,8 @@ def cached(**controls: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(prompt=IDS, cache=types_pb2.CacheControls(**controls))
 
 
-def media(position: int, length: int, digest: str = "d") -> pb.GenerateRequest:
-    return cached(media_hashes=[types_pb2.MediaHash(position=position, length=length, hash=digest)])
+def media(position: int, length: int) -> pb.GenerateRequest:
+    return cached(media_hashes=[types_pb2.MediaHash(position=position, length=length, hash="d")])
 
 
 def chat(*messages: tuple[str, str]) -> pb.GenerateRequest:

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from support.engine.plain_lists import PlainLists
+
 # The number of the request that used a block last, and minus its depth: the smallest goes first.
 Age = tuple[int, int]
 
@@ -103,3 +105,57 @@ class RadixTree:
         del siblings[next(block for block, node in siblings.items() if node is leaf)]
         self.nodes.remove(leaf)
         self.evictions += 1
+
+
+@dataclass(eq=False)
+class SegmentedTree:
+    """The same tree over the blocks of a pool whose free ones stand in the order of segmented LRU. For histories in
+    which nothing is computed twice: every prompt ends with a token of its own.
+    """
+
+    block_size: int
+    order: PlainLists
+    root: dict[tuple[int, ...], SegmentedNode] = field(default_factory=dict)
+    # By block, the place where it stands: the children of its parent, and its tokens there.
+    places: dict[int, tuple[dict[tuple[int, ...], SegmentedNode], tuple[int, ...]]] = field(default_factory=dict)
+    evictions: int = 0
+
+    def serve(self, prompt: list[int], output: list[int]) -> int:
+        """One request from first to last; returns how many tokens of its prompt were cached, as RadixTree does."""
+        size = self.block_size
+        computed = [*prompt, *output[:-1]]
+        chunks = [tuple(computed[end - size : end]) for end in range(size, len(computed) + 1, size)]
+        children, blocks = self.root, list[int]()
+        while len(blocks) < (len(prompt) - 1) // size and chunks[len(blocks)] in children:
+            node = children[chunks[len(blocks)]]
+            blocks.append(node.block)
+            children = node.children
+        hits = len(blocks)
+        free = {*self.order.probation, *self.order.protected}
+        self.order.remove([block for block in blocks if block in free])
+        self.order.hit(blocks)
+        for _ in range(-(-len(computed) // size) - hits):
+            blocks += self._take()
+        for chunk, block in zip(chunks[hits:], blocks[hits:], strict=False):
+            children[chunk] = SegmentedNode(block)
+            self.places[block] = children, chunk
+            children = children[chunk].children
+        self.order.append(blocks[::-1])
+        return hits * size
+
+    def _take(self) -> list[int]:
+        """The block that goes next; what it held leaves the tree, and must have been a leaf."""
+        (block,) = self.order.pop(1)
+        if block in self.places:
+            siblings, chunk = self.places.pop(block)
+            assert not siblings.pop(chunk).children, "a chain has a hole before its tail"
+            self.evictions += 1
+        return [block]
+
+
+@dataclass(eq=False)
+class SegmentedNode:
+    """One cached block of a SegmentedTree, and those that follow it by their tokens."""
+
+    block: int
+    children: dict[tuple[int, ...], SegmentedNode] = field(default_factory=dict)

@@ -33,7 +33,11 @@ from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
-TOY = Path(__file__).resolve().parents[3] / "docs" / "examples" / "minimal_executor.py"
+EXAMPLES = Path(__file__).resolve().parents[3] / "docs" / "examples"
+TOY, BACKEND = EXAMPLES / "minimal_executor.py", EXAMPLES / "python_backend.py"
+
+# Options of a server that does not take pings for an attack.
+PINGS = (("grpc.keepalive_permit_without_calls", 1), ("grpc.http2.min_ping_interval_without_data_ms", 50))
 
 Edit = tuple[str, str]
 
@@ -97,11 +101,8 @@ def toy(*edits: Edit, without: str = "", options: Sequence[tuple[str, Any]] = ()
     module.need = forgetful  # type: ignore[attr-defined]  # a module is what its text makes of it
 
     async def start() -> tuple[int, Callable[[], Awaitable[None]]]:
-        allowed = options or [
-            ("grpc.keepalive_permit_without_calls", 1),
-            ("grpc.http2.min_ping_interval_without_data_ms", 50),
-        ]
-        server = grpc.aio.server(options=[*allowed, ("grpc.max_receive_message_length", 2**28)])
+        allowed = options or [*PINGS, ("grpc.max_receive_message_length", 2**28)]
+        server = grpc.aio.server(options=allowed)
         pb_grpc.add_ExecutorServiceServicer_to_server(module.Toy(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()

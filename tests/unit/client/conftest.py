@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from support.clients.scripted_server import ScriptedServer
 
-from pagekv.client import AsyncPageKVClient, AsyncStream, PageKVClient
+from pagekv.client import AsyncPageKVClient, AsyncStream, AsyncWatch, PageKVClient
 
 
 class BlockingStream:
-    """An AsyncStream with the methods of a Stream."""
+    """An AsyncStream or AsyncWatch with the methods of a Stream or Watch."""
 
-    def __init__(self, stream: AsyncStream, run: Callable[[Any], Any]) -> None:
+    def __init__(self, stream: AsyncStream | AsyncWatch, run: Callable[[Any], Any]) -> None:
         self._stream, self._run = stream, run
 
     def __iter__(self) -> Iterator[Any]:
@@ -63,6 +63,8 @@ class BlockingAsyncClient:
 
     def close(self) -> None:
         self._run(self._client.close())
+
+    def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -70,14 +72,14 @@ class BlockingAsyncClient:
     def stream(self, *args: Any, **kwargs: Any) -> BlockingStream:
         return BlockingStream(self._client.stream(*args, **kwargs), self._run)
 
-    def watch_events(self, **kwargs: Any) -> Iterator[Any]:
-        return self._each(self._client.watch_events(**kwargs))
+    def watch_events(self, **kwargs: Any) -> BlockingStream:
+        return BlockingStream(self._client.watch_events(**kwargs), self._run)
 
     def iter_requests(self) -> Iterator[Any]:
         return self._each(self._client.iter_requests())
 
-    def iter_blocks(self, *args: Any) -> Iterator[Any]:
-        return self._each(self._client.iter_blocks(*args))
+    def iter_blocks(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        return self._each(self._client.iter_blocks(*args, **kwargs))
 
     def _each(self, items: Any) -> Iterator[Any]:
         try:
@@ -128,6 +130,8 @@ def make_client(request: pytest.FixtureRequest) -> Iterator[MakeClient]:
     yield make
     for client in made:
         client.close()
+        if isinstance(client, BlockingAsyncClient):
+            client.stop()
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import socket
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk, complete
 
 from pagekv.client import (
     CacheControls,
@@ -44,9 +44,11 @@ def test_generate_sends_every_option_and_types_the_answer(server: ScriptedServer
 
     chosen = types_pb2.TokenLogprob(token_id=7, logprob=-0.5)
     logprobs = [types_pb2.PositionLogprobs(chosen=chosen, top=[chosen])]
+    first = chunk(7, text="seven", cached=2)
+    first.chunk.logprobs.extend(logprobs)
     server.expect(
         "Generate",
-        chunk(7, cached=2),
+        first,
         complete(
             7,
             text="seven",
@@ -92,7 +94,7 @@ def test_what_is_not_given_is_not_sent_but_the_seed_and_request_id(
 ) -> None:
     sent: list[pb.GenerateRequest] = []
     for _ in range(2):
-        server.expect("Generate", complete(7), check=sent.append)
+        server.expect("Generate", *answer(7), check=sent.append)
         client.generate([1, 2, 3])
     assert [list(request.prompt.token_ids.ids) for request in sent] == [[1, 2, 3], [1, 2, 3]]
     present = [field.name for field, _ in sent[0].sampling_params.ListFields()]
@@ -112,12 +114,12 @@ def test_a_conversation_is_sent_as_chat(server: ScriptedServer, client: PageKVCl
     def check(request: pb.GenerateRequest) -> None:
         assert [(m.role, m.content) for m in request.prompt.chat.messages] == [("user", "hi"), ("assistant", "")]
 
-    server.expect("Generate", complete(7), check=check)
+    server.expect("Generate", *answer(7), check=check)
     client.generate(messages)
 
 
 def test_generate_is_for_one_sequence(server: ScriptedServer, client: PageKVClient) -> None:
-    server.expect("Generate", complete(7))
+    server.expect("Generate", *answer(7))
     assert client.generate("x", n=1).token_ids == (7,)
     with pytest.raises(InvalidRequest, match="generate_n several") as caught:
         client.generate("x", n=2)
@@ -146,12 +148,15 @@ def test_beam_search_comes_back_best_first(server: ScriptedServer, client: PageK
     assert [(result.token_ids, result.cumulative_logprob) for result in results] == [((7, 9), -1.25), ((8, 8), -2.5)]
     server.expect("Generate", *replies, check=check)
     stream = client.stream("x", n=2, beam_width=4, length_penalty=0.5, early_stopping=True)
-    assert list(stream) == []
+    assert [(c.index, c.token_ids, c.text, c.finish_reason) for c in stream] == [
+        (0, (7, 9), "t7 t9 ", "stop"),
+        (1, (8, 8), "t8 t8 ", "length"),
+    ]
     assert [stream.completions[index].cumulative_logprob for index in range(2)] == [-1.25, -2.5]
 
 
 def test_sampling_has_no_cumulative_logprob(server: ScriptedServer, client: PageKVClient) -> None:
-    server.expect("Generate", complete(7))
+    server.expect("Generate", *answer(7))
     assert client.generate("x").cumulative_logprob is None
 
 
@@ -161,10 +166,39 @@ def test_a_stream_yields_chunks_then_has_the_completion(server: ScriptedServer, 
     assert stream.request_id == "abc"
     with pytest.raises(RuntimeError, match="not ended"):
         _ = stream.completion
-    chunks = list(stream)
-    assert [(c.token_ids, c.text, c.completion_tokens) for c in chunks] == [((4, 5), "t4 t5 ", 2), ((6,), "t6 ", 3)]
+    assert [(c.token_ids, c.text, c.completion_tokens, c.finish_reason) for c in stream] == [
+        ((4, 5), "t4 t5 ", 2, None),
+        ((6,), "t6 ", 3, None),
+        ((), "", 3, "length"),
+    ]
     assert stream.completion.text == "t4 t5 t6 "
     assert stream.completions == {0: stream.completion}
+
+
+def test_every_sequence_says_by_itself_why_it_ended(server: ScriptedServer, client: PageKVClient) -> None:
+    """In its last chunk, which nothing is left for: every token came before."""
+    stop, abort = types_pb2.FINISH_REASON_STOP, types_pb2.FINISH_REASON_ABORT
+    server.expect(
+        "Generate",
+        chunk(4, index=1),
+        chunk(8, 9, index=2, cached=2),
+        complete(8, 9, index=2, cached=2),
+        chunk(5, index=0),
+        complete(4, index=1, reason=stop),
+        complete(5, index=0, reason=abort),
+    )
+    stream, seen = client.stream("x", n=3), []
+    for each in stream:
+        seen.append((each.index, each.token_ids, each.text, each.cached_tokens, each.finish_reason))
+        assert (each.finish_reason is None) == (each.index not in stream.completions)
+    assert seen == [
+        (1, (4,), "t4 ", 0, None),
+        (2, (8, 9), "t8 t9 ", 2, None),
+        (2, (), "", 2, "length"),
+        (0, (5,), "t5 ", 0, None),
+        (1, (), "", 0, "stop"),
+        (0, (), "", 0, "abort"),
+    ]
 
 
 @pytest.mark.parametrize("way", ["close", "with"])
@@ -184,9 +218,9 @@ def test_closing_a_stream_aborts_the_request(server: ScriptedServer, client: Pag
 def test_deadlines(server: ScriptedServer, make_client: Any) -> None:
     server.expect("GetStats", operator_pb.GetStatsResponse())
     make_client(server.target, timeout=1000).stats()
-    server.expect("Generate", complete(4))
+    server.expect("Generate", *answer(4))
     make_client(server.target, timeout=1000).generate("x", timeout=3000)
-    server.expect("Generate", complete(4))
+    server.expect("Generate", *answer(4))
     make_client(server.target, timeout=0.5).generate("x")
     unary, limited, unlimited = server.deadlines
     assert unary is not None

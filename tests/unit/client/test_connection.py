@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
-from support.clients.scripted_server import Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk
 
-from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, Unreachable
+from pagekv.client import AsyncPageKVClient, FailedPrecondition, InvalidRequest, PageKVClient, Unreachable
 from pagekv.client.channel import channel_options
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -20,7 +21,7 @@ def test_metadata_goes_with_every_call(server: ScriptedServer, make_client: Any)
     client = make_client(server.target, metadata=[("authorization", "Bearer a"), ("trace-bin", b"\x00\xff")])
     server.expect("GetStats", STATS)
     client.stats()
-    server.expect("Generate", complete(4))
+    server.expect("Generate", *answer(4))
     client.generate("x")
     server.expect("WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True))
     list(client.watch_events(snapshot_only=True))
@@ -68,6 +69,49 @@ def test_an_asyncio_channel_given_is_used_and_left_open(server: ScriptedServer) 
                     await client.stats()
 
     asyncio.run(run())
+
+
+def assert_closed(call: Callable[[], object], target: str) -> None:
+    with pytest.raises(FailedPrecondition, match=f"{target} was closed here: make another client") as caught:
+        call()
+    assert (caught.value.kind, caught.value.subject) == ("CLIENT_CLOSED", target)
+
+
+def test_calls_of_a_closed_client_are_refused_by_an_error_of_ours(make_client: Any) -> None:
+    client = make_client("127.0.0.1:1")
+    copy, begun = client.with_options(timeout=9), client.stream("x")
+    client.close()
+    client.close()
+    for call in (
+        client.stats,
+        client.health,
+        copy.stats,
+        lambda: client.generate("x"),
+        lambda: next(begun),
+        lambda: next(client.watch_events()),
+        lambda: next(client.iter_blocks()),
+    ):
+        assert_closed(call, "127.0.0.1:1")
+
+
+def test_a_channel_given_may_be_closed_by_its_owner() -> None:
+    with grpc.insecure_channel("127.0.0.1:1") as channel:
+        client = PageKVClient("there:1", channel=channel)
+    for call in (client.stats, client.health, lambda: client.generate("x")):
+        assert_closed(call, "there:1")
+
+
+def test_another_value_error_of_a_channel_is_passed_on() -> None:
+    """As one of an interceptor of the caller's own."""
+
+    class Refuses(grpc.UnaryUnaryClientInterceptor):
+        def intercept_unary_unary(self, *_: Any) -> Any:
+            raise ValueError("no token")
+
+    with grpc.insecure_channel("127.0.0.1:1") as bare:
+        client = PageKVClient(channel=grpc.intercept_channel(bare, Refuses()))
+        with pytest.raises(ValueError, match=r"^no token$"):
+            client.stats()
 
 
 def test_credentials_encrypt_the_connection(make_client: Any) -> None:

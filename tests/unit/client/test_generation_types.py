@@ -35,7 +35,7 @@ def test_every_option_has_its_documentation_below_it() -> None:
 @pytest.mark.parametrize(
     ("cls", "message", "own"),
     [
-        (Chunk, pb.GenerateChunk, {"request_id"}),
+        (Chunk, pb.GenerateChunk, {"request_id", "finish_reason"}),
         (Completion, pb.GenerateComplete, {"request_id", "resumes"}),
     ],
 )

@@ -97,7 +97,7 @@ def test_an_event_that_is_not_known_is_left_out(server: ScriptedServer, client: 
     assert (queued.WhichOneof("event"), queued.ByteSize()) == (None, 8)
     server.expect("Generate", queued, chunk(4, cached=2), queued, chunk(5, done=1), complete(4, 5, cached=2))
     stream = client.stream("x")
-    assert [each.token_ids for each in stream] == [(4,), (5,)]
+    assert [each.token_ids for each in stream] == [(4,), (5,), ()]
     end = stream.completion
     assert (end.token_ids, end.prompt_tokens, end.cached_tokens) == ((4, 5), 3, 2)
 

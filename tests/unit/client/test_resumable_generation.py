@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
-from support.clients.scripted_server import LOST, MODEL, Fails, Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import LOST, MODEL, Fails, Hangs, ScriptedServer, answer, chunk, complete
 
 from pagekv.client import (
     ChatMessage,
@@ -64,7 +64,7 @@ def test_a_prompt_of_any_kind_is_resumed_without_a_token_lost_or_repeated(
     chunks = list(stream)
     assert [token for c in chunks for token in c.token_ids] == [4, 5, 6, 7]
     assert "".join(c.text for c in chunks) == "t4 t5 t6 t7 "
-    assert [c.completion_tokens for c in chunks] == [2, 3, 4]
+    assert [c.completion_tokens for c in chunks] == [2, 3, 4, 4]
     assert {c.cached_tokens for c in chunks} == {2}
     end = stream.completion
     assert (end.text, end.token_ids) == ("t4 t5 t6 t7 ", (4, 5, 6, 7))
@@ -80,7 +80,7 @@ def test_a_second_break_goes_on_behind_both_parts(server: ScriptedServer, client
         end = client.generate("hello", max_tokens=9)
     else:
         stream = client.stream("hello", max_tokens=9)
-        assert [c.token_ids for c in stream] == [(4,), (5,), (6,)]
+        assert [c.token_ids for c in stream] == [(4,), (5,), (6,), ()]
         end = stream.completion
     assert (end.token_ids, end.text, end.resumes) == ((4, 5, 6), "t4 t5 t6 ", 2)
 
@@ -104,7 +104,7 @@ def test_a_break_after_the_end_is_no_matter(server: ScriptedServer, client: Page
 def test_nothing_received_is_asked_for_again_as_it_was(server: ScriptedServer, client: PageKVClient) -> None:
     sent: list[pb.GenerateRequest] = []
     server.expect("Generate", Fails(LOST), check=sent.append)
-    server.expect("Generate", complete(4, cached=2), check=sent.append)
+    server.expect("Generate", *answer(4, cached=2), check=sent.append)
     end = client.generate("x")
     assert sent[0] == sent[1]
     assert (end.token_ids, end.cached_tokens, end.resumes) == ((4,), 2, 1)
@@ -141,8 +141,14 @@ def test_several_sequences_are_asked_for_again_whole_and_nothing_comes_twice(
         check=check,
     )
     stream = client.stream("x", n=2)
-    chunks = [(c.index, c.token_ids, c.text, c.cached_tokens) for c in stream]
-    assert chunks == [(1, (4, 5), "t4 t5 ", 2), (0, (8,), "t8 ", 2), (1, (6,), "t6 ", 2)]
+    chunks = [(c.index, c.token_ids, c.text, c.cached_tokens, c.finish_reason) for c in stream]
+    assert chunks == [
+        (1, (4, 5), "t4 t5 ", 2, None),
+        (0, (8,), "t8 ", 2, None),
+        (0, (), "", 2, "length"),
+        (1, (6,), "t6 ", 2, None),
+        (1, (), "", 2, "length"),
+    ]
     ends = stream.completions
     assert [(ends[i].token_ids, ends[i].text, ends[i].cached_tokens) for i in range(2)] == [
         ((8,), "t8 ", 2),
@@ -160,12 +166,12 @@ def test_several_whole_answers_are_asked_for_until_each_has_come(server: Scripte
 
 
 @pytest.mark.parametrize(
-    "again", [chunk(9, index=1), complete(9, 5, index=1), complete(8, index=0), complete(7, 8, index=0)]
+    "again", [[chunk(9, index=1)], answer(9, 5, index=1), answer(8, index=0), answer(7, 8, index=0)]
 )
 def test_other_tokens_for_those_received_are_an_error(server: ScriptedServer, client: PageKVClient, again: Any) -> None:
     """Rather than a stream with a beginning of one and an end of another."""
-    server.expect("Generate", chunk(4, index=1), complete(7, index=0), Fails(LOST))
-    server.expect("Generate", again)
+    server.expect("Generate", chunk(4, index=1), *answer(7, index=0), Fails(LOST))
+    server.expect("Generate", *again)
     with pytest.raises(ServerError, match="other tokens than those received"):
         list(client.stream("x", n=2))
 
@@ -275,7 +281,7 @@ def test_the_server_is_killed_and_comes_back(server: ScriptedServer, make_client
     server.expect("Generate", chunk(4), chunk(5, done=1), die, Hangs())
     server.expect("Generate", chunk(6, done=2), complete(6, resumed=2), check=resumed_with(4, 5))
     stream = make_client(server.target).stream([1, 2, 3], timeout=120)
-    assert [c.token_ids for c in stream] == [(4,), (5,), (6,)]
+    assert [c.token_ids for c in stream] == [(4,), (5,), (6,), ()]
     assert stream.completion.resumes == 1
 
 
@@ -301,14 +307,13 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
             part = tokens[at : at + step]
             response = chunk(*part, text=whole[ends[at] : ends[at + step]], done=at, cached=have)
             response.chunk.logprobs.extend(_logprobs(token) for token in part)
-            taken = generation.take(response)
-            assert taken is not None
+            (taken,) = generation.take(response)
             chunks.append(taken)
             at += step
         if stop == len(tokens) and rng.random() < 0.5:
             end = complete(*tokens[have:], text=whole[ends[have] :], resumed=have, cached=have)
             end.complete.logprobs.extend(_logprobs(token) for token in tokens[have:])
-            assert generation.take(end) is None
+            chunks += generation.take(end)
             generation.ended()
         else:
             generation.failed(LOST_ERROR)
@@ -317,8 +322,9 @@ def test_any_cut_gives_the_same_stream(seed: int) -> None:
     assert "".join(c.text for c in chunks) == whole == end.text
     expected = tuple(PositionLogprobs(chosen=TokenLogprob(token_id=token, logprob=-1.0), top=()) for token in tokens)
     assert tuple(logprobs for c in chunks for logprobs in c.logprobs) == expected == end.logprobs
-    assert [c.completion_tokens for c in chunks][-1:] in ([12], [])
-    assert {c.cached_tokens for c in chunks} <= {0}
+    assert chunks[-1].completion_tokens == 12
+    assert [c.finish_reason for c in chunks] == [*[None] * (len(chunks) - 1), "length"]
+    assert {c.cached_tokens for c in chunks} == {0}
     assert (end.cached_tokens, end.completion_tokens) == (0, 12)
 
 
@@ -337,6 +343,7 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
     got: dict[int, list[int]] = {index: [] for index in tokens}
     texts = dict.fromkeys(tokens, "")
     logprobs: list[PositionLogprobs] = []
+    told: list[int] = []
     while not generation.done:
         request, at, open_ = generation.request(), dict.fromkeys(tokens, 0), [*tokens]
         assert request.prompt.text == "x"
@@ -351,13 +358,16 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
             else:
                 open_.remove(index)
                 response = complete(*of, index=index, text=whole[index])
-            if (taken := generation.take(response)) is not None:
+                response.complete.logprobs.extend(map(_logprobs, of))
+            for taken in generation.take(response):
                 got[index] += taken.token_ids
                 texts[index] += taken.text
                 logprobs += taken.logprobs
+                assert taken.index not in told
+                told += [taken.index] * (taken.finish_reason is not None)
         if not generation.done:
             generation.failed(LOST_ERROR)
-    assert (got, texts) == (tokens, whole)
+    assert (got, texts, sorted(told)) == (tokens, whole, [0, 1, 2])
     assert sorted(p.chosen.token_id for p in logprobs) == sorted(token for of in tokens.values() for token in of)
     assert {i: (list(e.token_ids), e.text) for i, e in generation.completions.items()} == {
         i: (tokens[i], whole[i]) for i in tokens

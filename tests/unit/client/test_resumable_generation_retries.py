@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import Fails, Hangs, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Fails, Hangs, ScriptedServer, answer, chunk
 
 from pagekv.client import (
     ConnectionLost,
@@ -32,8 +32,8 @@ def test_a_refusal_before_the_first_token_is_retried(
     server: ScriptedServer, client: PageKVClient, refusal: errors.PageKVError
 ) -> None:
     sent: list[pb.GenerateRequest] = []
-    for reply in (Fails(refusal), Fails(refusal), complete(4)):
-        server.expect("Generate", reply, check=sent.append)
+    for replies in ([Fails(refusal)], [Fails(refusal)], answer(4)):
+        server.expect("Generate", *replies, check=sent.append)
     end = client.generate("x")
     assert (end.token_ids, end.resumes) == ((4,), 0)
     assert sent[0] == sent[1] == sent[2]
@@ -74,6 +74,7 @@ def test_no_other_refusal_is_retried(error: errors.PageKVError) -> None:
     ("options", "field"),
     [
         ({"timeout": -1.0}, "timeout"),
+        ({"timeout": 0}, "timeout"),
         ({"timeout": float("nan")}, "timeout"),
         ({"resume_timeout": 2e6}, "resume_timeout"),
     ],
@@ -112,7 +113,7 @@ def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
     for pause, whole in zip(pauses, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0], strict=False):
         assert whole / 2 <= pause <= whole
     # A message that arrives ends the outage: the next one has the whole time again.
-    generation.take(chunk(5))
+    generation.take(chunk(5, done=1))
     assert generation.failed(LOST_ERROR) <= 0.1
 
 
@@ -140,5 +141,5 @@ def test_the_timeout_covers_the_outage() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 65, 10**9, "2", None])
 def test_a_number_of_sequences_out_of_bounds_is_refused_before_anything_is_made(n: object) -> None:
-    with pytest.raises(errors.InvalidRequest, match="n: must be from 1 to 64, is"):
+    with pytest.raises(errors.InvalidRequest, match="n: must be a whole number from 1 to 64, is"):
         ResumableGeneration("x", n, {}, CallSettings())  # type: ignore[arg-type]  # callers pass anything

@@ -103,5 +103,5 @@ def test_without_time_to_resume_the_first_loss_is_told() -> None:
 
 @pytest.mark.parametrize("interval", [0.5, 3601.0, float("nan"), float("inf")])
 def test_a_silence_out_of_bounds_is_refused_by_name(client: PageKVClient, interval: float) -> None:
-    with pytest.raises(errors.InvalidRequest, match="progress_interval: must be 1 to 3600 seconds"):
+    with pytest.raises(errors.InvalidRequest, match="progress_interval: must be 1 to 3,600 seconds"):
         client.watch_events(progress_interval=interval)

@@ -13,12 +13,16 @@ from pagekv.client.settings import CallSettings, as_metadata
 @pytest.mark.parametrize(
     ("values", "field", "words"),
     [
-        ({"timeout": -1}, "timeout", "0 to 1,000,000 seconds, is -1"),
+        ({"timeout": -1}, "timeout", "above 0 and up to 1,000,000 seconds, or None for no limit, is -1"),
+        ({"timeout": 0}, "timeout", "above 0 and up to 1,000,000 seconds, or None for no limit, is 0"),
+        ({"timeout": 10**400}, "timeout", "is 1000"),
+        ({"timeout": True}, "timeout", "is True"),
         ({"timeout": float("nan")}, "timeout", "is nan"),
         ({"timeout": "2"}, "timeout", "is '2'"),
         ({"resume_timeout": None}, "resume_timeout", "is None"),
-        ({"resume_timeout": 1e7}, "resume_timeout", "is 10000000.0"),
-        ({"max_retries": 101}, "max_retries", "0 to 100, is 101"),
+        ({"resume_timeout": 1e7}, "resume_timeout", "0 to 1,000,000 seconds, is 10000000.0"),
+        ({"resume_timeout": -0.1}, "resume_timeout", "0 to 1,000,000 seconds, is -0.1"),
+        ({"max_retries": 101}, "max_retries", "a whole number from 0 to 100, is 101"),
         ({"max_retries": 0.5}, "max_retries", "is 0.5"),
         ({"metadata": (("Upper", "x"),)}, "metadata[0]", "is 'Upper'"),
         ({"metadata": (("a", "x"), ("grpc-timeout", "x"))}, "metadata[1]", "is 'grpc-timeout'"),
@@ -36,11 +40,14 @@ def test_values_out_of_bounds_are_refused_by_name(values: Any, field: str, words
     assert words in str(caught.value)
 
 
-@pytest.mark.parametrize("entries", [3, ["ab", "c"], [("a", "b", "c")]])
+@pytest.mark.parametrize(
+    "entries", [3, None, "s3", ["s3"], [("a", "s3", "c")], {"authorization": "s3"}, {"s3": "x"}, [3]]
+)
 def test_metadata_is_made_of_pairs(entries: Any) -> None:
-    with pytest.raises(InvalidRequest) as caught:
+    with pytest.raises(InvalidRequest, match="must be a list of pairs of key and value, is or has a ") as caught:
         as_metadata(entries)
     assert caught.value.field == "metadata"
+    assert "s3" not in str(caught.value)
 
 
 def test_no_message_shows_a_credential() -> None:
@@ -50,7 +57,8 @@ def test_no_message_shows_a_credential() -> None:
 
 
 def test_values_at_their_bounds_are_taken() -> None:
-    CallSettings(timeout=0, resume_timeout=1e6, max_retries=100, metadata=(("a", "x" * 8159),))
+    CallSettings(timeout=5e-324, resume_timeout=0, max_retries=0)
+    CallSettings(timeout=1e6, resume_timeout=1e6, max_retries=100, metadata=(("a", "x" * 8159),))
     CallSettings(timeout=None, metadata=(("a.b_c-9", ""), ("d-bin", b"\x00\xff")))
 
 
@@ -58,5 +66,9 @@ def test_a_change_adds_metadata_and_replaces_the_rest() -> None:
     settings = CallSettings(timeout=3, metadata=(("authorization", "a"), ("traceparent", "1")))
     changed = settings.changed({"timeout": None, "metadata": [("traceparent", "2")]})
     assert changed == CallSettings(timeout=None, metadata=(("authorization", "a"), ("traceparent", "2")))
-    with pytest.raises(TypeError, match="timeouts"):
-        settings.changed({"timeouts": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
+
+
+def test_an_unknown_option_is_refused_beside_those_known() -> None:
+    known = "max_retries, metadata, resume_timeout, timeout"
+    with pytest.raises(TypeError, match=f"^with_options: unknown option 'timeouts'; known are {known}$"):
+        CallSettings().changed({"timeouts": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test

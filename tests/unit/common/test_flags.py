@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass, field
 
 import pytest
@@ -80,7 +81,13 @@ def test_declarations_name_flags_and_groups_in_order() -> None:
         ([], {"PAGEKV_MODE": "six"}, "environment variable PAGEKV_MODE: must be one of one, two, got 'six'"),
         ([], {"PAGEKV_DEEP": "maybe"}, "environment variable PAGEKV_DEEP: must be true or false, got 'maybe'"),
         (["--depth=2"], {}, "argument --depth: has no effect without --deep"),
-        (["--dee"], {}, "unrecognized arguments: --dee"),
+        # The variable is well, and what is wrong came from the command line.
+        (["--depth=10"], {"PAGEKV_DEPTH": "2"}, "prog: argument --depth: must be a whole number from 1 to 9, got '10'"),
+        (["--depth"], {"PAGEKV_DEPTH": "2"}, "prog: argument --depth: expected one argument"),
+        (["--dee"], {}, "unrecognized arguments: --dee; did you mean --deep?"),
+        (["--wo", "x"], {}, "unrecognized arguments: --wo x; did you mean --words?"),
+        (["--wrods=x"], {}, "unrecognized arguments: --wrods=x; did you mean --words?"),
+        (["--frobnicate=3", "x"], {}, "unrecognized arguments: --frobnicate=3 x\n"),
     ],
 )
 def test_what_is_wrong_ends_with_status_2_and_its_reason(
@@ -90,6 +97,17 @@ def test_what_is_wrong_ends_with_status_2_and_its_reason(
         parse(*argv, **env)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = FlagParser("prog", "", env={"PAGEKV_DEPTH": "x"})
+    add_flags(parser, Outer)
+    parser.as_json = True
+    with pytest.raises(SystemExit) as ended:
+        parser.parse([])
+    assert ended.value.code == 2
+    message = "argument --depth (from PAGEKV_DEPTH): must be a whole number from 1 to 9, got 'x'"
+    assert json.loads(capsys.readouterr().err) == {"error": {"code": "USAGE", "message": message}}
 
 
 @pytest.mark.parametrize(

@@ -111,13 +111,19 @@ def test_every_call_refuses_before_its_handler_sees_the_request() -> None:
                         if method.client_streaming:
                             continue
                         call = channel.unary_stream if method.server_streaming else channel.unary_unary
-                        begun = call(f"/{service.full_name}/{method.name}")(UNKNOWN)
-                        assert await begun.code() is grpc.StatusCode.INVALID_ARGUMENT
-                        assert "has no field 15000" in await begun.details()
-                        status = status_pb2.Status.FromString(dict(await begun.trailing_metadata())[STATUS_DETAILS_KEY])
-                        request = error_details_pb2.BadRequest()
-                        assert status.details[1].Unpack(request)
-                        assert [violation.field for violation in request.field_violations] == ["15000"]
+                        path = f"/{service.full_name}/{method.name}"
+                        for sent, words, field in (
+                            (UNKNOWN, "has no field 15000", "15000"),
+                            (b"\xff", f"must be the message of {path}, its bytes are none", ""),
+                        ):
+                            begun = call(path)(sent)
+                            assert await begun.code() is grpc.StatusCode.INVALID_ARGUMENT
+                            assert words in await begun.details()
+                            trailers = dict(await begun.trailing_metadata())
+                            status = status_pb2.Status.FromString(trailers[STATUS_DETAILS_KEY])
+                            request = error_details_pb2.BadRequest()
+                            assert status.details[1].Unpack(request)
+                            assert [violation.field for violation in request.field_violations] == [field]
                         refused.append(method.full_name)
         finally:
             await server.stop(0)

@@ -21,7 +21,7 @@ def test_a_refusal_names_its_field_and_rule() -> None:
             kit.target.link.describe(pb.DescribeRequest(block_size=3, token_budget=1))
         refusal = caught.value
         assert (refusal.code, refusal.field, refusal.rule) == (grpc.StatusCode.INVALID_ARGUMENT, "block_size", "P11")
-        assert str(refusal) == "INVALID_ARGUMENT, field block_size (block_size is out of its bounds)"
+        assert str(refusal) == "INVALID_ARGUMENT, field block_size (block_size: breaks P11)"
 
 
 def test_a_stream_that_ends_otherwise_than_expected() -> None:

@@ -27,10 +27,10 @@ def run(*args: str, edits: tuple[Edit, ...] = ()) -> int:
 def test_one_line_a_rule_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert run() == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "toy executor of toy, contract revision 1"
+    assert lines[0] == "toy executor of no model, contract revision 1"
     assert lines[2] == "P1 ok Describe during an epoch changes nothing"
     assert "M5 skipped: no host-pool" in lines
-    assert lines[-1] == "57 rules hold, 0 are broken, 7 were skipped"
+    assert lines[-1] == "57 rules hold, 0 are broken, 8 were skipped"
 
 
 def test_json_is_one_object_and_a_broken_rule_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -38,7 +38,10 @@ def test_json_is_one_object_and_a_broken_rule_exit_1(capsys: pytest.CaptureFixtu
     answer = json.loads(capsys.readouterr().out)
     assert (answer["backend"], answer["holds"], answer["failed"], answer["features"]) == ("toy", False, 2, [])
     failed = {each["rule"]: each["why"] for each in answer["rules"] if each["outcome"] == "failed"}
-    assert failed == dict.fromkeys(("P9", "P12"), "max_steps_in_flight is 1, below 2")
+    assert failed == {
+        "P9": "max_steps_in_flight is 1, below 2",
+        "P12": f"max_steps_in_flight is 1, not from 2 to {2**31 - 1}",
+    }
 
 
 def test_an_executor_that_is_not_there_is_exit_3_soon(capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,6 +49,22 @@ def test_an_executor_that_is_not_there_is_exit_3_soon(capsys: pytest.CaptureFixt
     assert main(["--executor", "127.0.0.1:1"]) == 3
     assert time.monotonic() - begin < 30
     assert "no gRPC server answers at 127.0.0.1:1: start the executor" in capsys.readouterr().err
+
+
+def test_json_says_that_an_executor_cannot_be_tested(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--executor", "127.0.0.1:1", "--json"]) == 3
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert (answer["executor"], answer["holds"]) == ("127.0.0.1:1", None)
+    assert err == f"pagekv-conformance: {answer['why']}\n"
+
+
+def test_wrong_usage_with_json_is_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--json"])
+    assert caught.value.code == 2
+    message = "the following arguments are required: --executor"
+    assert json.loads(capsys.readouterr().err) == {"error": {"code": "USAGE", "message": message}}
 
 
 def test_a_server_of_something_else_is_exit_3(capsys: pytest.CaptureFixture[str]) -> None:
@@ -78,8 +97,11 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "pagekv-conformance: stopped\n"
 
 
-def test_feature_names() -> None:
+def test_feature_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert feature_list("host-pool,penalties") == {1, 5}
     assert feature_list("none") == frozenset()
-    with pytest.raises(ValueError, match="some of host-pool, logprobs"):
-        feature_list("wings")
+    with pytest.raises(SystemExit):
+        main(["--executor", "a:1", "--features", "penalties,wings"])
+    names = "host-pool, logprobs, logit-bias, min-tokens, penalties"
+    said = capsys.readouterr().err
+    assert f"argument --features: must be none or some of {names}, got 'wings'" in said

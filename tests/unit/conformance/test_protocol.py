@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import runpy
+from unittest import mock
+
 import pytest
-from support.executor.judged import ToyFault, assert_noticed
+from support.executor.judged import (
+    BACKEND,
+    PINGS,
+    ToyFault,
+    assert_noticed,
+    edited_function,
+    served_backend,
+    toy,
+    verdicts,
+)
+
+from pagekv.conformance import protocol
+from pagekv.executor.session import attach_check, session
+from pagekv.kvmanager.engine import description as manager
 
 END = "            if mine and not mine.over.done():\n                mine.over.set_result(None)\n"
-POWER = "        power = 1 <="
+SIZE = "        size = request.block_size\n        await"
 LAST = "is None:\n                    "
+BOUND = "            contract_revision=request.contract_revision <= 65535,\n"
+OLD = "        size, old = request.block_size, self.epoch\n"
+KNOWN = "not len(UnknownFieldSet(request))"
 FAULTS = [
     ToyFault(
         "P1",
         "Describe empties the pool",
-        (
-            (
-                "        power = 1 <=",
-                "        if self.epoch:\n            self.epoch.pool.reverse()\n        power = 1 <=",
-            ),
-        ),
+        ((SIZE, "        if self.epoch:\n            self.epoch.pool.reverse()\n" + SIZE),),
     ),
     ToyFault("P2", "an epoch comes twice", (("max(time.time_ns(), self.last + 1)", "self.last or time.time_ns()"),)),
     ToyFault("P2", "Attach leaves the epoch before", (("            old.over.set_result", "            repr"),), 1.0),
@@ -42,8 +56,43 @@ FAULTS = [
     ToyFault("P11", "features are not looked at", (("if request.required_features or ", "if "),)),
     ToyFault("P11", "revisions are not looked at", (("or request.contract_revision != 1", ""),)),
     ToyFault("P11", "a layout is not looked at", (("request.layout == LAYOUT", "True"),)),
+    ToyFault("P11", "revisions have no bound in Describe", ((BOUND, ""),)),
+    ToyFault("P11", "a later manager is not answered", (("contract_revision <= 65535", "contract_revision <= 1"),)),
+    *(
+        ToyFault("P11", f"{call} ignores a field", ((KNOWN, f"isinstance(request, pb.{call}Request) or {KNOWN}"),))
+        for call in ("Describe", "Attach")
+    ),
+    ToyFault("P11", "a pool may have any size", (("BYTES_PER_TOKEN > POOL_BYTES:", "BYTES_PER_TOKEN > 2**40:"),)),
+    ToyFault("P11", "a refused Attach ends the epoch", ((OLD, OLD + "        old and old.over.set_result(None)\n"),)),
     ToyFault("P12", "the sampler has no name", (('sampler="toy-1"', 'sampler=""'),)),
+    ToyFault("P12", "the fingerprint is not in hex", (('hashlib.sha256(b"toy").hexdigest()', '"toy"'),)),
+    ToyFault("P12", "too many ends", (("layout=LAYOUT,", "layout=LAYOUT, eos_token_ids=[0] * 961,"),)),
 ]
+
+
+def test_a_description_that_passes_is_believed_by_a_manager() -> None:
+    """The two read the contract for themselves: the kit shares no code with the manager."""
+    assert protocol.NUMBERS == manager._NUMBERS
+    assert protocol.TEXTS == manager._TEXTS
+    assert protocol.MAX_ENTRIES == manager._MAX_ENTRIES
+
+
+def test_a_host_pool_of_any_size_is_noticed() -> None:
+    row = '        ("num_host_blocks", order.num_host_blocks, description.host_kv_bytes),\n'
+    faulty = edited_function(attach_check.check_fit, (row, ""))
+    backend = runpy.run_path(str(BACKEND))["ToyBackend"]()
+    with mock.patch.object(session, "check_fit", faulty), served_backend(backend) as address:
+        verdict = verdicts(address, "P11")["P11"]
+    assert verdict.outcome == "failed", verdict
+    assert verdict.why == "Attach with num_host_blocks 65537, take_over True: was accepted"
+
+
+def test_a_server_with_grpcs_own_limit_is_noticed() -> None:
+    for options, outcome in (((), "ok"), (PINGS, "failed")):
+        with toy(("256, 300", "256, 2**16"), options=options) as address:
+            verdict = verdicts(address, "P13")["P13"]
+        assert verdict.outcome == outcome, verdict
+    assert "a step of 5 MiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

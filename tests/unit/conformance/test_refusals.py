@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 from support.executor.judged import ToyFault, assert_noticed, toy, verdicts
 
-from pagekv.conformance.refusals import RULES
+from pagekv.conformance.refusals import RULES, longer_than_the_model
+from pagekv.conformance.verdict import NotTested
 
 # The toy has no feature with lists of ids.
 UNTRIED = "R19"
@@ -21,6 +24,15 @@ def test_a_rule_that_the_executor_does_not_know_is_missed(rule: str) -> None:
 
 def test_rules_are_those_of_the_contract() -> None:
     assert [rule.number for rule in RULES] == [f"R{number}" for number in range(1, 36)]
+
+
+def test_a_model_without_end_is_not_sent_a_sequence_of_its_length() -> None:
+    with toy(("256, 300", "256, 2**31 - 1")) as address:
+        verdict = verdicts(address, "R11")["R11"]
+    assert (verdict.outcome, verdict.why) == ("ok", "")
+    scene = mock.Mock(max_len=2**31 - 1)
+    with pytest.raises(NotTested, match="max_model_len 2147483647 is long to send"):
+        longer_than_the_model(scene)
 
 
 @pytest.mark.parametrize(

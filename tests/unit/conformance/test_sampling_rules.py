@@ -12,7 +12,7 @@ import pytest
 from support.executor.cpu_driver import save_model
 from support.executor.judged import Edit, ToyFault, assert_noticed, broken, edited_function, served_backend, verdicts
 
-from pagekv.executor.backend import sampling
+from pagekv.executor.backend import row_sampler, sampling
 from pagekv.executor.cpu import sampler
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.cpu.kv_cache import KvCache
@@ -42,50 +42,56 @@ class SamplerFault:
 
 
 FAULTS = [
-    SamplerFault("M9", "the position does not matter", sampling.uniform, ("position)", "0)"), (sampler,)),
+    SamplerFault("M9", "the position does not matter", sampling.uniform, ("position)", "0)"), (row_sampler,)),
     SamplerFault(
         "M13", "min_tokens counts the prompt", sampling._is_banning, (" - state.num_prompt_tokens", ""), (sampling,)
     ),
-    SamplerFault("M14", "biases are left out", sampler.adjust, ("logits[token_id] += bias", "pass"), (sampler,)),
-    SamplerFault("M14", "biases have the other sign", sampler.adjust, ("+= bias", "-= bias"), (sampler,)),
+    SamplerFault(
+        "M14", "biases are left out", row_sampler.adjust, ("logits[token_id] += bias", "pass"), (row_sampler,)
+    ),
+    SamplerFault("M14", "biases have the other sign", row_sampler.adjust, ("+= bias", "-= bias"), (row_sampler,)),
     SamplerFault(
         "M15",
         "log-probabilities come after the temperature",
-        sampler._sample_row,
+        row_sampler.sample_row,
         ("log_softmax(raw)", "log_softmax(raw / (sampling.temperature or 1))"),
         (sampler,),
     ),
     SamplerFault(
         "M15",
         "log-probabilities come after biases",
-        sampler._sample_row,
+        row_sampler.sample_row,
         ("log_softmax(raw)", "log_softmax(logits)"),
         (sampler,),
     ),
     SamplerFault(
         "M15",
         "one likeliest too few",
-        sampler._sample_row,
+        row_sampler.sample_row,
         ("largest(raw, sampling.logprobs)", "largest(raw, sampling.logprobs - 1)"),
         (sampler,),
     ),
     SamplerFault(
         "M16",
         "frequency and presence count the prompt",
-        sampler.adjust,
+        row_sampler.adjust,
         ("[state.num_prompt_tokens :]", ""),
-        (sampler,),
+        (row_sampler,),
     ),
     SamplerFault(
-        "M16", "presence is left out", sampler.adjust, ("sampling.presence_penalty + count", "count"), (sampler,)
+        "M16",
+        "presence is left out",
+        row_sampler.adjust,
+        ("sampling.presence_penalty + count", "count"),
+        (row_sampler,),
     ),
-    SamplerFault("M16", "frequency counts once", sampler.adjust, ("count * sampling", "sampling"), (sampler,)),
+    SamplerFault("M16", "frequency counts once", row_sampler.adjust, ("count * sampling", "sampling"), (row_sampler,)),
     SamplerFault(
         "M16",
         "repetition counts output alone",
-        sampler.adjust,
+        row_sampler.adjust,
         ("np.unique(state.token_ids)", "np.unique(state.token_ids[state.num_prompt_tokens :]).astype(int)"),
-        (sampler,),
+        (row_sampler,),
     ),
 ]
 
@@ -118,7 +124,7 @@ def test_the_sound_backend_passes(backend: CpuBackend) -> None:
     with served_backend(backend) as address:
         found = verdicts(address)
     assert broken(found) == {}
-    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M17", "R33"}
+    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M17", "P13", "R33"}
 
 
 @pytest.mark.parametrize(

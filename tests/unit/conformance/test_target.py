@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ def test_features_are_named_after_the_contract() -> None:
 
 @pytest.mark.parametrize(
     ("edit", "size"),
-    [(("300,", "70,"), 8), (("4 * 2**17", "4 * 128"), 2), (("power = 1 <= size", "power = 64 <= size"), 64)],
+    [(("300,", "70,"), 8), (("4 * 2**17", "4 * 128"), 2), (("return 1 <= size", "return 64 <= size"), 64)],
 )
 def test_another_block_size_where_managers_own_does_not_fit(edit: Edit, size: int) -> None:
     with toy(edit) as address, kit_of(address) as kit:
@@ -56,6 +57,7 @@ def test_attach_asks_for_all_features_and_fields_override() -> None:
             kit.target.attach(features=[2, 1], layout="other")
             kit.target.attach("me", take_over=True, host_blocks=3)
         assert (list(asked[0].required_features), asked[0].layout) == ([1, 2], "other")
+        assert re.fullmatch(r"pagekv-conformance-[0-9a-f]{8}", asked[0].manager_id)
         assert (asked[1].manager_id, asked[1].take_over, asked[1].num_host_blocks) == ("me", True, 3)
         with pytest.raises(Refusal, match="FAILED_PRECONDITION"):
             kit.target.attach(features=[1])

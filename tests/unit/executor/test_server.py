@@ -203,6 +203,44 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
         popen.wait()
 
 
+def test_a_backend_of_somebody_elses_is_served(tmp_path: Path) -> None:
+    """It is made on the thread that calls it."""
+    port_file = tmp_path / "port"
+    code = (
+        "import sys, threading; from pagekv.executor.oracle.backend import OracleBackend, OracleModel\n"
+        "from pagekv.executor.server import serve_backend\n"
+        "class Mine(OracleBackend):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(OracleModel())\n"
+        "        self.made_on = threading.get_ident()\n"
+        "    def describe(self, *args):\n"
+        "        assert threading.get_ident() == self.made_on != threading.main_thread().ident\n"
+        "        return super().describe(*args)\n"
+        "sys.exit(serve_backend(Mine, '127.0.0.1:0'))"
+    )
+    env = {**environment(), "PAGEKV_PORT_FILE": str(port_file)}
+    popen = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        wait_for_file(port_file)
+        with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
+            wait_until_serving(channel)
+            stub = pb_grpc.ExecutorServiceStub(channel)
+            assert stub.Describe(pb.DescribeRequest(block_size=16, token_budget=1)).backend == "oracle"
+        popen.send_signal(signal.SIGTERM)
+        _, log = popen.communicate(timeout=START_BOUND_S)
+        assert popen.returncode == 0, log
+    finally:
+        popen.kill()
+        popen.wait()
+
+
+def test_an_address_that_is_none_is_wrong_usage() -> None:
+    done = execute("from pagekv.executor.server import serve_backend; serve_backend(print, '127.0.0.1:99999')")
+    assert done.returncode == 2
+    assert "--listen" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> None:
     port_file, begun = tmp_path / "port", tmp_path / "begun"
     code = (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+from typing import TypeAlias
 
+from pagekv.client.cli.parser import UsageError
 from pagekv.client.errors import (
     Cancelled,
+    ConnectionLost,
     DeadlineExceeded,
     InvalidRequest,
     Overloaded,
@@ -14,41 +16,55 @@ from pagekv.client.errors import (
     ServerError,
     Unauthenticated,
     Unavailable,
+    Unreachable,
 )
+from pagekv.client.launcher.stack import StackError
+from pagekv.common.error_line import FAILED, USAGE, error_line
 from pagekv.common.statuses import status_row
 
 EXIT_STATUS = """\
 Exit status: 0 done, and what was to be ended or removed is gone, whether it was there or not; 1 failed;
 2 wrong usage; 3 not reachable or not serving; 4 too much waits, try again; 130 Ctrl-C.
 """
-# Of errors that are none of the manager's: gRPC's own, and a proxy's.
+# An exception that ends a command; its message is the line that says why.
+Failure: TypeAlias = PageKVError | UsageError | StackError
+# Of errors that are none of the manager's: the command's own, gRPC's, and a proxy's. None has a reason.
 _OWN_CODES: dict[type[PageKVError], str] = {
+    PageKVError: FAILED,
     Cancelled: "CANCELLED",
+    ConnectionLost: "UNAVAILABLE",
     DeadlineExceeded: "DEADLINE_EXCEEDED",
     PermissionDenied: "PERMISSION_DENIED",
     Unauthenticated: "UNAUTHENTICATED",
+    Unreachable: "UNAVAILABLE",
 }
 
 
-def exit_status(error: PageKVError) -> int:
+def exit_status(failure: Failure) -> int:
     """As EXIT_STATUS says."""
-    return 3 if isinstance(error, Unavailable) else 4 if isinstance(error, Overloaded) else 1
+    if isinstance(failure, UsageError):
+        return 2
+    if isinstance(failure, StackError):
+        return failure.exit_status
+    return 3 if isinstance(failure, Unavailable) else 4 if isinstance(failure, Overloaded) else 1
 
 
-def as_json(error: PageKVError) -> str:
+def as_json(failure: Failure) -> str:
     """`{"error": {...}}` on one line: code and message always, reason, field and retry_delay_s where there are any."""
-    found: dict[str, object] = {}
-    if isinstance(error, ServerError):
-        found["code"] = error.code
-        if error.reason:
-            found["reason"] = error.reason
-    elif type(error) in _OWN_CODES:
-        found["code"] = _OWN_CODES[type(error)]
+    code, facts = FAILED, dict[str, object]()
+    if not isinstance(failure, PageKVError):
+        code = USAGE if exit_status(failure) == 2 else FAILED
+    elif isinstance(failure, ServerError):
+        code = failure.code
+        if failure.reason:
+            facts["reason"] = failure.reason
+    elif type(failure) in _OWN_CODES:
+        code = _OWN_CODES[type(failure)]
     else:
-        row = status_row(error)
-        found |= {"code": row.code.name, "reason": row.reason}
-    if isinstance(error, InvalidRequest):
-        found["field"] = error.field
-    if isinstance(error, (Overloaded, Unavailable)):
-        found["retry_delay_s"] = error.retry_delay_s
-    return json.dumps({"error": {**found, "message": str(error)}})
+        row = status_row(failure)
+        code, facts["reason"] = row.code.name, row.reason
+        if isinstance(failure, InvalidRequest):
+            facts["field"] = failure.field
+        if isinstance(failure, (Overloaded, Unavailable)):
+            facts["retry_delay_s"] = failure.retry_delay_s
+    return error_line(code, str(failure), **facts)

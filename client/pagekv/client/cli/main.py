@@ -12,7 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 # The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-from pagekv.client.cli.commands import bench, chat, demo, generate, inspect, plan, prefix, replay, top, up, version
+from pagekv.client.cli.commands import (
+    bench,
+    chat,
+    completion,
+    demo,
+    generate,
+    inspect,
+    plan,
+    prefix,
+    replay,
+    top,
+    up,
+    version,
+)
 from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
@@ -37,18 +50,24 @@ GROUPS = {
         "health", "version", "model", "stats", "top", "requests", "blocks", "block-table", "lookup", "explain", "watch",
     ),
     "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
-    "tools": ("bench", "plan", "replay"),
+    "tools": ("bench", "plan", "replay", "completion"),
 }  # fmt: skip  # several names a line: one each would fill a screen
 
 
-def make_parser() -> CommandParser:
-    """The parser of all commands."""
+def make_parser(*, as_json: bool = False) -> CommandParser:
+    """The parser of all commands; `as_json`: what it refuses, it refuses in one line of JSON."""
     parser = CommandParser("pagekv", DESCRIPTION)
     add_version(parser)
     parser.usage = "pagekv [--json] [--target HOST:PORT] [--timeout S] COMMAND ..."
-    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS)
+    # Without `prog` the commands' own usage would begin with all of the line above.
+    commands = parser.add_subparsers(
+        prog="pagekv", metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS
+    )
     for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay, version):
         module.add(commands)
+    completion.add(commands, parser)
+    for each in (parser, *commands.choices.values()):
+        each.as_json = as_json
     parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, EXIT_STATUS])
     return parser
 
@@ -59,7 +78,8 @@ def _listed(commands: Mapping[str, CommandParser]) -> Iterator[str]:
         yield f"  {group}"
         for name in names:
             text = commands[name].description or ""
-            yield f"    {name:<12} {text[:1].lower()}{text[1:].removesuffix('.')}"
+            shown = ", ".join((name, *up.ALIASES)) if name == "up" else name
+            yield f"    {shown:<12} {text[:1].lower()}{text[1:].removesuffix('.')}"
     yield ""
 
 
@@ -76,32 +96,31 @@ def command_first(argv: Sequence[str]) -> list[str]:
 
 def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
     """Ends with status 2 and the nearest command's name where the command is misspelt."""
-    known = [name for names in GROUPS.values() for name in names]
-    if argv and not argv[0].startswith("-") and argv[0] not in (*known, *up.ALIASES):
+    known = [*up.ALIASES, *(name for names in GROUPS.values() for name in names)]
+    if argv and not argv[0].startswith("-") and argv[0] not in known:
         near = difflib.get_close_matches(argv[0], known, n=1)
         parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv`."""
-    parser, given = make_parser(), command_first(sys.argv[1:] if argv is None else argv)
+    given = command_first(sys.argv[1:] if argv is None else argv)
+    if given[:1] == ["help"]:
+        given = [*given[1:2], "--help"]
+    for_scripts = "--json" in given
+    parser = make_parser(as_json=for_scripts)
     _check_command(parser, given)
     args = parser.parse(given)
     terminal = Terminal()
     try:
         status: int = args.run(args, terminal)
         return status
-    except UsageError as error:
-        terminal.error(f"pagekv: {error}")
-        return 2
-    except PageKVError as error:
-        terminal.error(as_json(error) if getattr(args, "json", False) else f"pagekv: {error}")
+    except (UsageError, PageKVError, StackError) as error:
+        terminal.error(as_json(error) if for_scripts else f"pagekv: {error}")
         return exit_status(error)
-    except StackError as error:
-        terminal.error(f"pagekv: {error}")
-        return error.exit_status
     except KeyboardInterrupt:
         terminal.clear()
+        terminal.end_line()
         return 130
     except BrokenPipeError:
         # The reader of our output, such as `head`, has gone. Nothing more may be written, not even at exit.

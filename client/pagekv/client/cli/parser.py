@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any, TypeAlias
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
+from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import CacheControls
 from pagekv.client.settings import DEFAULT_TIMEOUT_S
 from pagekv.common.flags import FlagParser, address, number
@@ -26,7 +28,8 @@ class CommandParser(FlagParser):
     """A FlagParser whose help ends with examples, printed as they are."""
 
     def __init__(self, prog: str, description: str = "", examples: str = "", **_: Any) -> None:
-        super().__init__(prog, description)
+        # A variable that is empty is none, as in the client library.
+        super().__init__(prog, description, {name: value for name, value in os.environ.items() if value})
         self.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
         self.epilog = f"examples:\n{examples}" if examples else None
 
@@ -39,7 +42,7 @@ def add_command(
 ) -> CommandParser:
     """A subcommand with --json; `help` is one line without a full stop."""
     description = f"{help[0].upper()}{help[1:]}."
-    parser = commands.add_parser(name, description=description, examples=examples, aliases=aliases)
+    parser = commands.add_parser(name, help=help, description=description, examples=examples, aliases=aliases)
     parser.set_defaults(run=run)
     parser.add_argument(
         "--json", action="store_true", help="JSON on standard output, for scripts: keys are added, never renamed"
@@ -70,12 +73,14 @@ def add_target(parser: CommandParser, *, timeout: str | None = f"seconds to wait
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The answer of a command: a value for --json, text for people, a note beside the text, and the exit status."""
+    """The answer of a command: a value for --json, text for people, a note beside the text, and the failure that the
+    command ends with after it has shown this.
+    """
 
     value: Any
     text: str
-    status: int = 0
     note: str = ""
+    failure: PageKVError | None = None
 
 
 def add_query(
@@ -93,11 +98,13 @@ def add_query(
             shown = ask(client, args, terminal)
         if args.json:
             terminal.json(shown.value)
-            return shown.status
-        terminal.print(shown.text)
-        if shown.note:
-            terminal.note(shown.note)
-        return shown.status
+        else:
+            terminal.print(shown.text)
+            if shown.note:
+                terminal.note(shown.note)
+        if shown.failure is not None:
+            raise shown.failure
+        return 0
 
     parser = add_command(commands, name, help, run, examples=examples)
     add_target(parser)
@@ -129,7 +136,7 @@ def add_prompt(parser: CommandParser) -> None:
 def add_identity(parser: CommandParser) -> None:
     """--namespace and --adapter, which are part of the identity of cached blocks."""
     parser.add_argument("--namespace", default="", metavar="NAME", help="share cached prefixes within this namespace")
-    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with")
+    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with, if the model has it")
 
 
 def read_identity(args: argparse.Namespace) -> dict[str, Any]:

@@ -79,9 +79,11 @@ class Stopwatch:
         self._last = self._start
 
     def see(self, chunk: Chunk) -> None:
-        """A chunk has arrived."""
+        """A chunk has arrived; one without tokens, such as the end alone, counts for nothing."""
+        if not chunk.token_ids:
+            return
         self._last = time.perf_counter()
-        if self._first is None and chunk.token_ids:
+        if self._first is None:
             self._first, self._first_tokens = self._last, chunk.completion_tokens
 
     @property

@@ -44,6 +44,8 @@ class Terminal:
         self._err_styled = self.err_is_terminal and not plain
         self._status = ""
         self._drawn_at = 0.0
+        # Whether standard output is in the middle of a line.
+        self._in_line = False
 
     @property
     def out_columns(self) -> int | None:
@@ -55,6 +57,13 @@ class Terminal:
         self.clear()
         self.out.write(text)
         self.out.flush()
+        if text:
+            self._in_line = not text.endswith("\n")
+
+    def end_line(self) -> None:
+        """Ends the line that `write` has begun: what comes next, an error or the shell's prompt, has its own."""
+        if self._in_line:
+            self.print()
 
     def print(self, text: str = "") -> None:
         """A line of the result."""
@@ -72,6 +81,7 @@ class Terminal:
     def error(self, text: str) -> None:
         """A line that says what went wrong, on standard error."""
         self.clear()
+        self.end_line()
         self.err.write(f"{text}\n")
         self.err.flush()
 

@@ -45,6 +45,8 @@ class KvBudget:
     # A sequence of full context with the overhead, on one rank, rounded up.
     request_bytes: int
     full_context_requests: int
+    # Block tables of that many requests, beside the KV memory.
+    table_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class PrefixSaving:
     saved: float
     # The same if the unfinished block could be shared too, which is what an often quoted 99.0 % assumes.
     saved_if_tail_were_shared: float
+
+
+# An entry of a block table, on the wire, in the manager and on the device.
+TABLE_ENTRY_BYTES = 4
 
 
 def bytes_per_token(geometry: KvGeometry, kv_heads: int | None = None) -> int:
@@ -155,7 +161,19 @@ def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhe
         overhead=overhead,
         request_bytes=-(-request.numerator // request.denominator),
         full_context_requests=int(memory / request),
+        table_bytes=int(memory / request) * blocks_for(geometry.context, block_size) * TABLE_ENTRY_BYTES,
     )
+
+
+def sharing_requests(geometry: KvGeometry, block_size: int, fits: KvBudget, prefix_tokens: int) -> int:
+    """Full-context requests in the blocks of `fits` when all begin with the same tokens, fewer than the context.
+
+    The full blocks of the prefix are held once; each request has the rest for itself, with the overhead, as in
+    `capacity`: floor((blocks - shared) / ((1 + overhead) x (blocks of the context - shared))).
+    """
+    shared = prefix_tokens // block_size
+    own = (blocks_for(geometry.context, block_size) - shared) * (1 + Fraction(str(fits.overhead)))
+    return max(0, int((fits.num_blocks - shared) / own))
 
 
 def waste(geometry: KvGeometry, block_size: int, lengths: Sequence[int]) -> Waste:

@@ -235,10 +235,12 @@ async def _measure(
         async with stream:
             async for chunk in stream:
                 now, count = time.perf_counter(), len(chunk.token_ids)
+                if not count:  # the end alone
+                    continue
                 if outcome.ttft_s is None:
                     outcome.ttft_s = now - due
                 else:
-                    outcome.inter_token_s += [(now - last) / max(count, 1)] * count
+                    outcome.inter_token_s += [(now - last) / count] * count
                 last = now
                 on_tokens(count)
     except PageKVError as error:

@@ -29,16 +29,8 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 def attach_order(message: pb.AttachRequest) -> AttachOrder:
     """The attachment a message asks for."""
-    return AttachOrder(
-        manager_id=message.manager_id,
-        block_size=message.block_size,
-        num_device_blocks=message.num_device_blocks,
-        num_host_blocks=message.num_host_blocks,
-        layout=message.layout,
-        take_over=message.take_over,
-        required_features=tuple(message.required_features),
-        contract_revision=message.contract_revision,
-    )
+    values = {field.name: getattr(message, field.name) for field in fields(AttachOrder)}
+    return AttachOrder(**{**values, "required_features": tuple(message.required_features)})
 
 
 def step(message: pb.StepRequest) -> Step:

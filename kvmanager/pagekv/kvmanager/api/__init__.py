@@ -1,1 +1,1 @@
-"""The two gRPC services that clients call."""
+"""The three gRPC services that clients call."""

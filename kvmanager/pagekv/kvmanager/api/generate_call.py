@@ -95,10 +95,14 @@ class GenerateCall:
         chunk.token_ids.extend(news.token_ids)
         chunk.text = news.text
         chunk.completion_tokens = output.num_tokens
-        chunk.cached_tokens = delta.cached_tokens
+        chunk.cached_tokens = self._cached_tokens(delta)
         if news.logprobs:
             chunk.logprobs.extend(map(_position_logprobs, news.logprobs))
         return response
+
+    def _cached_tokens(self, delta: SequenceDelta) -> int:
+        # The engine's prompt ends with resumed tokens, which may have been cached too.
+        return min(delta.cached_tokens, self._prompt_tokens)
 
     def _complete(self, delta: SequenceDelta, output: OutputProcessor, news: TextDelta) -> pb.GenerateResponse:
         assert news.finish is not None
@@ -109,7 +113,7 @@ class GenerateCall:
             text="".join(output.texts),
             prompt_tokens=self._prompt_tokens,
             completion_tokens=output.num_tokens,
-            cached_tokens=delta.cached_tokens,
+            cached_tokens=self._cached_tokens(delta),
             preemptions=delta.preemptions,
             cumulative_logprob=delta.cumulative_logprob,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import SequenceDelta
@@ -29,7 +30,9 @@ class OutputProcessor:
     """Tokens to text for one sequence, and its output so far. Without a tokenizer the text stays empty."""
 
     def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
-        """Takes in resumed tokens at once: text held back at their end comes with the first new tokens."""
+        """Takes in resumed tokens at once: text held back at their end comes with the first new tokens. Raises
+        InvalidRequest where a stop string ends the output before the last of them.
+        """
         num_prompt = len(command.prompt_ids) - command.resumed_tokens
         self._resumed = command.prompt_ids[num_prompt:]
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, command.prompt_ids[:num_prompt])
@@ -42,10 +45,12 @@ class OutputProcessor:
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.logprobs = PackedLogprobs()
-        for token_id in self._resumed:
-            _, self._resumed_match = self._add(token_id)
-            if self._resumed_match is not None:
-                break
+        for position, token_id in enumerate(self._resumed, start=1):
+            _, match = self._add(token_id)
+            if match is not None and position < len(self._resumed):
+                words = f"must be the last of them, since stop string {match!r} ends the output there"
+                raise InvalidRequest(f"resumed_token_ids[{position - 1}]", words)
+            self._resumed_match = match
 
     def end_of_resumed(self, eos_token_ids: Collection[int]) -> TextDelta | None:
         """The end to report at once when the resumed tokens are a whole output already; None: more is to come.

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
 from pagekv.kvmanager.text.tokenizer import Tokenizer
@@ -35,8 +35,6 @@ MAX_PRIORITY = 100
 MAX_NAME_BYTES = 256
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10
-MAX_MEDIA = 256
-MAX_MEDIA_HASH_CHARACTERS = 128
 DEFAULT_MAX_TOKENS = 16
 # Bounds of numbers that depend on nothing else. Of two of them the lower bound is outside.
 _BOUNDS: dict[str, tuple[float, float]] = {
@@ -63,7 +61,8 @@ async def read_generate(
     request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
     """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
-    `GenerateCommand`. Raises InvalidRequest, or FailedPrecondition when the request is for another model.
+    `GenerateCommand`. Raises InvalidRequest, NotFound for an adapter, or FailedPrecondition when the request is for
+    another model.
 
     Cheap checks come first: a request that is wrong elsewhere is refused before its text is encoded.
     """
@@ -89,7 +88,6 @@ async def read_generate(
     limit = model.max_model_len - 1
     prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
     num_prompt = len(prompt)
-    _check_media(identity, num_prompt)
     kind = request.prompt.WhichOneof("kind")
     assert kind is not None, "a request without a prompt was refused"
     check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, sampling.beam_width, model)
@@ -107,6 +105,11 @@ async def read_generate(
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
+    ends = sampling.end_ids(model.eos_token_ids)
+    for position in range(max(0, params.min_tokens - 1), len(resumed) - 1):
+        if (token_id := resumed[position]) in ends:
+            words = f"must be the last of them, since {token_id} ends the output; {len(resumed)} were given"
+            raise InvalidRequest(f"resumed_token_ids[{position}]", words)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
@@ -128,7 +131,8 @@ async def read_generate(
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
 ) -> tuple[array[int], CacheIdentity]:
-    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest."""
+    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound
+    for an adapter."""
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
@@ -136,7 +140,6 @@ async def read_lookup(
     prompt = await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, _context(model)).read(
         request.prompt
     )
-    _check_media(identity, len(prompt))
     return prompt, identity
 
 
@@ -247,30 +250,30 @@ def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[
 def _read_identity(
     request: inference_service_pb2.GenerateRequest | LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest,
 ) -> CacheIdentity:
-    """The cache identity of a request; `_check_media` checks it against the prompt."""
+    """The cache identity of a request, without adapter and media: no model served here has either, and an answer of the
+    base model is not what was asked for.
+    """
     cache = request.cache
     for field, value in (("cache.namespace", cache.namespace), ("adapter", request.adapter)):
         size = len(value.encode())
         if size > MAX_NAME_BYTES:
             raise InvalidRequest(field, f"must be at most {MAX_NAME_BYTES} bytes of UTF-8, has {size}")
-    _check_count("cache.media_hashes", len(cache.media_hashes), MAX_MEDIA)
-    for index, media in enumerate(cache.media_hashes):
-        check_length(f"cache.media_hashes[{index}].hash", media.hash, MAX_MEDIA_HASH_CHARACTERS)
+    if cache.media_hashes:
+        raise InvalidRequest(
+            "cache.media_hashes", f"must be empty: the model takes no media, has {len(cache.media_hashes)} entries"
+        )
+    check_adapter(request.adapter)
     return CacheIdentity(
         namespace=cache.namespace,
-        adapter_id=request.adapter,
-        media=tuple(MediaSpan(media.position, media.length, media.hash) for media in cache.media_hashes),
         read=cache.read or not cache.HasField("read"),
         write=cache.write or not cache.HasField("write"),
     )
 
 
-def _check_media(identity: CacheIdentity, num_prompt: int) -> None:
-    """Raises InvalidRequest unless every medium lies inside a prompt of `num_prompt` tokens."""
-    for index, span in enumerate(identity.media):
-        field = f"cache.media_hashes[{index}]"
-        _check(f"{field}.position", span.position, 0, num_prompt - 1)
-        _check(f"{field}.length", span.length, 1, num_prompt - span.position)
+def check_adapter(name: str) -> None:
+    """Raises NotFound unless there is an adapter of this name, "" being none."""
+    if name:
+        raise NotFound(f"adapter: there is no {_quote(name)}, the model has no adapters", "adapter", name)
 
 
 def _check(field: str, value: float, low: float, high: float, above: bool = False) -> None:

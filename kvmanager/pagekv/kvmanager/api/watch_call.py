@@ -30,8 +30,12 @@ def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
     if request.start_revision and request.snapshot_only:
         raise InvalidRequest("snapshot_only", "must be false with start_revision: there is no snapshot then")
     if request.HasField("progress_interval"):
+        if request.snapshot_only:
+            raise InvalidRequest("progress_interval", "must be absent with snapshot_only: no change is waited for then")
         interval = request.progress_interval
         nanos = interval.seconds * 10**9 + interval.nanos
+        if not 0 <= interval.nanos < 10**9:
+            raise InvalidRequest("progress_interval.nanos", f"must be from 0 to 999999999, got {interval.nanos}")
         if not MIN_PROGRESS_S * 10**9 <= nanos <= MAX_PROGRESS_S * 10**9:
             bounds = f"must be from {MIN_PROGRESS_S} to {MAX_PROGRESS_S} seconds"
             raise InvalidRequest("progress_interval", f"{bounds}, got {nanos / 1e9:g}")

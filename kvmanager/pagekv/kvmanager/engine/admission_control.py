@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unavailable
-from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, total_tokens
+from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, check_prompt_fits, total_tokens
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.request.command import GenerateCommand
@@ -26,21 +26,17 @@ def check_admissible(command: GenerateCommand, state: EngineState) -> None:
         raise Unavailable("the executor came back with another model while the request was read")
     check_supported(command.sampling, model)
     total, max_tokens = total_tokens(command), command.sampling.max_tokens
-    width, most = command.sampling.beam_width, scheduler.limits.max_running
-    check_output_fits(total - max_tokens, max_tokens, width, model)
-    if total > model.max_model_len:
-        raise InvalidRequest(
-            "sampling_params.max_tokens",
-            f"prompt and output of {total} tokens do not fit, the context has {model.max_model_len} tokens",
-        )
-    if command.n > config.max_queue:
-        raise InvalidRequest(
-            "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
-        )
+    width, most = command.sampling.beam_width, min(scheduler.limits.max_running, model.num_device_blocks)
     if width > most:
         raise InvalidRequest(
             "sampling_params.beam_width",
-            f"must be from 0 to {most} (--max-running and what the executor takes), got {width}",
+            f"must be from 0 to {most} (--max-running and what executor and pool take), got {width}",
+        )
+    check_prompt_fits("prompt", total - max_tokens, width, model)
+    check_output_fits(total - max_tokens, max_tokens, width, model)
+    if command.n > config.max_queue:
+        raise InvalidRequest(
+            "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
         )
     state.cache.check_room(blocks_needed(total, model.block_size, width))
     waiting = scheduler.num_waiting

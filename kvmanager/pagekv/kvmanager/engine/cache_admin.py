@@ -145,8 +145,10 @@ class CacheAdmin:
         pin_id: str = "",
     ) -> pb.PinPrefixResponse:
         """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
-        held. Raises LimitExceeded, with nothing changed.
+        held. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and
+        LimitExceeded.
         """
+        self.pins.check_id(pin_id, identity)
         blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
         if not blocks:
             self.unpin(pin_id)

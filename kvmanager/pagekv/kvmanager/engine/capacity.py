@@ -26,29 +26,29 @@ def total_tokens(command: GenerateCommand) -> int:
 
 
 def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: EngineInfo) -> None:
-    """Raises InvalidRequest, with needed and available blocks, when the pool cannot hold a prompt given in `field`."""
-    needed = blocks_needed(num_prompt + 1, model.block_size, beam_width)
-    if needed > model.num_device_blocks:
-        most = longest_sequence(model, beam_width) - 1
-        raise InvalidRequest(
-            field,
-            f"has {num_prompt} tokens, must have from 1 to {most}: {_needs(num_prompt, needed, beam_width, model)}",
-        )
+    """Raises InvalidRequest when a prompt given in `field` leaves no room for a token of output, in the context or in
+    the pool, whose needed and available blocks are named then.
+    """
+    most = longest_sequence(model, beam_width) - 1
+    if num_prompt > most:
+        needed = blocks_needed(num_prompt + 1, model.block_size, beam_width)
+        why = _limit(num_prompt, needed, beam_width, model)
+        raise InvalidRequest(field, f"has {num_prompt} tokens, must have from 1 to {most}: {why}")
 
 
 def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: EngineInfo) -> None:
-    """Raises InvalidRequest, with needed and available blocks, when the pool holds the prompt and not all of the output
-    that may follow it."""
-    total = num_prompt + max_tokens
-    needed = blocks_needed(total, model.block_size, beam_width)
-    if needed > model.num_device_blocks:
-        most = longest_sequence(model, beam_width) - num_prompt
-        raise InvalidRequest(
-            "sampling_params.max_tokens",
-            f"must be from 1 to {most}, got {max_tokens}: {_needs(total, needed, beam_width, model)}",
-        )
+    """Raises InvalidRequest when there is room for the prompt, which has passed `check_prompt_fits`, and not for all of
+    the output that may follow it.
+    """
+    most = longest_sequence(model, beam_width) - num_prompt
+    if max_tokens > most:
+        total = num_prompt + max_tokens
+        why = _limit(total, blocks_needed(total, model.block_size, beam_width), beam_width, model)
+        raise InvalidRequest("sampling_params.max_tokens", f"must be from 1 to {most}, got {max_tokens}: {why}")
 
 
-def _needs(num_tokens: int, needed: int, beam_width: int, model: EngineInfo) -> str:
+def _limit(num_tokens: int, needed: int, beam_width: int, model: EngineInfo) -> str:
+    if needed <= model.num_device_blocks:
+        return f"the context has {model.max_model_len} tokens, prompt and output"
     beams = f" for {beam_width} beams" if beam_width else ""
     return f"{num_tokens} tokens{beams} need {needed} blocks, the pool has {model.num_device_blocks}"

@@ -115,7 +115,8 @@ class ExecutorLink:
                     raise WrongAnswer("epoch", f"must be {self.epoch}, got {message.epoch}")
                 self._results.append(step_result(message))
                 self._wake()
-            self._error = ExecutorLost("the executor closed the stream of steps")
+            # Only a manager that half-closes is answered so (P8), and this one never does.
+            self._error = ExecutorLost("Run: the executor ended the stream of steps with OK", Fault.STEP)
         except WrongAnswer as error:
             self._error = error
         except grpc.aio.AioRpcError as error:
@@ -170,12 +171,23 @@ def _refusals(method: str) -> Iterator[None]:
         raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
 
+# Statuses that blame no step: the epoch is another manager's, or older than a new one.
+_BLAMELESS = (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION)
+
+
 def _fault(error: grpc.aio.AioRpcError) -> Fault:
-    """The share of the step that was due in the end of the stream."""
-    if error.code() in (grpc.StatusCode.INTERNAL, grpc.StatusCode.INVALID_ARGUMENT):
-        return Fault.STEP
-    by_the_executor = any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
-    return Fault.GONE if error.code() is grpc.StatusCode.UNAVAILABLE and not by_the_executor else Fault.NONE
+    """The share of the step that was due in the end of the stream, as Run in executor_service.proto has it. A status
+    that says nothing certain blames the step: a step that fails each time must not be sent for ever.
+    """
+    code = error.code()
+    if code in _BLAMELESS:
+        return Fault.NONE
+    if code is grpc.StatusCode.CANCELLED:
+        return Fault.GONE
+    if code is grpc.StatusCode.UNAVAILABLE:
+        by_the_executor = any(key == STATUS_DETAILS_KEY for key, _ in error.trailing_metadata() or ())
+        return Fault.NONE if by_the_executor else Fault.GONE
+    return Fault.STEP
 
 
 def _words(error: grpc.aio.AioRpcError, method: str) -> str:

@@ -15,6 +15,8 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Twelve days: a step that is said to have taken longer is a lie, and sums of it would pass what a counter holds.
 MAX_US = 2**40
+# A probability of 1 may come out so much above it by rounding.
+MAX_LOGPROB = 1e-3
 
 
 def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:
@@ -168,6 +170,8 @@ def _logprobs(message: pb.StepResult, tokens: dict[int, int]) -> dict[int, Token
             raise WrongAnswer("logprobs", f"must be finite, got {odd} of sequence {seq_id}")
         if len(set(ids)) < len(ids) or sorted(values, reverse=True) != values:
             raise WrongAnswer("logprobs.top_token_ids", f"must be best first and each once, got {ids} with {values}")
+        if (most := max(row.chosen, *values[:1])) > MAX_LOGPROB:
+            raise WrongAnswer("logprobs", f"must be at most 0, got {most} of sequence {seq_id}")
         found[seq_id] = TokenLogprobs(tokens[seq_id], row.chosen, tuple(zip(ids, values, strict=True)))
     return found
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
@@ -88,6 +89,20 @@ class EngineQueries:
         stats.MergeFrom(prompts)
         return stats
 
+    def promised_blocks(self) -> int:
+        """Blocks of the sequences that hold some, once each is as long as it may become and if none of them shared any.
+        More than the pool has: the pool is oversubscribed, and somebody may have to give way.
+        """
+        scheduler = self._state.serving()
+        # As many as `blocks_needed` counts: the last token is sampled and needs no slot.
+        return sum(-(-(sequence.max_total - 1) // scheduler.pool.block_size) for sequence in scheduler.running)
+
+    def ref_counts(self) -> NDArray[np.int32]:
+        """How many hold each block of the device, [num_blocks]: live memory, not to be changed, nor read after the next
+        await.
+        """
+        return self._state.serving().pool.ref_counts
+
     def lookup_prefix(self, token_ids: Sequence[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing."""
         limits = self._state.serving().limits
@@ -103,7 +118,7 @@ class EngineQueries:
         self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises LimitExceeded, with nothing changed.
+        Raises AlreadyExists and LimitExceeded, with nothing changed.
         """
         live = (request.command for request in self._state.live.all())
         return self._cache.pin(token_ids, identity, lease_s, live, pin_id)

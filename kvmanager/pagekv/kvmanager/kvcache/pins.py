@@ -74,6 +74,13 @@ class Pins:
         """Every pin, the one that expires first standing first."""
         return sorted(self._pins.values(), key=lambda pin: (pin.expires_at, pin.pin_id))
 
+    def check_id(self, pin_id: str, identity: CacheIdentity) -> None:
+        """Raises AlreadyExists where a pin of another namespace or adapter has the id."""
+        old = self._pins.get(pin_id)
+        if old is not None and _names(old.identity) != _names(identity):
+            words = f"must not be that of a pin in another namespace or of another adapter, got {pin_id!r}"
+            raise AlreadyExists("pin_id", words, "pin", pin_id)
+
     def pin(
         self,
         blocks: Sequence[int],
@@ -88,10 +95,8 @@ class Pins:
         nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and LimitExceeded when
         there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
         """
+        self.check_id(pin_id, identity)
         old = self._pins.get(pin_id)
-        if old is not None and _names(old.identity) != _names(identity):
-            words = f"must not be that of a pin in another namespace or of another adapter, got {pin_id!r}"
-            raise AlreadyExists("pin_id", words)
         if old is None and len(self._pins) >= MAX_PINS:
             words = f"{MAX_PINS} pins are held, which is the most there can be; unpin one"
             raise LimitExceeded(words, limit=MAX_PINS)

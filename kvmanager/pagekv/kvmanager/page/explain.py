@@ -8,7 +8,7 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
-from pagekv.kvmanager.api.validation import MAX_NAME_BYTES
+from pagekv.kvmanager.api.validation import MAX_NAME_BYTES, check_adapter
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
@@ -21,13 +21,14 @@ _FIELDS = frozenset({"text", "token_ids", "namespace", "adapter"})
 
 async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str, Any]:
     """The answer to {"text": ...} or {"token_ids": [...]}, with "namespace" and "adapter" or without. Raises
-    InvalidRequest, Unavailable.
+    InvalidRequest, NotFound, Unavailable.
     """
     if not isinstance(asked, dict) or not asked.keys() <= _FIELDS:
         raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
     if ("text" in asked) == ("token_ids" in asked):
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
-    identity = CacheIdentity(namespace=_name(asked, "namespace"), adapter_id=_name(asked, "adapter"))
+    identity = CacheIdentity(namespace=_name(asked, "namespace"))
+    check_adapter(_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
     found = engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS)
     return {

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
+from pagekv.common.error_line import FAILED, error_line
 from pagekv.common.flags import FlagParser, add_flags, from_args, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
 from pagekv.kvmanager.replay.modes import replay_cache, replay_timed
@@ -140,8 +141,9 @@ def make_parser() -> FlagParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `python -m pagekv.kvmanager.replay`."""
-    parser = make_parser()
-    args = parser.parse(argv)
+    parser, given = make_parser(), list(sys.argv[1:] if argv is None else argv)
+    parser.as_json = "--json" in given
+    args = parser.parse(given)
     if (args.trace is None) == (args.steps is None):
         parser.error("give either a TRACE or --steps FILE")
     try:
@@ -160,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     else:
         return 0
-    sys.stderr.write(f"{PROG}: {reason}\n")
+    sys.stderr.write(f"{error_line(FAILED, reason) if args.json else f'{PROG}: {reason}'}\n")
     return 1
 
 

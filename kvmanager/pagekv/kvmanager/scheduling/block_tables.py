@@ -299,11 +299,16 @@ class BlockTables:
         # In blocks that were copied out nothing tells the void apart.
         self.swapper.release(sequence)
 
-    def append_blocks(
-        self, sequences: Sequence[Seq], blocks: Blocks, tokens: BlockTokens, token_bytes: Sequence[bytes]
+    def publish_last(
+        self,
+        sequences: Sequence[Seq],
+        tokens: BlockTokens,
+        token_bytes: Sequence[bytes],
+        *,
+        computed_now: bool,
     ) -> None:
-        """Appends one block, [n], to each table, whose last block is full with `tokens`, [n, block_size], or
-        `token_bytes`, and publishes that last block. Each decoding sequence needs this once in block_size steps.
+        """Publishes the last block of each table, which is full with `tokens`, [n, block_size], or `token_bytes`. Each
+        decoding sequence needs this once in block_size steps. `computed_now` as in `publish`.
         """
         size = self._block_size
         prefix_cache = self.limits.prefix_cache
@@ -312,14 +317,14 @@ class BlockTables:
         before: list[Node] = []
         digests: list[bytes] = []
         parents: list[bytes] = []
-        for position, (sequence, block, raw) in enumerate(zip(sequences, blocks.tolist(), token_bytes, strict=True)):
+        for position, (sequence, raw) in enumerate(zip(sequences, token_bytes, strict=True)):
             table = sequence.block_table
             index = len(table) - 1
             full = index * size + size
             if prefix_cache and sequence.publishes and sequence.num_published == index:
                 # A first block with names gets them there, later ones have those of the block before.
                 if full > sequence.first_media or (index == 0 and sequence.request.names):
-                    self.publish(sequence)
+                    self.publish(sequence, computed_now=computed_now)
                 else:
                     known = sequence.digests
                     # With blocks of one token the next may be known, and have its digest, already.
@@ -333,8 +338,9 @@ class BlockTables:
                     digests.append(digest)
                     parents.append(parent)
             sequence.num_published = index + 1
-            table.append(block)
         if ready:
+            if computed_now and self.limits.partial_hits:
+                self._being_computed.append(np.array(offered, np.int32))
             for place in self.pool.publish_after(offered, digests, before, parents, tokens[ready]):
                 # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]

@@ -217,11 +217,19 @@ class DecodeBatch:
         full = self.computed[at] == self.slots[at]
         return rows[full] if np.count_nonzero(full) else rows[:0]
 
-    def promise(self, rows: Rows) -> None:
-        """One more position is computed in each of these rows, ascending, and a token promised."""
+    def promise(self, rows: Rows) -> Rows:
+        """One more position is computed in each of these rows, ascending, and a token promised. Returns the rows whose
+        last block ends with that position, where its token is known.
+        """
         at = self.span(rows)
-        self.computed[at] += 1
-        self.pending[at] += 1
+        computed, pending = self.computed[at], self.pending[at]
+        completed = rows[:0]
+        # With a step in flight most tokens, and often all, are promised.
+        if np.count_nonzero(pending) < len(rows):
+            completed = rows[(pending == 0) & (computed + 1 == self.slots[at])]
+        self.computed[at] = computed + 1
+        self.pending[at] = pending + 1
+        return completed
 
     def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
         """Adds one token to each row, none of a finished sequence; returns how many each row knows now, not to be

@@ -124,7 +124,11 @@ class Scheduler:
         rows = batch.decoding_rows()
         if not len(rows):
             return
-        exhausted = batch.exhausted(rows)
+        full, exhausted = batch.full(rows), batch.exhausted(rows)
+        filled = batch.sequences(full)
+        if filled:
+            # Also of sequences that end or pause here: what their last token completed can be hit from now on.
+            self._publish(full, filled, computed_now=False)
         if len(exhausted):
             for sequence in batch.sequences(exhausted):
                 self._running.drain(sequence)
@@ -132,23 +136,40 @@ class Scheduler:
         others: list[int] = []
         if len(rows) > step.room:
             rows, others = self._first_in_order(step.room)
-        full = batch.full(rows)
-        if len(full) and self._allocate_slots(step, full):
+        if len(exhausted) or others:
+            full = batch.full(rows)
+            filled = batch.sequences(full)
+        if filled and self._allocate_slots(step, full, filled):
             rows = rows[batch.decoding[rows]]
         for seq_id in others:
             if batch.decoding[seq_id]:
                 step.add_pause(seq_id)
-        step.add_decodes(rows)
+        completed = step.add_decodes(rows)
+        if len(completed):
+            self._publish(completed, batch.sequences(completed), computed_now=True)
+
+    def _publish(self, rows: Rows, sequences: list[Seq], *, computed_now: bool) -> None:
+        """Publishes the last block of each of these sequences, unless that has been done: full, known, and computed by
+        a step in flight or, if `computed_now`, by the one being planned. `rows` are theirs, ascending.
+
+        vLLM caches blocks at the same two moments: `KVCacheManager.allocate_slots` those whose tokens are known, and
+        `AsyncScheduler` the others when the result has come.
+        """
+        due = [at for at, sequence in enumerate(sequences) if sequence.num_published < len(sequence.block_table)]
+        if len(due) < len(sequences):
+            rows, sequences = rows[due], [sequences[at] for at in due]
+        tokens, raw = self._running.batch.complete_blocks(rows)
+        self._tables.publish_last(sequences, tokens, raw, computed_now=computed_now)
 
     def _first_in_order(self, count: int) -> tuple[Rows, list[int]]:
         """Rows of the first `count` of the running order that decode, ascending, and seq_ids of the others."""
         seq_ids = [s.seq_id for s in self.running if self._running.batch.decoding[s.seq_id]]
         return np.array(sorted(seq_ids[:count]), np.intp), seq_ids[count:]
 
-    def _allocate_slots(self, step: StepBuilder, rows: Rows) -> bool:
-        """One more block for each of these decodes, whose tables are full; True if that preempted sequences."""
-        batch = self._running.batch
-        sequences = batch.sequences(rows)
+    def _allocate_slots(self, step: StepBuilder, rows: Rows, sequences: list[Seq]) -> bool:
+        """One more block for each of these sequences, in these rows, whose tables are full; True if that preempted
+        any.
+        """
         blocks = self._tables.allocate(len(rows))
         preempts = blocks is None
         if blocks is None:
@@ -156,8 +177,9 @@ class Scheduler:
             sequences = list(found)
             rows = np.array([sequence.seq_id for sequence in sequences], np.intp)
             blocks = np.array(list(found.values()), np.int32)
-        self._tables.append_blocks(sequences, blocks, *batch.complete_blocks(rows))
-        batch.slots[rows] += self.pool.block_size
+        for sequence, block in zip(sequences, blocks.tolist(), strict=True):
+            sequence.block_table.append(block)
+        self._running.batch.slots[rows] += self.pool.block_size
         step.plan.append_seq_ids += rows.tolist()
         step.plan.append_blocks += blocks.tolist()
         return preempts

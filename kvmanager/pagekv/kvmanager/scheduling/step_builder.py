@@ -29,12 +29,12 @@ class StepBuilder:
         """Sequences at the executor in this step."""
         return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
 
-    def add_decodes(self, rows: Rows) -> None:
-        """One token for each of these sequences, ascending."""
-        self._running.batch.promise(rows)
+    def add_decodes(self, rows: Rows) -> Rows:
+        """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
         self._decodes = rows
         self.plan.num_tokens += len(rows)
         self.room -= len(rows)
+        return self._running.batch.promise(rows)
 
     def add_pause(self, seq_id: int) -> None:
         """A sequence at the executor computes nothing in this step."""

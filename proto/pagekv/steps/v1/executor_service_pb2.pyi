@@ -24,14 +24,17 @@ Protocol
   P7  A refused step ends the stream after the results of the steps before it. The epoch is over.
   P8  When the manager half-closes the stream, the executor answers the steps that it has, ends the stream with OK,
       and the epoch is over.
-  P9  The executor takes in at least two steps before it has answered the first, and max_steps_in_flight at most. A
-      manager that sends more waits in its flow control; nothing is refused.
+  P9  The executor takes in max_steps_in_flight steps, at least two, before it has answered the first. A manager may
+      send more: they wait in gRPC's flow control, and no step is refused for coming early.
   P10 A manager pings an idle connection every 10 seconds, also while no call is open. An executor must not answer
       such pings with GOAWAY.
-  P11 Describe and Attach refuse a field out of its bounds (INVALID_ARGUMENT, the field named), Attach also a feature
-      or revision that the executor does not know (FAILED_PRECONDITION) and pools that do not fit
-      (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
+  P11 Describe and Attach refuse a field out of its bounds (INVALID_ARGUMENT, the field named) and a field that the
+      executor does not know (INVALID_ARGUMENT). Attach also refuses a feature or revision that the executor does not
+      know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
+      Describe answers every contract_revision within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
+  P13 A step may be far larger than gRPC's default limit of 4 MiB, because sequences enter whole: the executor takes
+      messages of 256 MiB.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
 touched.
@@ -209,7 +212,9 @@ global___SequenceFailure = SequenceFailure
 
 @typing.final
 class DescribeRequest(google.protobuf.message.Message):
-    """The manager's plan."""
+    """The manager's plan. Where a later revision adds a field, a manager sends it only to an executor whose Describe, asked
+    without it, has named that revision; the same holds for AttachRequest.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -237,7 +242,7 @@ global___DescribeRequest = DescribeRequest
 
 @typing.final
 class DescribeResponse(google.protobuf.message.Message):
-    """The model, its geometry, and the executor's limits."""
+    """The model, its geometry, and the executor's limits. A manager refuses an executor with a field out of its bounds."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -282,29 +287,31 @@ class DescribeResponse(google.protobuf.message.Message):
     MAX_LOGPROBS_FIELD_NUMBER: builtins.int
     SAMPLER_FIELD_NUMBER: builtins.int
     model_id: builtins.str
-    """Directory or hub id of the model."""
+    """Directory or hub id of the model, one line of at most 4096 characters; empty: there is none."""
     model_fingerprint: builtins.str
-    """Digest of configuration and weights, in hex. How it is computed is the executor's own affair; the same
+    """Digest of configuration and weights, 1 to 128 hex digits. How it is computed is the executor's own affair; the same
     configuration and weights always give the same digest, and others never do.
     """
     num_layers: builtins.int
-    """Layers with keys and values."""
+    """Layers with keys and values, 1 to 65536."""
     num_kv_heads: builtins.int
-    """KV heads per layer."""
+    """KV heads per layer, 1 to 65536."""
     head_size: builtins.int
-    """Elements per head."""
+    """Elements per head, 1 to 65536."""
     kv_dtype: builtins.str
-    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "digest" for the oracle."""
+    """Element type of the pool: "float32", "bfloat16", "float16", "float64"; "float8_e4m3fn" under --kv-dtype fp8;
+    "digest" for the oracle. 1 to 64 characters of [a-z0-9._-].
+    """
     vocab_size: builtins.int
-    """Token ids are below this."""
+    """Token ids are below this; 1 to 2^31 - 1."""
     max_model_len: builtins.int
-    """Longest sequence the model can hold."""
+    """Tokens of the longest sequence the model can hold, 2 to 2^31 - 1."""
     bytes_per_block: builtins.int
-    """Size of one block of the asked block size, in bytes."""
+    """Size of one block of the asked block size, in bytes, 1 to 2^48."""
     device_kv_bytes: builtins.int
-    """Bytes free for the device pool, measured after the profiling pass."""
+    """Bytes free for the device pool, measured after the profiling pass, at most 2^62."""
     host_kv_bytes: builtins.int
-    """Bytes the executor allows for the host pool; 0: no host pool."""
+    """Bytes the executor allows for the host pool, at most 2^62; 0 exactly where HOST_POOL is not among the features."""
     device_to_host_bytes_per_s: builtins.int
     """Measured bandwidth device to host, bytes per second; 0: not measured."""
     host_to_device_bytes_per_s: builtins.int
@@ -312,15 +319,19 @@ class DescribeResponse(google.protobuf.message.Message):
     prefill_tokens_per_s: builtins.int
     """Measured prefill rate, tokens per second; 0: not measured."""
     layout: builtins.str
-    """Name of the pool layout; the manager repeats it in Attach."""
+    """Name of the pool layout, one line of 1 to 128 characters; the manager repeats it in Attach."""
     backend: builtins.str
-    """"cpu", "cuda" or "oracle"; any other name for an executor of somebody else's."""
+    """"cpu", "cuda" or "oracle"; any other name, one line of 1 to 64 characters, for an executor of somebody
+    else's.
+    """
     max_sequences: builtins.int
-    """Most sequences one step may hold."""
+    """Most sequences one step may hold, 1 to 2^31 - 1."""
     contract_revision: builtins.int
-    """Latest revision of this contract that the executor knows: 1 is this file. 0 is refused by managers."""
+    """Latest revision of this contract that the executor knows: 1 is this file; at most 65535. 0 is refused by
+    managers.
+    """
     max_steps_in_flight: builtins.int
-    """Steps it takes in before it has answered the first (P9), at least 2."""
+    """Steps it takes in before it has answered the first (P9), 2 to 2^31 - 1."""
     max_logprobs: builtins.int
     """Most StepSampling.logprobs, 0 to 128; below the 20 that clients may ask for, requests for more are refused."""
     sampler: builtins.str
@@ -330,15 +341,15 @@ class DescribeResponse(google.protobuf.message.Message):
     """
     @property
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """Versions of the parts, by name; for people to read."""
+        """Versions of the parts, by name, at most 64; for people to read."""
 
     @property
     def eos_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Ids that end a sequence."""
+        """Ids that end a sequence, at most 960, each below vocab_size."""
 
     @property
     def features(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___ExecutorFeature.ValueType]:
-        """Abilities besides those that every executor has."""
+        """Abilities besides those that every executor has, at most 64, none twice."""
 
     def __init__(
         self,
@@ -711,7 +722,8 @@ class StepResult(google.protobuf.message.Message):
 
     @property
     def failed_seqs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
+        """Fields 9 and 10 are for transfers between executors (DESIGN 4): nothing else takes the numbers.
+        Column one: sequences that would have sampled and could not, each once, none of sampled_seqs. They stay live
         until a step finishes them and sample nothing more: a later step that would sample them names them here again,
         and steps count their tokens as if they had. What they wrote to blocks in this step and later ones is void. Their
         requests end, the epoch goes on.
@@ -752,14 +764,14 @@ class SampledLogprobs(google.protobuf.message.Message):
     seq_id: builtins.int
     """The sequence."""
     chosen: builtins.float
-    """Natural-log probability of the chosen token under the raw logits."""
+    """Natural-log probability of the chosen token under the raw logits, at most 0 but for rounding."""
     @property
     def top_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The likeliest tokens, best first."""
 
     @property
     def top_logprobs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
-        """Their natural-log probabilities, as many."""
+        """Their natural-log probabilities, as many, each at most 0 but for rounding."""
 
     def __init__(
         self,

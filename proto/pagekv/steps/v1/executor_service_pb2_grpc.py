@@ -77,6 +77,11 @@ class ExecutorServiceServicer(object):
         """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
         stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
         INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+        The status tells a manager whose fault the end was. ABORTED, FAILED_PRECONDITION, and UNAVAILABLE with google.rpc
+        details (an executor that is stopped in order) blame no step. UNAVAILABLE without details and CANCELLED come from
+        gRPC itself when the process is gone. Any other status is a failed step, also UNKNOWN, which gRPC libraries make of
+        an exception, RESOURCE_EXHAUSTED, and OK while steps are unanswered. Requests whose step failed again and again
+        end with an error.
         The messages are named for what they are, one step of many, and not for the call.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME

@@ -24,14 +24,17 @@ Protocol
   P7  A refused step ends the stream after the results of the steps before it. The epoch is over.
   P8  When the manager half-closes the stream, the executor answers the steps that it has, ends the stream with OK,
       and the epoch is over.
-  P9  The executor takes in at least two steps before it has answered the first, and max_steps_in_flight at most. A
-      manager that sends more waits in its flow control; nothing is refused.
+  P9  The executor takes in max_steps_in_flight steps, at least two, before it has answered the first. A manager may
+      send more: they wait in gRPC's flow control, and no step is refused for coming early.
   P10 A manager pings an idle connection every 10 seconds, also while no call is open. An executor must not answer
       such pings with GOAWAY.
-  P11 Describe and Attach refuse a field out of its bounds (INVALID_ARGUMENT, the field named), Attach also a feature
-      or revision that the executor does not know (FAILED_PRECONDITION) and pools that do not fit
-      (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
+  P11 Describe and Attach refuse a field out of its bounds (INVALID_ARGUMENT, the field named) and a field that the
+      executor does not know (INVALID_ARGUMENT). Attach also refuses a feature or revision that the executor does not
+      know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
+      Describe answers every contract_revision within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
+  P13 A step may be far larger than gRPC's default limit of 4 MiB, because sequences enter whole: the executor takes
+      messages of 256 MiB.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
 touched.
@@ -143,6 +146,11 @@ class ExecutorServiceStub:
     """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
     stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
     INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+    The status tells a manager whose fault the end was. ABORTED, FAILED_PRECONDITION, and UNAVAILABLE with google.rpc
+    details (an executor that is stopped in order) blame no step. UNAVAILABLE without details and CANCELLED come from
+    gRPC itself when the process is gone. Any other status is a failed step, also UNKNOWN, which gRPC libraries make of
+    an exception, RESOURCE_EXHAUSTED, and OK while steps are unanswered. Requests whose step failed again and again
+    end with an error.
     The messages are named for what they are, one step of many, and not for the call.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -175,6 +183,11 @@ class ExecutorServiceAsyncStub:
     """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
     stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
     INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+    The status tells a manager whose fault the end was. ABORTED, FAILED_PRECONDITION, and UNAVAILABLE with google.rpc
+    details (an executor that is stopped in order) blame no step. UNAVAILABLE without details and CANCELLED come from
+    gRPC itself when the process is gone. Any other status is a failed step, also UNKNOWN, which gRPC libraries make of
+    an exception, RESOURCE_EXHAUSTED, and OK while steps are unanswered. Requests whose step failed again and again
+    end with an error.
     The messages are named for what they are, one step of many, and not for the call.
     buf:lint:ignore RPC_REQUEST_STANDARD_NAME
     buf:lint:ignore RPC_RESPONSE_STANDARD_NAME
@@ -213,6 +226,11 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         """Runs steps strictly in order, one result per step. One stream per epoch. A step that breaks a rule ends the
         stream before any memory is touched: ABORTED (stale epoch), INVALID_ARGUMENT (anything else, the field named);
         INTERNAL when the computation itself failed. After an error the epoch is over: attach again.
+        The status tells a manager whose fault the end was. ABORTED, FAILED_PRECONDITION, and UNAVAILABLE with google.rpc
+        details (an executor that is stopped in order) blame no step. UNAVAILABLE without details and CANCELLED come from
+        gRPC itself when the process is gone. Any other status is a failed step, also UNKNOWN, which gRPC libraries make of
+        an exception, RESOURCE_EXHAUSTED, and OK while steps are unanswered. Requests whose step failed again and again
+        end with an error.
         The messages are named for what they are, one step of many, and not for the call.
         buf:lint:ignore RPC_REQUEST_STANDARD_NAME
         buf:lint:ignore RPC_RESPONSE_STANDARD_NAME

@@ -12,11 +12,14 @@ import pytest
 from support.clients.scripted_server import Fails, ScriptedServer, free_port
 from support.clients.stack import environment
 
-from pagekv.client.cli.commands.up import ALIASES
+from pagekv.client.cli.commands import up
 from pagekv.client.cli.main import GROUPS, main, make_parser
 from pagekv.client.cli.terminal import Terminal
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
+
+# Commands whose output is a script of its own.
+SCRIPTS = ("completion",)
 
 
 def test_an_error_is_one_line_and_exit_status_1(
@@ -68,15 +71,15 @@ def test_every_command_has_help_and_json(capfd: pytest.CaptureFixture[str], monk
         main(["--help"])
     listed = capfd.readouterr().out
     subparsers: Any = next(action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
-    assert {*subparsers.choices} == {name for names in GROUPS.values() for name in names} | {*ALIASES}
+    assert {*subparsers.choices} == {name for names in GROUPS.values() for name in names} | {*up.ALIASES}
     for name in subparsers.choices:
-        assert name in ALIASES or f"    {name}" in listed
+        assert name in up.ALIASES or f"    {name}" in listed
         try:
             status: object = main([name, "--help"])  # replay leaves its flags to the process it starts
         except SystemExit as exit:
             status = exit.code
         assert status == 0
-        assert "--json" in capfd.readouterr().out
+        assert ("--json" in capfd.readouterr().out) == (name not in SCRIPTS)
 
 
 def test_options_may_stand_before_the_command(
@@ -91,18 +94,48 @@ def test_options_may_stand_before_the_command(
     ("command", "message"),
     [
         ("stat", "no command 'stat'; did you mean 'stats'?"),
+        ("serv", "no command 'serv'; did you mean 'serve'?"),
+        (
+            "generate x --max-token 5",
+            "pagekv generate: unrecognized arguments: --max-token 5; did you mean --max-tokens?\n",
+        ),
+        ("generate x --max-token 5", "Try 'pagekv generate --help'.\n"),
+        ("pin x --lease 0", "got '0'\nTry 'pagekv pin --help'.\n"),
         ("frobnicate", "no command 'frobnicate'\n"),
         ("--target 127.0.0.1:1 plan demo", "unrecognized arguments: --target=127.0.0.1:1"),
     ],
 )
-def test_commands_that_there_are_not(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_nearest_name_and_where_help_is(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:
         main(command.split())
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["help", "help stats"])
+def test_help_is_a_command_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = []
+    for argv in (command.split(), [*command.split()[1:], "--help"]):
+        with pytest.raises(SystemExit) as exit:
+            main(argv)
+        assert exit.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+def test_usage_begins_with_the_command_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    commands: Any = next(action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
+    for name, parser in commands.choices.items():
+        json_flag = "" if name in SCRIPTS else " [--json]"
+        assert name in up.ALIASES or parser.format_usage().startswith(f"usage: pagekv {name} [-h]{json_flag}")
+    with pytest.raises(SystemExit):
+        main(["stats", "--help"])
+    line = "usage: pagekv stats [-h] [--json] [--target HOST:PORT] [--timeout S] [--watch [S]]"
+    assert capsys.readouterr().out.splitlines()[0] == line
+
+
 def test_serve_is_up() -> None:
+    assert "    up, serve    start an executor" in make_parser().format_help()
     assert make_parser().parse(["serve"]) == make_parser().parse(["up"])
 
 

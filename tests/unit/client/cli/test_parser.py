@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from support.clients.scripted_server import ScriptedServer
 
-from pagekv.client.cli.main import main
+from pagekv.client.channel import DEFAULT_TARGET
+from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.parser import token_ids
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -47,6 +48,20 @@ def test_a_bad_environment_variable_is_named(
         main(["health"])
     assert caught.value.code == 2
     assert "PAGEKV_TARGET" in capsys.readouterr().err
+
+
+def test_an_address_on_the_command_line_is_blamed_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PAGEKV_TARGET", "127.0.0.1:5")
+    with pytest.raises(SystemExit):
+        main(["--target", "nonsense", "health"])
+    assert capsys.readouterr().err.startswith("pagekv health: argument --target: must be host:port")
+
+
+def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PAGEKV_TARGET", "")
+    assert make_parser().parse(["health"]).target == DEFAULT_TARGET
 
 
 def test_token_ids_have_commas_or_spaces_between_them() -> None:

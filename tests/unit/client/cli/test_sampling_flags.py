@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.clients.scripted_server import ScriptedServer, chunk, complete
+from support.clients.scripted_server import ScriptedServer, answer, chunk, complete
 
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.sampling_flags import Stopwatch, options_of
@@ -26,7 +26,7 @@ def test_how_often_it_was_preempted_is_told(
 
 
 def test_finish_reasons_are_shown(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
-    server.expect("Generate", complete(4, reason=types_pb2.FINISH_REASON_ABORT))
+    server.expect("Generate", *answer(4, reason=types_pb2.FINISH_REASON_ABORT))
     assert main(["generate", "x"]) == 0
     assert capsys.readouterr().err.endswith("abort]\n")
 
@@ -55,4 +55,6 @@ def test_rates_leave_the_first_message_out(monkeypatch: pytest.MonkeyPatch) -> N
     assert (watch.ttft_s, watch.tokens_per_s(5)) == (None, None)
     watch.see(made((1, 2), 2))
     watch.see(made((3, 4, 5, 6), 6))
+    # The end alone, at which the clock is not even read.
+    watch.see(made((), 6))
     assert (watch.ttft_s, watch.tokens_per_s(6)) == (0.5, 2.0)

@@ -31,6 +31,23 @@ def test_styles_only_on_a_terminal_that_wants_them() -> None:
         assert err.getvalue().endswith("\r\x1b[Kwrong\n" if styled else "note\nwrong\n")
 
 
+def test_an_error_and_the_end_have_lines_of_their_own() -> None:
+    out, err = io.StringIO(), io.StringIO()
+    terminal = Terminal(out, err, {})
+    terminal.error("at once")
+    terminal.end_line()
+    assert out.getvalue() == ""
+    terminal.write("half a")
+    terminal.write("")
+    terminal.error("wrong")
+    terminal.end_line()
+    assert out.getvalue() == "half a\n"
+    terminal.write("half")
+    terminal.end_line()
+    terminal.end_line()
+    assert out.getvalue() == "half a\nhalf\n"
+
+
 def test_tables_and_times() -> None:
     assert table([("a", 10), ("bcd", 2)], ("name", "n"), indent=" ") == " name   n\n a     10\n bcd    2"
     assert table([]) == ""

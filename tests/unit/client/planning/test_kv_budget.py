@@ -14,6 +14,7 @@ from pagekv.client.planning.kv_budget import (
     footprint,
     prefix_saving,
     shard_kv_heads,
+    sharing_requests,
     tail_of,
     waste,
 )
@@ -122,6 +123,18 @@ def test_memory_for_exactly_one_request_admits_it() -> None:
     geometry = KvGeometry(layers=1, kv_heads=1, head_size=1, dtype="int8", context=25)
     assert capacity(geometry, 1, 1, 52, 0.04).full_context_requests == 1
     assert capacity(geometry, 1, 1, 51, 0.04).full_context_requests == 0
+
+
+def test_a_shared_prefix_is_held_once_by_all_that_fit() -> None:
+    """Of 3,276 blocks 256 hold 4,096 common tokens; 256 more, and 4 %, for each request of 8,192."""
+    found = capacity(GQA_80, 16, 2, 8 * GIB, 0.04)
+    assert sharing_requests(GQA_80, 16, found, 4096) == int((3276 - 256) / (256 * 1.04)) == 11
+    assert sharing_requests(GQA_80, 16, found, 15) == found.full_context_requests == 6
+    assert sharing_requests(GQA_80, 16, capacity(GQA_80, 16, 2, 2**20, 0.04), 4096) == 0
+
+
+def test_block_tables_take_four_bytes_an_entry() -> None:
+    assert capacity(GQA_80, 16, 2, 8 * GIB, 0.04).table_bytes == 6 * 512 * 4
 
 
 def test_fp8_halves_the_bytes_of_float16() -> None:

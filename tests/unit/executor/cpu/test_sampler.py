@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +14,7 @@ from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
 from pagekv.executor.backend.sampling import uniform
-from pagekv.executor.cpu.sampler import draw, filtered_weights, sample
+from pagekv.executor.cpu.sampler import sample
 
 VOCAB = 12
 
@@ -108,16 +107,6 @@ def test_neighbours_change_nothing(row: list[float], others: list[list[float]], 
     states = [state_of(Sampling(temperature=1.0, seed=9), [1], 1, seq_id=index) for index in range(len(batch))]
     states[place] = state
     assert sample(torch.tensor(batch), states)[place] == alone
-
-
-def test_draws_follow_the_distribution() -> None:
-    weights: npt.NDArray[np.float64] = filtered_weights(np.log([0.1, 0.2, 0.3, 0.4]), Sampling(temperature=1.0))
-    drawn = np.bincount([draw(weights, uniform(3, 0, position)) for position in range(10_000)], minlength=4)
-    assert drawn / 10_000 == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.02)
-
-
-def test_a_number_next_to_one_stays_in_the_distribution() -> None:
-    assert draw(np.array([0.3, 0.7, 0.0]), math.nextafter(1, 0)) == 1
 
 
 def test_greedy_ties_go_to_the_lowest_id() -> None:

@@ -10,8 +10,9 @@ from support.engine.cache_harness import TOKENIZER, run
 from support.engine.fake_engine import FakeEngine
 from support.prompts import as_chat, as_prompt
 
-from pagekv.common.errors import LimitExceeded
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
+from pagekv.client.errors import from_rpc_error
+from pagekv.common.errors import LimitExceeded, NotFound
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -19,19 +20,18 @@ if TYPE_CHECKING:
     from pagekv.v1.cache_service_pb2_grpc import CacheServiceAsyncStub as CacheStub
 
 IDS = as_prompt([5, 6, 7])
+MEDIA = types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=1, length=1, hash="h")])
 NO_WRITE = types_pb2.CacheControls(write=False)
 
 
 def test_lookup_prefix() -> None:
     async def body(engine: FakeEngine, stub: CacheStub) -> None:
-        controls = types_pb2.CacheControls(
-            namespace="n", media_hashes=[types_pb2.MediaHash(position=1, length=2, hash="h")]
-        )
+        controls = types_pb2.CacheControls(namespace="n")
         answer = await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=IDS, cache=controls))
         assert (answer.prompt_tokens, answer.device_tokens, answer.host_tokens) == (3, 8, 4)
         assert answer.partial_tokens == 2
         assert list(answer.block_ids) == [7, 3]
-        assert engine.lookups == [([5, 6, 7], CacheIdentity("n", media=(MediaSpan(1, 2, "h"),)))]
+        assert engine.lookups == [([5, 6, 7], CacheIdentity("n"))]
         await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=as_prompt("void")))
         assert engine.lookups[1][0] == [0, *TOKENIZER.encode("void", special_tokens=False, limit=9)]
 
@@ -53,14 +53,9 @@ def test_lookup_prefix() -> None:
             pb.LookupPrefixRequest(prompt=IDS, cache=types_pb2.CacheControls(namespace="n" * 257)),
             "cache.namespace",
         ),
-        (
-            "LookupPrefix",
-            pb.LookupPrefixRequest(
-                prompt=IDS,
-                cache=types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=3, length=1, hash="h")]),
-            ),
-            "cache.media_hashes[0].position",
-        ),
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=IDS, cache=MEDIA), "cache.media_hashes: must be empty"),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, cache=MEDIA), "cache.media_hashes: must be empty"),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=1, cache=MEDIA), "cache.media_hashes: must be"),
         ("ExplainPrefix", pb.ExplainPrefixRequest(), "prompt"),
         ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, page_token="3"), "page_token"),
         ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, page_size=10001), "page_size"),
@@ -83,12 +78,33 @@ def test_bad_fields(method: str, message: Any, field: str) -> None:
     run(body)
 
 
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("LookupPrefix", pb.LookupPrefixRequest(prompt=IDS, adapter="lora")),
+        ("ExplainPrefix", pb.ExplainPrefixRequest(prompt=IDS, adapter="lora")),
+        ("PinPrefix", pb.PinPrefixRequest(prompt=IDS, lease_seconds=1, adapter="lora")),
+    ],
+)
+def test_an_adapter_is_not_found(method: str, message: Any) -> None:
+    async def body(engine: FakeEngine, stub: CacheStub) -> None:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="adapter: there is no 'lora', the model has no adapters"
+        ) as caught:
+            await getattr(stub, method)(message)
+        error = from_rpc_error(caught.value, "")
+        assert isinstance(error, NotFound)
+        assert (error.kind, error.name, engine.lookups) == ("adapter", "lora", [])
+
+    run(body)
+
+
 def test_explain_prefix_in_pages() -> None:
     async def body(engine: FakeEngine, stub: CacheStub) -> None:
         prompt = as_prompt([5] * 9)
         controls = types_pb2.CacheControls(namespace="n")
-        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(prompt=prompt, cache=controls, adapter="a"))
-        assert engine.lookups == [([5] * 9, CacheIdentity("n", "a"))]
+        answer = await stub.ExplainPrefix(pb.ExplainPrefixRequest(prompt=prompt, cache=controls))
+        assert engine.lookups == [([5] * 9, CacheIdentity("n"))]
         hit, old, tail = answer.blocks
         assert hit == pb.BlockExplanation(
             end=4, outcome=pb.BLOCK_OUTCOME_HIT, block_hash="aa", block_id=7, reason="cached", shared_tokens=4

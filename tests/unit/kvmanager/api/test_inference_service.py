@@ -40,6 +40,21 @@ def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
     run(body)
 
 
+def test_an_adapter_is_not_found_and_the_base_model_does_not_answer() -> None:
+    async def body(h: Harness) -> None:
+        message = request()
+        message.adapter = "lora"
+        code, words, status = await refusal(h.stub.Generate(message))
+        assert code is grpc.StatusCode.NOT_FOUND
+        assert words == "adapter: there is no 'lora', the model has no adapters"
+        assert detail(status, error_details_pb2.ErrorInfo()).reason == "NOT_FOUND"
+        info = detail(status, error_details_pb2.ResourceInfo())
+        assert (info.resource_type, info.resource_name) == ("adapter", "lora")
+        assert h.engine.commands == []
+
+    run(body)
+
+
 def test_a_request_for_another_model_is_refused() -> None:
     """A resumed request names the model that its first answer named, and no other may go on with it."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import grpc
 import pytest
 from support.engine.inference_harness import LENGTH, STOP, Harness, bytes_of, request, run, tokens_of
 
@@ -80,6 +82,7 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
         sent = tokens_of("a") + smile[:2]
         call = await h.start(request(resumed_token_ids=sent, params={"stop": ["😀x"]}))
         assert h.engine.commands[0].resumed_tokens == 3
+        h.engine.cached_tokens = 4
         h.engine.push("r", *smile[2:])
         chunk = (await call.read()).chunk
         assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
@@ -88,6 +91,8 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
         complete = (await call.read()).complete
         assert (complete.text, list(complete.token_ids)) == ("😀y", smile[2:] + tokens_of("y"))
         assert complete.completion_tokens == 6
+        # Four of the five tokens that the engine was given were cached: the prompt has two.
+        assert (chunk.cached_tokens, complete.cached_tokens) == (2, 2)
 
     run(body)
 
@@ -111,6 +116,26 @@ def test_a_resumed_output_that_was_whole_ends_at_once(
         complete = messages[0].complete
         assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
         assert (complete.completion_tokens, list(complete.token_ids), complete.text) == (2, [], "")
+        assert h.engine.commands == []
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("params", "output", "why"),
+    [
+        ({"stop": ["b"]}, "abc", "stop string 'b' ends the output there"),
+        ({"stop_token_ids": tokens_of("b")}, "abc", "ends the output"),
+        ({}, ["a", "</s>", "c"], "ends the output"),
+    ],
+)
+def test_resumed_tokens_behind_an_end_are_refused(params: dict[str, Any], output: Sequence[str], why: str) -> None:
+    async def body(h: Harness) -> None:
+        ids = [token for c in output for token in tokens_of(c)]
+        with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
+            [_ async for _ in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "resumed_token_ids[1]: must be the last of them" in (caught.value.details() or "")
         assert h.engine.commands == []
 
     run(body)

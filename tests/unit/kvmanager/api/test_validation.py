@@ -19,7 +19,7 @@ from support.engine.generate_requests import (
 )
 from support.prompts import as_prompt
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, NotFound
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -121,12 +121,7 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
     ),
     (cached(namespace="é" * 129), "cache.namespace", "at most 256 bytes of UTF-8, has 258"),
     (ids(5, adapter="a" * 257), "adapter", "at most 256 bytes of UTF-8, has 257"),
-    (media(0, 1, ""), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 0"),
-    (media(0, 1, "h" * 129), "cache.media_hashes[0].hash", "from 1 to 128 characters, has 129"),
-    (media(4, 1), "cache.media_hashes[0].position", "from 0 to 3, got 4"),
-    (media(1, 0), "cache.media_hashes[0].length", "from 1 to 3, got 0"),
-    (media(1, 4), "cache.media_hashes[0].length", "from 1 to 3, got 4"),
-    (cached(media_hashes=[types_pb2.MediaHash()] * 257), "cache.media_hashes", "at most 256 entries, has 257"),
+    (media(1, 2), "cache.media_hashes", "must be empty: the model takes no media, has 1 entries"),
     (resumed(17), "resumed_token_ids", r"at most max_tokens \(16\), has 17"),
     (resumed(1, sampling_params=N2), "resumed_token_ids", "must be empty with sampling_params.n of 2, has 1 ids"),
     (resumed(64), "resumed_token_ids", "at most 63 entries, has 64"),
@@ -135,11 +130,6 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
         resumed(3, sampling_params=types_pb2.SamplingParams(max_tokens=2)),
         "resumed_token_ids",
         r"at most max_tokens \(2\), has 3",
-    ),
-    (
-        resumed(2, cache=types_pb2.CacheControls(media_hashes=[types_pb2.MediaHash(position=2, length=1, hash="h")])),
-        "cache.media_hashes[0].position",
-        "from 0 to 1, got 2",
     ),
 ]
 
@@ -153,13 +143,20 @@ def test_refused(request_: pb.GenerateRequest, field: str, words: str) -> None:
     assert caught.value.field == field
 
 
+def test_an_adapter_is_looked_for_and_not_found() -> None:
+    """The base model must not answer in its place."""
+    with pytest.raises(NotFound, match="adapter: there is no 'lora', the model has no adapters") as caught:
+        read(ids(5, adapter="lora"))
+    assert (caught.value.kind, caught.value.name) == ("adapter", "lora")
+
+
 def test_every_field_of_the_contract_is_refused_somewhere() -> None:
     """Booleans and the seed, where every value is valid, aside; and the fingerprint, which is no bad field but a
     precondition.
     """
     free = {"seed", "ignore_eos", "read", "write", "only_complete", "model_fingerprint"}
     paths = " ".join(field for _, field, _ in REFUSED).replace("[", ".").replace("]", "").replace(".", " ").split()
-    messages = (pb.GenerateRequest, types_pb2.SamplingParams, types_pb2.CacheControls, types_pb2.MediaHash)
+    messages = (pb.GenerateRequest, types_pb2.SamplingParams, types_pb2.CacheControls)
     names = {field.name for message in messages for field in message.DESCRIPTOR.fields}
     assert names - free - {"sampling_params", "cache"} <= set(paths)
 

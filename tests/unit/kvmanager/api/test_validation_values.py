@@ -19,7 +19,7 @@ from support.engine.generate_requests import (
 )
 from support.prompts import as_chat, as_prompt
 
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -67,12 +67,10 @@ def test_every_value_arrives() -> None:
         ),
         cache=types_pb2.CacheControls(
             namespace="n" * 256,
-            media_hashes=[types_pb2.MediaHash(position=1, length=3, hash="h")],
             read=False,
             write=False,
         ),
         priority=-100,
-        adapter="a",
     )
     command, stops = read(request)
     assert stops == ["x" * 256, "y"]
@@ -96,7 +94,7 @@ def test_every_value_arrives() -> None:
             logit_bias={3: -100.0, 4: 100.0},
         ),
         n=64,
-        identity=CacheIdentity("n" * 256, "a", (MediaSpan(1, 3, "h"),), read=False, write=False),
+        identity=CacheIdentity("n" * 256, read=False, write=False),
         priority=-100,
         model_fingerprint=MODEL.model_fingerprint,
     )

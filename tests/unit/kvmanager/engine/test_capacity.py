@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import Bench, command, expect, read, run
+from support.engine.engine_harness import Bench, command, described, expect, read, run, until
 from support.engine.fake_engine import MODEL
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.capacity import blocks_needed, longest_sequence, total_tokens
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 
 
 @pytest.mark.parametrize(("tokens", "beams", "blocks"), [(1, 0, 0), (5, 0, 1), (6, 0, 2), (9, 0, 2), (6, 3, 6)])
@@ -38,3 +40,50 @@ def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.
         assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)
 
     run(monkeypatch, body, num_device_blocks=5)
+
+
+@pytest.mark.parametrize(
+    ("returns_with", "field", "words"),
+    [
+        # A prompt of 9 tokens and all of its output fitted before.
+        (
+            {"device_kv_bytes": 2},
+            "prompt",
+            "must have from 1 to 8: 9 tokens need 3 blocks, the pool has 2",
+        ),
+        ({"max_model_len": 9}, "prompt", "must have from 1 to 8: the context has 9 tokens"),
+        ({"device_kv_bytes": 3}, "sampling_params.max_tokens", "from 1 to 4, got 50: 59 tokens need 15 blocks"),
+        (
+            {"max_model_len": 30},
+            "sampling_params.max_tokens",
+            "from 1 to 21, got 50: the context has 30 tokens",
+        ),
+    ],
+)
+def test_an_executor_that_comes_back_smaller_is_told_with_bounds_that_can_be_kept(
+    monkeypatch: pytest.MonkeyPatch, returns_with: dict[str, int], field: str, words: str
+) -> None:
+    """Between the reading of a prompt and its submission another executor may come."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.description = described(**returns_with)
+        assert bench.link is not None
+        bench.link.lose()
+        await until(lambda: engine.queries.stats().executor_restarts_total == 1)
+        with pytest.raises(InvalidRequest, match=re.escape(words)) as caught:
+            engine.submit(command("x", [1] * 9, max_tokens=50))
+        assert caught.value.field == field
+
+    run(monkeypatch, body)
+
+
+def test_beams_that_the_pool_cannot_hold_are_refused_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prompt would be short enough for them."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        beams = SamplingParams(max_tokens=2, beam_width=4)
+        with pytest.raises(InvalidRequest, match=r"must be from 0 to 3 .*, got 4") as caught:
+            engine.submit(GenerateCommand("b", [1], beams))
+        assert caught.value.field == "sampling_params.beam_width"
+
+    run(monkeypatch, body, num_device_blocks=3)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from support.engine.fake_engine import MODEL
 
-from pagekv.common.errors import InvalidRequest, PageKVError, StaleEpoch, Unavailable
+from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.recovery import Fault
@@ -22,7 +22,7 @@ from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 class _Executor(pb_grpc.ExecutorServiceServicer):
     """Ends every stream of steps as it is told."""
 
-    def __init__(self, end: PageKVError | grpc.StatusCode) -> None:
+    def __init__(self, end: Exception | grpc.StatusCode) -> None:
         self._end = end
         self.revision = self.epoch = 1
         self.described = pb.DescribeRequest()
@@ -39,22 +39,36 @@ class _Executor(pb_grpc.ExecutorServiceServicer):
     async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
         if isinstance(self._end, PageKVError):
             await abort_with(context, self._end)
-        else:
+        elif isinstance(self._end, Exception):
+            raise self._end
+        elif self._end is not grpc.StatusCode.OK:
             await context.abort(self._end, "words")
+        return
         yield pb.StepResult()
+
+
+# By code of a status without details; of all others the step is at fault.
+FAULTS = {
+    grpc.StatusCode.ABORTED: Fault.NONE,
+    grpc.StatusCode.FAILED_PRECONDITION: Fault.NONE,
+    grpc.StatusCode.UNAVAILABLE: Fault.GONE,
+    grpc.StatusCode.CANCELLED: Fault.GONE,
+}
 
 
 @pytest.mark.parametrize(
     ("end", "fault"),
     [
-        (grpc.StatusCode.INTERNAL, Fault.STEP),
+        *((code, FAULTS.get(code, Fault.STEP)) for code in grpc.StatusCode),
+        (RuntimeError("whatever the model said"), Fault.STEP),
         (InvalidRequest("step", "must be 1"), Fault.STEP),
-        (grpc.StatusCode.UNAVAILABLE, Fault.GONE),
+        (LimitExceeded("no memory is left"), Fault.STEP),
         (Unavailable("the executor is shutting down"), Fault.NONE),
         (StaleEpoch("taken over"), Fault.NONE),
     ],
+    ids=str,
 )
-def test_what_ends_the_stream_says_whose_fault_it_was(end: PageKVError | grpc.StatusCode, fault: Fault) -> None:
+def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grpc.StatusCode, fault: Fault) -> None:
     async def main() -> None:
         server = grpc.aio.server()
         pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(end), server)

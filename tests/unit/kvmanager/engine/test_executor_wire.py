@@ -166,6 +166,8 @@ NAN_REASON = pb.SEQUENCE_FAILURE_NOT_A_NUMBER
         ({"logprobs": [row(chosen=float("nan"))]}, r"logprobs: must be finite, got nan of sequence 7"),
         ({"logprobs": [row(top_logprobs=[-1, float("-inf")])]}, r"logprobs: must be finite, got -inf of sequence 7"),
         ({"logprobs": [row(top_logprobs=[float("inf"), float("-inf")])]}, r"logprobs: must be finite, got inf"),
+        ({"logprobs": [row(chosen=0.5)]}, r"logprobs: must be at most 0, got 0.5 of sequence 7"),
+        ({"logprobs": [row(top_logprobs=[2, -1])]}, r"logprobs: must be at most 0, got 2.0 of sequence 7"),
         ({"logprobs": [row(top_logprobs=[-2, -1])]}, r"logprobs\.top_token_ids: must be best first and each once"),
         ({"logprobs": [row(top_token_ids=[3, 3])]}, r"logprobs\.top_token_ids: must be best first and each once"),
         (

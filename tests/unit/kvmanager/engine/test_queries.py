@@ -9,7 +9,7 @@ import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
 from support.engine.integrity import check_engine
 
-from pagekv.common.errors import Draining, LimitExceeded, Unavailable
+from pagekv.common.errors import AlreadyExists, Draining, LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -116,6 +116,19 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
     run(monkeypatch, body)
 
 
+def test_an_id_of_another_namespace_ends_no_pin_where_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("a", EIGHT, 1)))
+        engine.queries.pin_prefix(EIGHT, ANY, 60, "mine")
+        with pytest.raises(AlreadyExists) as caught:
+            engine.queries.pin_prefix([40, 41, 42, 43], CacheIdentity("other"), 60, "mine")
+        assert (caught.value.field, caught.value.kind, caught.value.name) == ("pin_id", "pin", "mine")
+        assert [pin.pin_id for pin in engine.queries.list_pins().pins] == ["mine"]
+        engine.queries.unpin_prefix("mine")
+
+    run(monkeypatch, body)
+
+
 def test_a_lease_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
@@ -154,14 +167,17 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
 
 
 def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others' blocks are evicted, the pinned ones hit to the end and are all that is held then."""
+
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
         engine.queries.pin_prefix(EIGHT, ANY, 60)
-        evictions = engine.queries.stats().evicted_blocks_total
+        assert engine.queries.stats().evicted_blocks_total == 0
         streams = [engine.submit(command(f"r{i}", [40 + i] * 4, 16)) for i in range(2)]
         assert [await read(stream) for stream in streams] == [expect([40 + i] * 4, 16) for i in range(2)]
         assert engine.queries.stats().preemptions_total > 0
-        assert engine.queries.stats().evicted_blocks_total >= evictions
+        assert engine.queries.stats().evicted_blocks_total > 0
+        assert engine.queries.stats().active_blocks == engine.queries.stats().pinned_blocks == 2
         assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
         engine.queries.reset_prefix_cache(force=True)
 

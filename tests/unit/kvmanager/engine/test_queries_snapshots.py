@@ -125,3 +125,16 @@ def test_requests_are_listed_in_pages_running_ones_first() -> None:
     last = asked.list_requests(2, second.next_page_token)
     assert ([info.request_id for info in last.requests], last.total, last.next_page_token) == (["r4", "r5"], 5, "")
     assert last.requests[0].create_time.seconds > 0
+
+
+def test_more_may_be_promised_than_there_is() -> None:
+    """Blocks at their longest, the last token's left out: (6 + 27 - 1) / 4 and (3 + 6 - 1) / 4 in a pool of 8."""
+    driver = Driver(num_blocks=8, block_size=4, depth=1)
+    found = queries(driver, CacheAdmin(True, 0.5, lambda: None))
+    assert found.promised_blocks() == 0
+    driver.submit([1, 2, 3, 4, 5, 6], max_tokens=27)
+    driver.submit([7, 8, 9], max_tokens=6)
+    assert found.promised_blocks() == 0
+    driver.plan()
+    assert found.promised_blocks() == 8 + 2 > driver.pool.num_blocks
+    assert found.ref_counts().tolist().count(1) == 3

@@ -103,7 +103,7 @@ def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_everythin
         assert (list(first.chunk.token_ids), first.chunk.completion_tokens) == ([10, 11], 2)
         assert (list(second.chunk.token_ids), second.chunk.completion_tokens) == ([12], 1)
         assert first.chunk.prompt_tokens == len(tokens_of("In the"))
-        assert first.chunk.cached_tokens == 4
+        assert first.chunk.cached_tokens == 1
         assert (list(complete.complete.output_ids), complete.complete.completion_tokens) == ([10, 11, 12], 3)
         assert complete.complete.finish_reason == "length"
         assert complete.complete.WhichOneof("matched_stop") is None

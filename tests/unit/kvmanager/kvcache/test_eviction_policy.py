@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.engine.integrity import check_pool
+from support.engine.plain_lists import PlainLists
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
@@ -29,45 +30,6 @@ def ids(blocks: list[int]) -> NDArray[np.int32]:
 def num_protected(order: EvictionOrder) -> int:
     """Free blocks that are evicted last."""
     return len(order._protected)
-
-
-class PlainLists:
-    """`EvictionOrder` block by block, on plain lists."""
-
-    def __init__(self, num_blocks: int, capacity: int, depth: int) -> None:
-        self.capacity, self.depth = capacity, depth
-        self.probation = list(range(num_blocks))
-        self.protected: list[int] = []
-        self.proven: set[int] = set()
-
-    def append(self, blocks: list[int]) -> None:
-        self.probation += [block for block in blocks if block not in self.proven]
-        self.protected += [block for block in blocks if block in self.proven]
-        while len(self.protected) > self.capacity:
-            fallen = self.protected.pop(0)
-            self.proven.remove(fallen)
-            self.probation.append(fallen)
-
-    def remove(self, blocks: list[int]) -> None:
-        for block in blocks:
-            (self.protected if block in self.proven else self.probation).remove(block)
-
-    def pop(self, count: int) -> list[int]:
-        taken = [(self.probation or self.protected).pop(0) for _ in range(count)]
-        self.proven -= set(taken)
-        return taken
-
-    def hit(self, blocks: list[int]) -> None:
-        self.proven |= set(blocks[: self.depth])
-
-    def invalidate(self, blocks: list[int]) -> None:
-        self.proven -= set(blocks)
-        self.probation += [block for block in self.protected if block not in self.proven]
-        self.protected = [block for block in self.protected if block in self.proven]
-
-    def supersede(self, blocks: list[int], heirs: list[int]) -> None:
-        self.proven |= {heir for block, heir in zip(blocks, heirs, strict=True) if block in self.proven}
-        self.invalidate(blocks)
 
 
 @given(st.data())

@@ -11,7 +11,7 @@ from support.engine.engine_harness import Bench, command, read
 from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, NotFound
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -74,3 +74,8 @@ def test_bad_fields_are_refused_by_name(asked: object, words: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         asyncio.run(explain(FakeEngine(), Served(replace(MODEL, max_model_len=200, vocab_size=50), None), asked))
     assert words in str(caught.value)
+
+
+def test_an_adapter_is_not_found() -> None:
+    with pytest.raises(NotFound, match="adapter: there is no 'lora'"):
+        asyncio.run(explain(FakeEngine(), Served(MODEL, None), {"token_ids": [1], "adapter": "lora"}))

@@ -109,6 +109,18 @@ def test_another_identity_shares_nothing_from_block_0_on(other: CacheIdentity) -
     assert serve(driver, prompt, identity=other) == 12
 
 
+def test_equal_prompts_of_two_namespaces_are_stored_twice_and_tell_nothing_of_each_other() -> None:
+    """Three full blocks each, and a count of cached tokens that knows of its own namespace alone; those of one
+    namespace are stored once.
+    """
+    driver = Driver(block_size=4, partial_hits=True)
+    prompt = list(range(13))
+    mine, other = CacheIdentity(namespace="mine"), CacheIdentity(namespace="other")
+    counts = [serve(driver, prompt, identity=identity) for identity in (mine, other, mine, other)]
+    assert counts == [0, 0, 12, 12]
+    assert driver.pool.num_published == 6
+
+
 def test_a_medium_changes_the_blocks_it_covers_and_those_after() -> None:
     """The same placeholder tokens stand for another picture from position 6 on."""
     driver = Driver(block_size=4, partial_hits=True)

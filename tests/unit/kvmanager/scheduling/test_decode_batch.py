@@ -94,3 +94,18 @@ def test_the_tokens_of_a_sequence_that_has_ended_are_kept_by_nobody() -> None:
     del driver, sequence
     gc.collect()
     assert kept() is None
+
+
+def test_a_promise_says_whose_last_block_it_completes_with_a_token_that_is_known() -> None:
+    """Of prompts of 6, 7 and 7 tokens, in blocks of 4, each with a first token that has come or not."""
+    driver, batch = Driver(), DecodeBatch(4)
+    for length in (6, 7, 7):
+        decoding(driver, batch, length)
+    rows = batch.decoding_rows()
+    come = rows[:2]
+    batch.pending[come] -= 1
+    batch.append(come, np.array([70, 71], np.uint32))
+    assert batch.promise(rows).tolist() == [1]
+    assert batch.complete_blocks(np.array([1], np.intp))[0].tolist() == [[4, 5, 6, 71]]
+    # All tokens are promised by now, or the block is not full.
+    assert batch.promise(rows).tolist() == []

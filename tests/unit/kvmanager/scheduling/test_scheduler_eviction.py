@@ -1,4 +1,6 @@
-"""Which blocks go first when memory is short: golden values for LRU order, driven through the scheduler."""
+"""Which blocks go first when memory is short: golden values, driven through the scheduler under both policies.
+Segmented LRU goes its own way only where its share holds a block that was hit; elsewhere its order is that of LRU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
+
+# Of the pool, protected by segmented LRU; None: LRU.
+Share = float | None
+
+
+@pytest.fixture(params=[None, DEFAULT_PROTECTED_SHARE], ids=["lru", DEFAULT_POLICY])
+def share(request: pytest.FixtureRequest) -> Share:
+    found: Share = request.param
+    return found
 
 
 def serve(driver: Driver, prompt: list[int], max_tokens: int = 1) -> LiveRequest:
@@ -25,13 +37,13 @@ def cached_of(driver: Driver, prompt: list[int]) -> int:
     return driver.block_size * [*found, False].index(False)
 
 
-def worked_example() -> Driver:
+def worked_example(share: Share) -> Driver:
     """vLLM's example (docs/design/prefix_caching.md): ten blocks of four after two requests that shared two of them.
 
     The first has 15 tokens of prompt and fills a fourth block and the first slot of a fifth; the second, which arrives
     then, has 14 tokens and shares ten. The first ends first.
     """
-    driver = Driver(num_blocks=10, block_size=4, depth=1)
+    driver = Driver(num_blocks=10, block_size=4, depth=1, protected_share=share)
     first = driver.submit(list(range(1, 16)), max_tokens=3)
     driver.step()
     assert list(first.sequences[0].block_table) == [0, 1, 2, 3]
@@ -48,19 +60,19 @@ def worked_example() -> Driver:
     return driver
 
 
-def test_blocks_go_in_the_order_of_the_worked_example() -> None:
+def test_blocks_go_in_the_order_of_the_worked_example(share: Share) -> None:
     """After both have ended the free queue is 7-8-9-4-3-2-6-5-1-0."""
-    driver = worked_example()
+    driver = worked_example(share)
     request = driver.submit([80] * 40)
     driver.plan()
     assert list(request.sequences[0].block_table) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
 
 
-def test_hits_leave_the_queue_before_anything_is_taken_from_it() -> None:
+def test_hits_leave_the_queue_before_anything_is_taken_from_it(share: Share) -> None:
     """29 tokens that share twelve touch 0, 1 and 2 and take 7, 8, 9, 4 and 3, of which only 3 is
     cached; 6 and 5 are what is left.
     """
-    driver = worked_example()
+    driver = worked_example(share)
     request = driver.submit([*range(1, 13), *range(70, 87)], max_tokens=9)
     driver.plan()
     assert list(request.sequences[0].block_table) == [0, 1, 2, 7, 8, 9, 4, 3]
@@ -71,9 +83,9 @@ def test_hits_leave_the_queue_before_anything_is_taken_from_it() -> None:
     assert output(request) == expected_output([*range(1, 13), *range(70, 87)], 9, VOCAB)
 
 
-def test_nothing_is_evicted_while_blocks_were_never_used() -> None:
+def test_nothing_is_evicted_while_blocks_were_never_used(share: Share) -> None:
     """Cached blocks stay while there is anything else, and go one by one when there is not."""
-    driver = Driver(num_blocks=12, block_size=4)
+    driver = Driver(num_blocks=12, block_size=4, protected_share=share)
     for number in range(3):
         serve(driver, [number] * 16)
         assert driver.pool.evictions == 0
@@ -83,9 +95,9 @@ def test_nothing_is_evicted_while_blocks_were_never_used() -> None:
     assert driver.pool.num_published == 12
 
 
-def test_the_oldest_that_nobody_holds_goes_first() -> None:
+def test_the_oldest_that_nobody_holds_goes_first(share: Share) -> None:
     """A was used 10 seconds ago, B 3, C 1; D 15 seconds ago, but it is held. A goes."""
-    driver = Driver(num_blocks=8, block_size=4, depth=1)
+    driver = Driver(num_blocks=8, block_size=4, depth=1, protected_share=share)
     d = driver.submit([4] * 4, max_tokens=9)
     driver.step()
     a, b, c = [1] * 4, [2] * 4, [3] * 4
@@ -104,9 +116,9 @@ def test_the_oldest_that_nobody_holds_goes_first() -> None:
     assert output(d) == expected_output([4] * 4, 9, VOCAB)
 
 
-def test_using_a_prefix_again_makes_it_the_youngest() -> None:
+def test_using_a_prefix_again_makes_it_the_youngest(share: Share) -> None:
     """Recency is the place in the queue, and a hit gives a new one."""
-    driver = Driver(num_blocks=4, block_size=4)
+    driver = Driver(num_blocks=4, block_size=4, protected_share=share)
     a, b = [1] * 4, [2] * 4
     serve(driver, a)
     serve(driver, b)
@@ -115,10 +127,21 @@ def test_using_a_prefix_again_makes_it_the_youngest() -> None:
     assert [cached_of(driver, a), cached_of(driver, b)] == [4, 0]
 
 
+def test_a_prefix_that_was_hit_outlives_a_younger_one_where_it_is_protected(share: Share) -> None:
+    """Nine of ten blocks are taken: LRU leaves the youngest, segmented LRU the one that was hit."""
+    driver = Driver(num_blocks=10, block_size=4, protected_share=share)
+    hit, younger = [1] * 4, [2] * 4
+    serve(driver, hit)
+    serve(driver, [*hit, 5])
+    serve(driver, younger)
+    serve(driver, [9] * 36)
+    assert [cached_of(driver, hit), cached_of(driver, younger)] == ([0, 4] if share is None else [4, 0])
+
+
 @pytest.mark.parametrize("short", range(1, 4))
-def test_a_chain_loses_its_deepest_blocks_first(short: int) -> None:
+def test_a_chain_loses_its_deepest_blocks_first(short: int, share: Share) -> None:
     """At equal age the tail goes first, so what is left of a prompt is always its beginning."""
-    driver = Driver(num_blocks=4, block_size=4)
+    driver = Driver(num_blocks=4, block_size=4, protected_share=share)
     chain = [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     serve(driver, chain)
     serve(driver, [9] * (4 * short))
@@ -126,9 +149,9 @@ def test_a_chain_loses_its_deepest_blocks_first(short: int) -> None:
     assert cached_of(driver, chain) == 16 - 4 * short
 
 
-def test_an_evicted_block_is_found_no_more() -> None:
+def test_an_evicted_block_is_found_no_more(share: Share) -> None:
     """The entry is gone with the memory; until then nothing of a request that ended is dropped."""
-    driver = Driver(num_blocks=3, block_size=4)
+    driver = Driver(num_blocks=3, block_size=4, protected_share=share)
     serve(driver, [1] * 8)
     assert (driver.pool.num_active, driver.pool.num_cached_free, driver.pool.num_published) == (0, 2, 2)
     serve(driver, [2] * 12)
@@ -137,9 +160,9 @@ def test_an_evicted_block_is_found_no_more() -> None:
     assert cached_of(driver, [1] * 8) == 0
 
 
-def test_with_everything_held_a_request_gives_way_as_a_whole() -> None:
+def test_with_everything_held_a_request_gives_way_as_a_whole(share: Share) -> None:
     """Blocks of running requests are never taken one by one."""
-    driver = Driver(num_blocks=6, block_size=4, depth=1)
+    driver = Driver(num_blocks=6, block_size=4, depth=1, protected_share=share)
     requests = [driver.submit([token] * 8, max_tokens=8) for token in (1, 2, 3)]
     driver.step()
     assert (driver.pool.num_free, driver.pool.num_cached_free) == (0, 0)

@@ -14,6 +14,7 @@ from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.cli.commands.up import describe
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags, add_target
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
+from pagekv.client.errors import PageKVError
 from pagekv.client.planning.load_test import (
     Diagnosis,
     LatencySpread,
@@ -79,7 +80,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Exit status 1 when a request failed."""
+    """Raises PageKVError, after the report, when a request failed."""
     if args.rate is not None:
         args.concurrency = None
     if args.seed is None:
@@ -96,7 +97,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         )
     else:
         terminal.print(report_text(workload, info, report, terminal))
-    return 0 if not report.errors else 1
+    if report.errors:
+        failed = sum(report.errors.values())
+        raise PageKVError(f"{failed} of {workload.requests} requests failed: {_errors_text(report)}")
+    return 0
+
+
+def _errors_text(report: LoadReport) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(report.errors.items())) or "0"
 
 
 async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal) -> tuple[ModelInfo, LoadReport]:
@@ -137,7 +145,6 @@ def _read(path: Path) -> str:
 
 def report_text(workload: Workload, info: ModelInfo, report: LoadReport, terminal: Terminal) -> str:
     """Workload, stack, latencies and rates."""
-    errors = ", ".join(f"{count} {name}" for name, count in sorted(report.errors.items())) or "0"
     latencies = [
         (name, *_cells(spread))
         for name, spread in (
@@ -152,7 +159,7 @@ def report_text(workload: Workload, info: ModelInfo, report: LoadReport, termina
         ("prefix cache", f"{report.hit_rate:.1%} hits: {report.cached_tokens} of {report.prompt_tokens} prompt tokens"),
         ("objectives", ", ".join(f"{report.diagnoses.get(d.value, 0)} {d.value}" for d in Diagnosis)),
         ("requests", f"{report.completed} in {report.seconds:.2f} s, {report.output_tokens} tokens generated"),
-        ("errors", errors),
+        ("errors", _errors_text(report)),
     ]  # fmt: skip  # laid out as a table
     head = [("workload", workload.shape()), ("stack", describe(info))]
     return "\n\n".join((table(head), table(latencies, ("", "p50", "p90", "p99", "mean", "max")), table(rates)))

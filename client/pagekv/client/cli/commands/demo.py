@@ -12,6 +12,7 @@ from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.sampling_flags import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
+from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import Completion, GenerateOptions
 from pagekv.client.launcher.stack import Stack
 
@@ -48,7 +49,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Exit status 0 only if every prompt got text and the second run of the long prompt hit the cache."""
+    """Raises PageKVError unless every prompt got text and the second run of the long prompt hit the cache."""
     begun = time.monotonic()
     stack = Stack(stack_config(args, terminal, "127.0.0.1", 0, 0))
     for signum in (signal.SIGTERM, signal.SIGHUP):
@@ -114,7 +115,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
             }
         )
     if not generated:
-        terminal.error("pagekv: the model answered without a word of text")
+        raise PageKVError("the model answered without a word of text")
     if not hit:
-        terminal.error("pagekv: the second run of a prompt did not come from the prefix cache, or differed")
-    return 0 if generated and hit else 1
+        raise PageKVError("the second run of a prompt did not come from the prefix cache, or differed")
+    return 0

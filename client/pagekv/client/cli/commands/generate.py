@@ -59,12 +59,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def stream_text(client: PageKVClient, prompt: Prompt, options: GenerateOptions, terminal: Terminal) -> Completion:
     """Writes the text as it arrives, a line end, and the summary on standard error."""
-    try:
-        completion, watch = stream_to(terminal.write, client, prompt, options)
-    except BaseException:
-        # The text so far keeps its own line above the error, or above the shell's prompt after Ctrl-C.
-        terminal.print()
-        raise
+    completion, watch = stream_to(terminal.write, client, prompt, options)
     terminal.print("" if completion.text else shown_text(completion))
     terminal.note(summary(completion, watch))
     return completion

@@ -27,6 +27,7 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
+from pagekv.client.errors import Unavailable
 from pagekv.client.generation_types import ChatMessage
 from pagekv.client.types import BlockState, Stats
 from pagekv.common.flags import integer, number
@@ -62,7 +63,7 @@ def add(commands: Subparsers) -> None:
         metavar="S",
         help="every S seconds until Ctrl-C: pagekv top, or JSON [1]",
     )
-    add_query(commands, "health", "say whether the stack serves; exit status 1 if not", health)
+    add_query(commands, "health", "say whether the stack serves; exit status 3 if not", health)
     add_query(commands, "model", "show the model served and its limits", model)
     parser = add_query(commands, "lookup", "say how much of a prompt is cached now", lookup, examples=LOOKUP_EXAMPLES)
     add_prompt(parser)
@@ -152,7 +153,8 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     """Check of grpc.health.v1."""
     status = client.health()
     serves = {"target": args.target, "status": status}
-    return Shown(serves, f"{args.target} {status}", status=0 if status == "serving" else 1)
+    failure = None if status == "serving" else Unavailable(f"PageKV at {args.target} is not serving")
+    return Shown(serves, f"{args.target} {status}", failure=failure)
 
 
 def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

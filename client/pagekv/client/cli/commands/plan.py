@@ -13,6 +13,7 @@ from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.planning import kv_budget, kv_geometry
 from pagekv.client.planning.kv_geometry import KvGeometry
+from pagekv.client.planning.runs_on import runs_on
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, resolve_model
 
@@ -91,7 +92,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     grid = [[kv_budget.footprint(geometry, block_size, tp, c, batch) for batch in args.batches] for c in contexts]
     fits = None if args.memory is None else kv_budget.capacity(geometry, block_size, tp, args.memory, args.overhead)
     wasted = args.lengths and kv_budget.waste(geometry, block_size, args.lengths)
-    saving = args.shared_prefix and kv_budget.prefix_saving(args.requests, args.shared_prefix, block_size)
+    prefix = args.shared_prefix
+    saving = prefix and kv_budget.prefix_saving(args.requests, prefix, block_size)
+    # A prefix as long as the context leaves nothing to a request.
+    sharing = None
+    if fits is not None and prefix and prefix < geometry.context:
+        sharing = kv_budget.sharing_requests(geometry, block_size, fits, prefix)
+    backends = runs_on(geometry, tp)
     if args.json:
         terminal.json(
             {
@@ -108,6 +115,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
                 "capacity": fits and asdict(fits),
                 "waste": wasted and asdict(wasted),
                 "shared_prefix": saving and asdict(saving),
+                "full_context_requests_sharing": sharing,
+                "backends": {name: {"runs": not reason, "reason": reason} for name, reason in backends.items()},
                 "notes": notes,
             }
         )
@@ -117,8 +126,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         f"KV cache{of_rank}, by context and sequences": _grid_text(grid),
         f"memory{of_rank}": _memory_text(geometry, fits, weights, tp),
         "waste": wasted and _waste_text(wasted, geometry.context),
-        "shared prefix": saving and _saving_text(saving, block_size),
-    }
+        "shared prefix": saving and _saving_text(saving, block_size, sharing, geometry.context),
+        "PageKV runs this": table([(name, (reason and f"no: {reason}") or "yes") for name, reason in backends.items()],
+                                  indent="  "),
+    }  # fmt: skip  # laid out as a table
     texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
     terminal.print("\n\n".join([_model_text(geometry, shard, block_size, tp), *texts]))
     for note in notes:
@@ -239,6 +250,7 @@ def _memory_text(geometry: KvGeometry, fits: kv_budget.KvBudget | None, weights:
         ("blocks", f"{fits.num_blocks:,}, {fits.tokens:,} tokens"),
         ("requests", f"{fits.full_context_requests:,} of {geometry.context} tokens, "
                      f"each {size_text(fits.request_bytes)} with {fits.overhead:.1%} overhead"),
+        ("tables", f"{size_text(fits.table_bytes)} of block tables for them, on top"),
     ]  # fmt: skip  # laid out as a table
     if weights is not None:
         rows.append(("together", f"{size_text(-(-weights // tp) + fits.memory)}, and activations and workspace on top"))
@@ -262,7 +274,7 @@ def _waste_text(wasted: kv_budget.Waste, context: int) -> str:
     return f"{tails}\n\n{table(rows, indent='  ')}"
 
 
-def _saving_text(saving: kv_budget.PrefixSaving, block_size: int) -> str:
+def _saving_text(saving: kv_budget.PrefixSaving, block_size: int, sharing: int | None, context: int) -> str:
     rows = [
         ("requests", f"{saving.requests} with {_count(saving.prefix_tokens, 'token')} in common"),
         ("apart", _count(saving.blocks_unshared, "block")),
@@ -276,6 +288,8 @@ def _saving_text(saving: kv_budget.PrefixSaving, block_size: int) -> str:
              f"{_count(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
             ("aligned", f"a prefix of {aligned} tokens would save {saving.saved_if_tail_were_shared:.1%}"),
         ]  # fmt: skip  # laid out as a table
+    if sharing is not None:
+        rows.append(("that fit", f"{_count(sharing, 'request')} of {context} tokens, the prefix held once"))
     return table(rows, indent="  ")
 
 

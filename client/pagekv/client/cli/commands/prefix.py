@@ -23,6 +23,7 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
+from pagekv.client.errors import NotFound
 from pagekv.client.types import (
     BlockExplanation,
     BlockRemoved,
@@ -114,10 +115,10 @@ def _ids(ids: list[int]) -> str:
 
 
 def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """PinPrefix; exit status 1 when nothing of the prompt was cached."""
+    """PinPrefix. Raises NotFound when nothing of the prompt was cached."""
     made = client.pin_prefix(read_prompt(args), args.lease, pin_id=args.pin_id, **read_identity(args))
     if not made.pin_id:
-        return Shown(made, "nothing pinned: no full block of this prompt is cached; generate from it first", status=1)
+        raise NotFound("nothing pinned: no full block of this prompt is cached; generate from it first")
     return Shown(made, f"{made.pin_id}: {made.pinned_tokens} tokens pinned for {args.lease} s")
 
 

@@ -15,7 +15,7 @@ from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.stack import Stack, StackConfig
-from pagekv.client.launcher.supervisor import supervise
+from pagekv.client.launcher.stop_signals import StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.flags import integer, number
 
@@ -34,6 +34,8 @@ _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
+# Seconds between two looks at the processes.
+_WATCH_S = 0.2
 
 
 def add(commands: Subparsers) -> None:
@@ -157,13 +159,14 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
     stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
-    supervise(
-        stack,
-        wait_ready=lambda asked: wait_ready(stack, args, terminal, asked),
-        on_ready=lambda: _announce(stack, args, terminal),
-        on_death=lambda report: terminal.note(f"{report}\nthe other pairs go on"),
-        on_stop=lambda: terminal.note("stopping: running streams may finish (Ctrl-C again kills)"),
-    )
+    with StopSignals(stack) as signals, stack:
+        stack.start()
+        if wait_ready(stack, args, terminal, signals.asked):
+            _announce(stack, args, terminal)
+            while not signals.asked.wait(_WATCH_S):
+                for report in stack.new_deaths():
+                    terminal.note(f"{report}\nthe other pairs go on")
+        terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
     if not args.json:
         terminal.note("stopped")
     return 0

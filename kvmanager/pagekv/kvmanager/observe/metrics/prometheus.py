@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
@@ -26,6 +28,19 @@ if TYPE_CHECKING:
 
 # One value, or a label and the values for each of its values.
 Values = float | tuple[str, Mapping[str, float]]
+
+
+# Upper bounds of the counts of a block's holders, and one more for those beyond.
+_HOLDERS = (1, 2, 4, 8, 16, 32, 64)
+
+
+def _by_holders(ref_counts: NDArray[np.int32]) -> dict[str, float]:
+    """Held blocks by how many hold them: 1, 2, 3-4 and so on, and more than the last bound."""
+    held = ref_counts[ref_counts > 0]
+    counts = np.bincount(np.searchsorted(_HOLDERS, held), minlength=len(_HOLDERS) + 1).tolist()
+    lows = [1, *(bound + 1 for bound in _HOLDERS)]
+    names = [str(low) if low == high else f"{low}-{high}" for low, high in zip(lows, _HOLDERS, strict=False)]
+    return dict(zip([*names, f"{lows[-1]}-"], counts, strict=True))
 
 
 def _family(name: str, text: str, values: Values, common: Mapping[str, str]) -> Metric:
@@ -105,6 +120,10 @@ class EngineCollector(Collector):
             ("pagekv_free_blocks", "Blocks held by nobody, cached ones included",
              tiers(stats.free_blocks, stats.num_host_blocks - held)),
             ("pagekv_active_blocks", "Blocks held by sequences or pins", tiers(stats.active_blocks, held)),
+            ("pagekv_held_blocks", "Blocks of the device by how many hold them",
+             ("holders", _by_holders(self._engine.queries.ref_counts()))),
+            ("pagekv_promised_blocks", "Blocks of running sequences once each is as long as it may become",
+             self._engine.queries.promised_blocks()),
             ("pagekv_cached_blocks", "Blocks that a prompt can hit, held ones included",
              tiers(stats.published_blocks, stats.host_cached_blocks)),
             ("pagekv_cached_free_blocks", "Cached blocks held by nobody",
@@ -117,6 +136,10 @@ class EngineCollector(Collector):
             ("pagekv_slot_utilization", "Filled slots / slots of held blocks, 0 to 1", stats.utilization),
             ("pagekv_prompt_blocks_total", "Blocks of admitted prompts", stats.prompt_blocks_total),
             ("pagekv_prompt_blocks_cached_total", "Of those, hits", stats.cached_blocks_total),
+            ("pagekv_adapter_prompt_tokens_total", "Prompt tokens of admitted requests",
+             ("adapter", self._requests.prompts)),
+            ("pagekv_adapter_cached_tokens_total", "Of those, found in the prefix cache",
+             ("adapter", self._requests.cached)),
             ("pagekv_prefix_misses_total", "Prompts by why their first block that missed did", ("reason", misses)),
             ("pagekv_evicted_blocks_total", "Cached blocks evicted",
              tiers(stats.evicted_blocks_total, stats.host_evicted_blocks_total)),

@@ -32,6 +32,11 @@ INTER_TOKEN = (
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 
+# Adapters with counts of their own; names come from clients, and a scrape has a line for each. Later ones are counted
+# together, under a name that no adapter has.
+MAX_ADAPTERS = 100
+OTHER_ADAPTERS = "(other)"
+
 # How a sequence ended, in vLLM's words.
 REASONS = ("stop", "length", "abort", "error")
 _REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FAILED: "error"}
@@ -125,13 +130,17 @@ class _Progress:
 
 
 class RequestMetrics(Observer):
-    """`histograms`, and `finished`: sequences by reason, cumulative."""
+    """`histograms`, and what is counted, cumulative: `finished`, sequences by reason; `prompts` and `cached`, tokens of
+    prompts and those found in the prefix cache, by adapter ("": none).
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` gives seconds."""
         self._clock = clock
         self._live: dict[LiveRequest, _Progress] = {}
         self.finished = dict.fromkeys(REASONS, 0)
+        self.prompts = {"": 0}
+        self.cached = {"": 0}
         self.histograms: list[Histogram] = []
         add = self._histogram
         first_text, prefill_text = "From queued to the first token", "From the first step to the first token"
@@ -155,6 +164,8 @@ class RequestMetrics(Observer):
         self._live[request] = _Progress(self._clock())
 
     def planned(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            self._count_prompt(admitted.sequence)
         if not plan.new:
             return
         now = self._clock()
@@ -163,6 +174,13 @@ class RequestMetrics(Observer):
             if progress is not None and progress.scheduled is None:
                 progress.scheduled = now
                 self.queue_time.observe(now - progress.submitted)
+
+    def _count_prompt(self, sequence: Seq) -> None:
+        adapter = sequence.request.command.identity.adapter_id
+        if adapter not in self.prompts and len(self.prompts) > MAX_ADAPTERS:
+            adapter = OTHER_ADAPTERS
+        self.prompts[adapter] = self.prompts.get(adapter, 0) + sequence.num_prompt
+        self.cached[adapter] = self.cached.get(adapter, 0) + (sequence.cached_tokens or 0)
 
     def committed(self, plan: StepPlan, result: StepResult, committed: Committed) -> None:
         now = self._clock()

@@ -43,7 +43,10 @@ def test_bench_reports_what_it_measured(
 
     expect_run()
     assert main([*command.split(), "--json"]) == 1
-    result = json.loads(capsys.readouterr().out)
+    out, err = capsys.readouterr()
+    failed = "1 of 4 requests failed: 1 ConnectionLost"
+    assert json.loads(err) == {"error": {"code": "FAILED", "message": failed}}
+    result = json.loads(out)
     report = result["report"]
     assert (report["completed"], report["errors"]) == (3, {"ConnectionLost": 1})
     assert (report["prompt_tokens"], report["cached_tokens"], report["output_tokens"]) == (30, 24, 6)
@@ -63,7 +66,7 @@ def test_bench_reports_what_it_measured(
     assert sorted(prompts) == first
     for words in ("time to first token", "inter-token latency", "p99", "80.0% hits", "1 ConnectionLost", "seed 1"):
         assert words in out
-    assert err == ""
+    assert err == f"pagekv: {failed}\n"
 
 
 def test_bench_refuses_what_does_not_fit(

@@ -5,11 +5,15 @@ from __future__ import annotations
 import io
 import json
 import sys
+from typing import Any
 
 import pytest
-from support.clients.scripted_server import ScriptedServer, chunk, complete
+from support.clients.scripted_server import Fails, ScriptedServer, answer, chunk, complete
 
 from pagekv.client.cli.main import main
+from pagekv.client.cli.sampling_flags import Stopwatch
+from pagekv.client.generation_types import Chunk
+from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -52,9 +56,31 @@ def test_generate_reads_standard_input(
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
     seen: list[str] = []
-    server.expect("Generate", complete(4), check=lambda request: seen.append(request.prompt.text))
+    server.expect("Generate", *answer(4), check=lambda request: seen.append(request.prompt.text))
     assert main(["generate", "-"]) == 0
     assert seen == ["from a file"]
+
+
+@pytest.mark.parametrize(("replies", "text"), [([], ""), ([chunk(4)], "t4 \n")], ids=["at once", "in the middle"])
+def test_an_error_stands_on_a_line_of_its_own(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], replies: list[Any], text: str
+) -> None:
+    server.expect("Generate", *replies, Fails(errors.InvalidRequest("sampling_params.top_p", "must be above 0")))
+    assert main(["generate", "x"]) == 1
+    assert capsys.readouterr() == (text, "pagekv: sampling_params.top_p: must be above 0\n")
+
+
+def test_after_ctrl_c_the_prompt_stands_on_a_line_of_its_own(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Stopwatch, chunk: Chunk) -> None:
+        if 5 in chunk.token_ids:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Stopwatch, "see", interrupted)
+    server.expect("Generate", chunk(4), chunk(5, done=1), complete(4, 5))
+    assert main(["generate", "x"]) == 130
+    assert capsys.readouterr() == ("t4 \n", "")
 
 
 def test_generate_several(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -96,7 +96,7 @@ def test_stats_watch_is_top_for_people_and_lines_for_scripts(
     assert [json.loads(line)["num_device_blocks"] for line in capsys.readouterr().out.splitlines()] == [100, 100]
 
 
-@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 1)])
+@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 3)])
 def test_health(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], status: str, code: int
 ) -> None:
@@ -105,10 +105,14 @@ def test_health(
     reply = health_pb2.HealthCheckResponse(status=status)
     server.expect("Check", reply)
     assert main(["health"]) == code
-    assert capsys.readouterr().out == f"{target} {status.lower()}\n"
+    out, err = capsys.readouterr()
+    assert out == f"{target} {status.lower()}\n"
+    assert err == (f"pagekv: PageKV at {target} is not serving\n" if code else "")
     server.expect("Check", reply)
     assert main(["health", "--json"]) == code
-    assert json.loads(capsys.readouterr().out) == {"target": target, "status": status.lower()}
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"target": target, "status": status.lower()}
+    assert [json.loads(line)["error"]["code"] for line in err.splitlines()] == ["UNAVAILABLE"] * bool(code)
 
 
 RUNNING = types_pb2.SEQUENCE_STATE_RUNNING

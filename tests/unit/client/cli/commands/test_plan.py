@@ -45,7 +45,9 @@ def test_json_of_a_model(tmp_path: Path, kind: str, capsys: pytest.CaptureFixtur
         (4096, 2, 2**30),
     ]
     assert plan["capacity"]["num_blocks"] == 4096
-    assert plan["waste"] is plan["shared_prefix"] is None
+    assert plan["waste"] is plan["shared_prefix"] is plan["full_context_requests_sharing"] is None
+    assert plan["capacity"]["table_bytes"] == 0
+    assert plan["backends"]["cuda"] == {"runs": True, "reason": ""}
 
 
 def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +62,11 @@ def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> 
         "  requests  6 of 8192 tokens, each 1.30 GiB with 4.0% overhead",
         "  reserved  10.00 GiB at 8192 tokens each, 81.8% unused",
         "  live      1.82 GiB",
+        "  tables    12 KiB of block tables for them, on top",
+        "  that fit       6 requests of 8192 tokens, the prefix held once",
+        "  cpu   no: keys and values in float16 (it has float32, bfloat16, float64); "
+        "2 ranks (an executor runs on one device)",
+        "  cuda  no: 2 ranks (an executor runs on one device)",
         "    1250      79   1264      14                6942",
     ):
         assert line in out.splitlines()

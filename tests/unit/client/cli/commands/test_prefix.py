@@ -72,7 +72,13 @@ def test_a_pin_of_nothing_is_exit_status_1(
 ) -> None:
     server.expect("PinPrefix", cache_pb.PinPrefixResponse())
     assert main(["pin", "new"]) == 1
-    assert "no full block of this prompt is cached" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("pagekv: nothing pinned: no full block of this prompt is cached")
+    server.expect("PinPrefix", cache_pb.PinPrefixResponse())
+    assert main(["--json", "pin", "new"]) == 1
+    out, err = capsys.readouterr()
+    assert (out, json.loads(err)["error"]["code"]) == ("", "NOT_FOUND")
 
 
 def test_pins_are_renewed_by_name_and_listed(

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.clients.scripted_server import ScriptedServer
+from support.clients.stand_ins import config
 
 from pagekv.client.cli.commands import up
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.stack import Stack, StackConfig, StackError
 from pagekv.v1 import inference_service_pb2 as pb
 
 
@@ -129,3 +134,57 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
         assert f"no live page: it needs {missing}: pip install" in capsys.readouterr().err
     monkeypatch.setenv("PAGEKV_HTTP_LISTEN", "127.0.0.1:9")
     assert page_port() is None
+
+
+def run_up(
+    monkeypatch: pytest.MonkeyPatch, wanted: StackConfig, on_ready: Callable[[Stack], None], ready: bool = True
+) -> Stack:
+    """`pagekv up` over stand-ins for the processes; `on_ready` is told instead of the user."""
+    stacks: list[Stack] = []
+
+    def start(_: StackConfig) -> Stack:
+        stacks.append(Stack(wanted))
+        return stacks[0]
+
+    monkeypatch.setattr(up, "Stack", start)
+    monkeypatch.setattr(up, "_announce", lambda stack, args, terminal: on_ready(stack))
+    if not ready:
+        monkeypatch.setattr(up, "wait_ready", lambda *_: False)
+    try:
+        assert up.run(make_parser().parse(["up", "--no-http", "--port", "0", "--executor-port", "0"]), Terminal()) == 0
+    finally:
+        assert all(child.popen.poll() is not None for child in stacks[0].children)
+    return stacks[0]
+
+
+def test_a_stack_runs_until_a_signal_and_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noted: list[str] = []
+
+    def note(self: Terminal, text: str) -> None:
+        noted.append(text)
+        if "go on" in text:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Terminal, "note", note)
+    wanted = config(tmp_path / "journal", replicas=2)
+    stack = run_up(monkeypatch, wanted, lambda stack: stack.children[0].popen.kill())
+    last = stack.children[0].lines[0]
+    assert noted[-3:] == [
+        f"the executor 1 was killed by SIGKILL; its last lines:\n  {last}\nthe other pairs go on",
+        "stopping: running streams may finish (Ctrl-C again kills)",
+        "stopped",
+    ]
+
+
+def test_a_stack_of_which_nothing_is_left_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(StackError, match="the manager was killed by SIGKILL"):
+        run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: stack.children[1].popen.kill())
+
+
+def test_a_signal_before_anything_is_ready_stops_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: pytest.fail("told too early"), ready=False)
+    assert "stopping" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client.cli.main import main
+from pagekv.conformance.main import main as judge
 from pagekv.executor.config import parse_config as parse_executor
 from pagekv.kvmanager.config import parse_config as parse_manager
 from pagekv.v1 import inference_service_pb2 as pb
@@ -28,7 +29,13 @@ def test_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "entry"), [("pagekv", main), ("pagekv-manager", parse_manager), ("pagekv-executor", parse_executor)]
+    ("program", "entry"),
+    [
+        ("pagekv", main),
+        ("pagekv-manager", parse_manager),
+        ("pagekv-executor", parse_executor),
+        ("pagekv-conformance", judge),
+    ],
 )
 def test_every_program_says_its_version(program: str, entry: object, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -21,9 +21,10 @@ from support.engine.engine_harness import Bench, command, read
 
 import pagekv.kvmanager
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.observe.http_server import HttpServer
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
-from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.observe.metrics.request_metrics import MAX_ADAPTERS, RequestMetrics
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
@@ -129,6 +130,45 @@ def test_every_token_but_a_first_one_has_a_gap(monkeypatch: pytest.MonkeyPatch) 
         assert value("vllm:request_success_total", finished_reason="length") == sequences
         assert value("pagekv_executor_restarts_total") == 1
         assert value("vllm:num_preemptions_total") > 0
+
+    run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_hits_are_counted_by_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together what is counted for all; adapters beyond the bound share a name."""
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        identities = [CacheIdentity(adapter_id=name) for name in ("", "a", "a", "", *map(str, range(120)), "119")]
+        for number, identity in enumerate(identities):
+            await read(engine.submit(replace(command(f"r{number}", PROMPT, max_tokens=1), identity=identity)))
+        value = scrape(engine, requests)
+        for adapter, prompts, cached in (("", 18, 8), ("a", 18, 8), ("0", 9, 0), ("(other)", 9 * 22, 8)):
+            assert value("pagekv_adapter_prompt_tokens_total", adapter=adapter) == prompts
+            assert value("pagekv_adapter_cached_tokens_total", adapter=adapter) == cached
+        assert len(requests.prompts) == len(requests.cached) == MAX_ADAPTERS + 2
+        assert sum(requests.prompts.values()) == value("vllm:prompt_tokens_total")
+        assert sum(requests.cached.values()) == value("vllm:prefix_cache_hits_total")
+
+    run(monkeypatch, body)
+
+
+def test_holders_of_blocks_and_what_is_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Five continuations hold the two full blocks of their prompt; a pool of 40 blocks owes each of them ten."""
+
+    async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
+        bench.step_s = 0.01
+        stream = engine.submit(command("a", PROMPT, max_tokens=32, n=5))
+        await harness.until(lambda: engine.queries.stats().running_sequences == 5)
+        value = scrape(engine, requests)
+        assert value("pagekv_held_blocks", holders="5-8") == 2
+        names = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-")
+        held = sum(value("pagekv_held_blocks", holders=name) for name in names)
+        assert held == value("pagekv_active_blocks", tier="device")
+        assert value("pagekv_promised_blocks") == 5 * 10
+        assert value("pagekv_promised_blocks") > value("pagekv_pool_blocks", tier="device")
+        await read(stream)
+        value = scrape(engine, requests)
+        assert value("pagekv_promised_blocks") == sum(value("pagekv_held_blocks", holders=name) for name in names) == 0
 
     run(monkeypatch, body, num_device_blocks=40)
 

@@ -1,0 +1,91 @@
+"""A stream of answers with the call that carries it, which may be ended from any thread or task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from typing import Any, Generic, Protocol, TypeVar
+
+import grpc
+
+from pagekv.client.connection import Connection
+from pagekv.client.errors import PageKVError, from_rpc_error
+
+Item = TypeVar("Item")
+ItemOut = TypeVar("ItemOut", covariant=True)
+
+
+class Resumable(Protocol[ItemOut]):
+    """One stream as its caller sees it, over as many calls as it takes, without I/O: a generation or a watch."""
+
+    @property
+    def done(self) -> bool:
+        """Everything has come."""
+
+    def request(self) -> Any:
+        """The message for the next call."""
+
+    def remaining_s(self) -> float | None:
+        """Seconds that the next call may take."""
+
+    def take(self, response: Any, /) -> Iterable[ItemOut]:
+        """A message of the call; what the caller gets of it."""
+
+    def ended(self) -> None:
+        """The server closed the stream without an error. Raises PageKVError where that was too early."""
+
+    def failed(self, error: PageKVError) -> float:
+        """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
+
+
+class RunningStream(Generic[Item]):
+    """States: running → ended, by itself, by an error or by `end`.
+
+    `begin` makes the call for a request, with a time limit in seconds.
+    """
+
+    def __init__(
+        self, client: Connection, resumable: Resumable[Item], begin: Callable[[Any, float | None], Any]
+    ) -> None:
+        self._client, self._resumable, self._begin = client, resumable, begin
+        self._call: Any = None
+        self._ended = client.new_event()
+
+    def end(self) -> None:
+        """Cancels the call: a wait for the next item finds that there is none. Idempotent."""
+        # The event first: a call that begins meanwhile sees it, or is here already.
+        self._ended.set()
+        if self._call is not None:
+            self._call.cancel()
+
+    @property
+    def was_ended(self) -> bool:
+        """`end` was called."""
+        ended: bool = self._ended.is_set()
+        return ended
+
+    async def items(self) -> AsyncGenerator[Item]:
+        """The items, over as many calls as it takes. Raises PageKVError."""
+        resumable = self._resumable
+        while not resumable.done and not self.was_ended:
+            try:
+                call = self._call = self._begin(resumable.request(), resumable.remaining_s())
+                try:
+                    if not self.was_ended:
+                        async for response in self._client.messages(call):
+                            for item in resumable.take(response):
+                                yield item
+                finally:
+                    # Ends the call when the caller gave up; no effect on one that has ended.
+                    call.cancel()
+                if not self.was_ended:
+                    resumable.ended()
+            except grpc.RpcError as error:
+                if not resumable.done and not self.was_ended:
+                    pause_s = resumable.failed(from_rpc_error(error, self._client.target))
+                    await self._client.pause(self._ended, pause_s)
+            except asyncio.CancelledError:
+                # grpc.aio tells the reader of a cancelled call so, as if the reader's own task were cancelled.
+                task = asyncio.current_task()
+                if not self.was_ended or (task is not None and task.cancelling()):
+                    raise

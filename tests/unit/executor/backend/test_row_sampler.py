@@ -1,0 +1,48 @@
+"""The sampler of one row; tests/unit/executor/cpu/test_sampler.py holds the same function against a slow twin."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from support.clients.stack import environment
+from support.executor.sampler_vectors import LOGITS, draws
+
+from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
+from pagekv.executor.backend.row_sampler import draw, filtered_weights, sample_row
+from pagekv.executor.backend.sampling import uniform
+
+
+def test_the_tokens_of_the_contract() -> None:
+    logits, vectors = np.array(LOGITS), list(draws())
+    assert len(vectors) == 10
+    for states, tokens in vectors:
+        assert [sample_row(logits, state).token_id for state in states] == tokens
+    assert logits.tolist() == LOGITS
+
+
+def test_what_is_no_number_is_marked() -> None:
+    for kind in (Sampling(), Sampling(temperature=1.0, top_k=2, logprobs=2, presence_penalty=1.0)):
+        state = SequenceState(1, [1], 1, [], 0, kind)
+        assert sample_row(np.array([5.0, math.nan, 9.0]), state) is NOT_A_NUMBER
+        assert sample_row(np.array([5.0, -math.inf, 9.0]), state).token_id in (0, 2)
+
+
+def test_draws_follow_the_distribution() -> None:
+    weights: npt.NDArray[np.float64] = filtered_weights(np.log([0.1, 0.2, 0.3, 0.4]), Sampling(temperature=1.0))
+    drawn = np.bincount([draw(weights, uniform(3, 0, position)) for position in range(10_000)], minlength=4)
+    assert drawn / 10_000 == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.02)
+
+
+def test_a_number_next_to_one_stays_in_the_distribution() -> None:
+    assert draw(np.array([0.3, 0.7, 0.0]), math.nextafter(1, 0)) == 1
+
+
+def test_no_torch_is_loaded() -> None:
+    """Backends that have no use for it need not install it."""
+    code = "import sys, pagekv.executor.backend.row_sampler; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=environment(), check=True, timeout=60)
