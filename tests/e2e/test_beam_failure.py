@@ -59,7 +59,7 @@ class Oracle:
 
 
 async def oracle_of(caller: Caller) -> Oracle:
-    return Oracle(await caller.inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=10))
+    return Oracle(await caller.inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=120))
 
 
 def outputs(results: dict[int, Result]) -> list[list[int]]:
@@ -122,7 +122,7 @@ def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
             if how != "deadline":
                 await searching(caller, beams=8, tokens=40)
             if how == "abort":
-                answer = await caller.inference.Abort(pb.AbortRequest(request_ids=["ended"]), timeout=10)
+                answer = await caller.inference.Abort(pb.AbortRequest(request_ids=["ended"]), timeout=120)
                 assert list(answer.aborted_request_ids) == ["ended"]
                 ends = [message.complete async for message in call]
                 assert [end.index for end in ends] == [0, 1, 2]
@@ -153,7 +153,7 @@ def test_the_blocks_of_a_search_are_shown_while_it_runs() -> None:
             call = caller.inference.Generate(request)
             await searching(caller, beams=4)
             table = await caller.operator.GetBlockTable(
-                operator_pb.GetBlockTableRequest(request_id="shown"), timeout=10
+                operator_pb.GetBlockTableRequest(request_id="shown"), timeout=120
             )
             tables = [list(sequence.block_ids) for sequence in table.sequences]
             assert len(tables) == 4

@@ -138,5 +138,5 @@ def test_a_stack_that_stays_away_is_given_up() -> None:
         begun = time.monotonic()
         with pytest.raises(Unreachable):
             received.extend(stream)
-        assert 1.0 <= time.monotonic() - begun < 6
+        assert 1.0 <= time.monotonic() - begun < 25  # the default is 30
         assert received

@@ -40,7 +40,7 @@ def test_five_continuations_hold_the_prompt_once() -> None:
     request.request_id = "five"
 
     async def tables_of(caller: Caller) -> list[list[int]]:
-        answer = await caller.operator.GetBlockTable(operator_pb.GetBlockTableRequest(request_id="five"), timeout=10)
+        answer = await caller.operator.GetBlockTable(operator_pb.GetBlockTableRequest(request_id="five"), timeout=120)
         assert [sequence.index for sequence in answer.sequences] == [0, 1, 2, 3, 4]
         return [list(sequence.block_ids) for sequence in answer.sequences]
 
@@ -92,7 +92,7 @@ def test_every_continuation_is_its_seed_and_index_own(args: list[str], oracle: P
 
         async def info() -> pb.GetModelInfoResponse:
             async with Caller(stack.target) as caller:
-                return await caller.inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+                return await caller.inference.GetModelInfo(pb.GetModelInfoRequest(), timeout=120)
 
         model = asyncio.run(info())
     wanted = [

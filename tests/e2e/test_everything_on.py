@@ -153,7 +153,7 @@ async def watched_load(manager: Process, directory: Path) -> operator_pb.GetStat
         assert len(replica.blocks["CPU"]) == stats.host_cached_blocks
         assert (reader.snapshots, len(reader.device), reader.requests) == (1, BLOCKS, {})
         assert reader.messages > 2
-    answer = await asyncio.to_thread(urllib.request.urlopen, f"{url}/metrics", timeout=10)
+    answer = await asyncio.to_thread(urllib.request.urlopen, f"{url}/metrics", timeout=120)
     families = text_string_to_metric_families(answer.read().decode())
     values = {sample.name: sample.value for family in families for sample in family.samples}
     assert values["vllm:generation_tokens_total"] == stats.generated_tokens_total

@@ -20,7 +20,7 @@ PROMPT = "In the beginning God created the heaven and the earth, and the earth w
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
 
 
-def until(condition: Callable[[], bool], patience_s: float = 20.0) -> None:
+def until(condition: Callable[[], bool], patience_s: float = 120.0) -> None:
     deadline = time.monotonic() + patience_s
     while not condition():
         assert time.monotonic() < deadline, "it did not come to that"

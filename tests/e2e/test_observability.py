@@ -44,7 +44,7 @@ async def generate(target: str, count: int, **metadata: str) -> Stats:
 
 
 def get(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=120) as response:
         return str(response.read().decode())
 
 
@@ -93,7 +93,7 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
         yield f"{url}/api/v1"
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(240)
 
 
 def bound_address(log: Path) -> str:

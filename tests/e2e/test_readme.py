@@ -33,7 +33,7 @@ DEMO_MODEL = ROOT / "client" / "pagekv" / "client" / "demo_model"
 def run(command: str, stack: Stack) -> subprocess.CompletedProcess[str]:
     """A grpcurl line, against the test's ports."""
     line = command.replace("127.0.0.1:50051", stack.target).replace("127.0.0.1:50052", stack.executor.target)
-    return subprocess.run([str(GRPCURL), *shlex.split(line)[1:]], capture_output=True, text=True, timeout=60)
+    return subprocess.run([str(GRPCURL), *shlex.split(line)[1:]], capture_output=True, text=True, timeout=240)
 
 
 def test_the_walk_with_grpcurl(oracle_stack: Stack) -> None:

@@ -68,7 +68,7 @@ def _until_indexed(stack: Stack) -> None:
     for target in stack.targets:
         with PageKVClient(target) as client:
             published += client.stats().published_blocks
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while (count := indexed_blocks(stack)) != published:
         assert time.monotonic() < deadline, f"the gateway knows of {count} blocks, the managers of {published}"
         time.sleep(0.05)

@@ -72,7 +72,7 @@ def run_python(*args: str, **variables: str) -> subprocess.CompletedProcess[str]
     """Runs this interpreter with every source root importable and no PAGEKV_* variable but those given."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEKV_")}
     env |= {"PYTHONPATH": os.pathsep.join(str(ROOT / root) for root in SOURCE_ROOTS), **variables}
-    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, *args], env=env, capture_output=True, text=True, timeout=240)
 
 
 @pytest.mark.parametrize("module", ["pagekv.kvmanager.server", "pagekv.client", "pagekv.client.cli.main"])

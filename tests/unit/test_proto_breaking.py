@@ -44,7 +44,7 @@ class Repository:
 
     def check(self) -> tuple[int, str]:
         command = [str(self.folder / "scripts" / "proto_breaking.sh"), str(Path(sys.executable).with_name("buf"))]
-        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=240)
         return done.returncode, done.stdout + done.stderr
 
 

@@ -104,7 +104,7 @@ class Process:
         self.popen.kill()
         self.popen.wait()
 
-    def stop(self, timeout: float = 60.0) -> int:
+    def stop(self, timeout: float = 240.0) -> int:
         """SIGTERM, and the exit status."""
         assert self.popen is not None
         self.popen.send_signal(signal.SIGTERM)

@@ -166,7 +166,7 @@ def run(
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()
         test = asyncio.ensure_future(body(engine, bench))
-        await asyncio.wait([test, task], timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([test, task], timeout=120, return_when=asyncio.FIRST_COMPLETED)
         assert not task.done(), task.exception()
         assert test.done(), "the test hangs"
         await test

@@ -105,7 +105,7 @@ async def serving(tokenizer: Tokenizer | None = TOKENIZER, opened: bool = True) 
 
 def run(body: Callable[[Harness], Awaitable[None]], **how: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), serving(**how) as harness:
+        async with asyncio.timeout(120), serving(**how) as harness:
             await body(harness)
 
     asyncio.run(main())

@@ -49,7 +49,7 @@ class HeldOracle(OracleBackend):
 
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
         self.begun.set()
-        assert self.gate.wait(20)
+        assert self.gate.wait(120)
         self.journal.append("step")
         return super().execute(scheduled)
 
@@ -94,7 +94,7 @@ async def serving(loaded: bool = True) -> AsyncIterator[Served]:
 
 def served(test: Callable[[Served], Awaitable[None]], loaded: bool = True) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), serving(loaded) as it:
+        async with asyncio.timeout(120), serving(loaded) as it:
             await test(it)
 
     asyncio.run(main())

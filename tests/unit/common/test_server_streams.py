@@ -63,7 +63,7 @@ def run(body: Callable[[Any, str], Awaitable[None]]) -> None:
         server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, made),))
         port = await server.start()
         try:
-            async with asyncio.timeout(30), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 await body(channel, f"127.0.0.1:{port}")
         finally:
             await server.stop(0)

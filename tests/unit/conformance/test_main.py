@@ -47,7 +47,7 @@ def test_json_is_one_object_and_a_broken_rule_exit_1(capsys: pytest.CaptureFixtu
 def test_an_executor_that_is_not_there_is_exit_3_soon(capsys: pytest.CaptureFixture[str]) -> None:
     begin = time.monotonic()
     assert main(["--executor", "127.0.0.1:1"]) == 3
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < 120
     assert "no gRPC server answers at 127.0.0.1:1: start the executor" in capsys.readouterr().err
 
 

@@ -46,7 +46,7 @@ def in_session(test: Callable[[Session, Journal], Awaitable[None]], clock_ns: Ca
         session = Session(compute) if clock_ns is None else Session(compute, clock_ns)
         backend = Journal()
         session.serve(backend)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             await test(session, backend)
         compute.stop()
 

@@ -30,7 +30,7 @@ class Waiting:
     ready: bool = False
 
     def collect(self) -> dict[int, Sampled]:
-        assert self.backend.gates[self.number].wait(20)
+        assert self.backend.gates[self.number].wait(120)
         self.backend.journal.append(f"collect {self.number}")
         if self.number == self.backend.fails_at:
             raise ArithmeticError("not a number")
@@ -101,7 +101,7 @@ def pipelined(test: Callable[[Pipelined], Awaitable[None]]) -> None:
         compute = WorkerThread()
         session, backend = Session(compute), LateBackend()
         session.serve(backend)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             epoch = await session.attach(attach_order())
             backend.journal.clear()
             await test(Pipelined(session, backend, epoch))

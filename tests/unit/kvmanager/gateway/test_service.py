@@ -70,7 +70,7 @@ async def running(tokenizer: Tokenizer | None = TOKENIZER) -> AsyncIterator[Harn
 
 def run(body: Callable[[Harness], Awaitable[None]], **how: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(30), running(**how) as harness:
+        async with asyncio.timeout(120), running(**how) as harness:
             await body(harness)
 
     asyncio.run(main())

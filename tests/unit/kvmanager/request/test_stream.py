@@ -17,7 +17,7 @@ from pagekv.kvmanager.request.wakeups import Wakeups
 
 def run(body: Coroutine[object, object, None]) -> None:
     async def bounded() -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await body
 
     asyncio.run(bounded())

@@ -40,7 +40,7 @@ def script_for(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
 )
 def test_bash_completes(typed: str, found: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["bash", "--norc", "-c", ASK, "bash", *typed.split(" ")]
-    done = subprocess.run(asked, input=script_for("bash", capsys), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(asked, input=script_for("bash", capsys), capture_output=True, text=True, timeout=240)
     assert (sorted(done.stdout.split()), done.stderr) == (sorted(found), "")
 
 

@@ -22,7 +22,7 @@ def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def wait_over(file: RecordingFile) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not file.over and time.monotonic() < deadline:
         time.sleep(0.002)
     assert file.over

@@ -81,7 +81,7 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     run(monkeypatch, body)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while not file.over and time.monotonic() < deadline:
         time.sleep(0.01)  # the disk's answer comes to the recording's own thread
     assert file.over
