@@ -109,11 +109,11 @@ class PrefixTable:
         """The digests of blocks that are in the table."""
         return list(map(self._digest.__getitem__, blocks))  # type: ignore[arg-type]  # only other blocks have None
 
-    def digest_objects(self, blocks: Sequence[int], digests: Sequence[bytes]) -> list[bytes]:
+    def digest_objects(self, blocks: Blocks, digests: Sequence[bytes]) -> list[bytes]:
         """The table's own objects for digests of held blocks; the one given where a block is not entered."""
-        found = list(map(self._digest.__getitem__, blocks))
-        if None in found:
-            for at, block in enumerate(blocks):
+        found = list(map(self._digest.__getitem__, blocks.tolist()))
+        if not self.published[blocks].all():
+            for at, block in enumerate(blocks.tolist()):
                 digest = self._twin_of.get(block)
                 if digest is not None:
                     found[at] = self._digest[self._block_of[digest]]

@@ -290,8 +290,7 @@ class BlockTables:
                     names=sequence.request.names,
                 )
                 if self.host.num_blocks:
-                    own = blocks[here].tolist()
-                    digests[begin:end] = self.pool.table.digest_objects(own, digests[begin:end])
+                    digests[begin:end] = self.pool.table.digest_objects(blocks[here], digests[begin:end])
         if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
 

@@ -229,7 +229,7 @@ def test_digests_of_one_prefix_are_one_object() -> None:
     table.publish([0, 1], [1, 2, 3, 4], digests=first)
     table.publish([2, 3], [1, 2, 3, 4], digests=second)
     foreign = bytes(bytearray(first[0]))
-    objects = table.digest_objects([2, 3, 0, 9], [*second, second[0], foreign])
+    objects = table.digest_objects(ids([2, 3, 0, 9]), [*second, second[0], foreign])
     assert [found is wanted for found, wanted in zip(objects, [*first, first[0], foreign], strict=True)] == [True] * 4
     assert second[0] is not first[0]
 
