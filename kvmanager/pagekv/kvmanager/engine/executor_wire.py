@@ -170,7 +170,7 @@ def _logprobs(message: pb.StepResult, tokens: dict[int, int]) -> dict[int, Token
             raise WrongAnswer("logprobs", f"must be finite, got {odd} of sequence {seq_id}")
         if len(set(ids)) < len(ids) or sorted(values, reverse=True) != values:
             raise WrongAnswer("logprobs.top_token_ids", f"must be best first and each once, got {ids} with {values}")
-        if (most := max(row.chosen, *values[:1])) > MAX_LOGPROB:
+        if (most := max([row.chosen, *values[:1]])) > MAX_LOGPROB:
             raise WrongAnswer("logprobs", f"must be at most 0, got {most} of sequence {seq_id}")
         found[seq_id] = TokenLogprobs(tokens[seq_id], row.chosen, tuple(zip(ids, values, strict=True)))
     return found

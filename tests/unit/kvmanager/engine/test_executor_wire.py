@@ -185,6 +185,16 @@ def test_a_result_that_makes_no_sense_is_refused_by_field(fields: dict[str, obje
         step_result(pb.StepResult(**(SAMPLED | fields)))  # type: ignore[arg-type]  # fields are what the message has
 
 
+def test_the_chosen_token_alone_may_have_a_log_probability() -> None:
+    """So for `logprobs` 0: no likeliest stand beside it."""
+    row = pb.SampledLogprobs(seq_id=3, chosen=-0.5)
+    message = pb.StepResult(sampled_seqs=[3], sampled_tokens=[7], logprobs=[row])
+    assert step_result(message).logprobs == {3: TokenLogprobs(7, -0.5, ())}
+    row.chosen = 1.0
+    with pytest.raises(WrongAnswer, match=r"must be at most 0, got 1\.0 of sequence 3"):
+        step_result(pb.StepResult(sampled_seqs=[3], sampled_tokens=[7], logprobs=[row]))
+
+
 def test_sequences_that_failed_and_why() -> None:
     """A reason that a later version of the contract added is as good as any."""
     message = pb.StepResult(failed_seqs=[3, 5], failed_reasons=[NAN_REASON])
