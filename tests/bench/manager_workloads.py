@@ -174,7 +174,7 @@ def hash_floor(length: int, repeats: int) -> list[float]:
     samples: list[float] = []
     for _ in range(repeats):
         begun = time.perf_counter()
-        digest = ROOT
+        digest: bytes = ROOT
         for chunk in chunks:
             digest = hashlib.sha256(digest + chunk).digest()
         samples.append(time.perf_counter() - begun)

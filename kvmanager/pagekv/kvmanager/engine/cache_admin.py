@@ -113,7 +113,8 @@ class CacheAdmin:
         chunks = tokens[: len(digests) * size].reshape(-1, size)
         hits = self.pool.match(root, digests, chunks)
         found = len(hits) * size
-        behind = self._host.find(digests[len(hits) :], chunks[len(hits) :])
+        parents = [*self.pool.table.digests(hits[-1:]), *digests[len(hits) :]] if hits else [root, *digests]
+        behind = self._host.find(digests[len(hits) :], chunks[len(hits) :], parents, hashed_anew=True)
         kept = [*behind, NO_BLOCK].index(NO_BLOCK) * size
         partial = 0
         if partial_hits and not kept and not identity.media and found < len(tokens):

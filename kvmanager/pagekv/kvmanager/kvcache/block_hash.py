@@ -36,12 +36,18 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
     return ids.tobytes()
 
 
-def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret: bytes = b"") -> bytes:
+class Root(bytes):
+    """The digest before the first block of a chain, which is no block's."""
+
+    __slots__ = ()
+
+
+def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret: bytes = b"") -> Root:
     """Parent of the first block of every chain: 32 bytes. Differs whenever any argument does."""
     identity: bytes = msgpack.packb([model_fingerprint, namespace, adapter_id])
     if secret:
-        return hmac.new(secret, identity, hashlib.sha256).digest()
-    return hashlib.sha256(identity).digest()
+        return Root(hmac.new(secret, identity, hashlib.sha256).digest())
+    return Root(hashlib.sha256(identity).digest())
 
 
 def media_keys(media: Sequence[MediaSpan], start: int, end: int) -> MediaKeys:

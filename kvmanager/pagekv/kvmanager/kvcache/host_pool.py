@@ -2,7 +2,12 @@
 
 The manager owns this map exactly as it owns the device's; the executor only copies. A host block has a key, the digest
 of a full block, so that any sequence with the same prefix can get it back; or none, and then it is private to the one
-preempted sequence that holds it. Token ids are compared on every hit.
+preempted sequence that holds it.
+
+On every hit the whole prefix is compared, so no hash function, however bad, makes one pass for another: the token ids
+of the block, and the prefix that it follows. A prefix is known by its digest object, not by the value: such an object
+is made for the tokens of one prefix and handed on with it, so the same object means the same tokens, whatever values
+collide. Where equal prefixes were hashed twice, sequences take over the object that a tier has already.
 
     free      ref_count 0, no key      in the free queue
     cached    ref_count 0, keyed       in the free queue: can be hit, or evicted
@@ -18,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import Root
 from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
 
 if TYPE_CHECKING:
@@ -37,7 +43,8 @@ class HostPool:
         self.ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeQueue(num_blocks)
         self._key: list[bytes | None] = [None] * num_blocks
-        # Digest of the block or chain root before each keyed block; that block need not be in the host pool.
+        # Digest of the block or chain root before each keyed block; that block need not be in the host pool. The object
+        # matters, see above.
         self._parent: list[bytes] = [b""] * num_blocks
         # Of keyed blocks with a namespace or an adapter.
         self._names: dict[int, Names] = {}
@@ -73,19 +80,41 @@ class HostPool:
         """The blocks that can be hit, in no particular order."""
         return np.fromiter(self._block_of.values(), np.int32, len(self._block_of))
 
-    def find(self, digests: Sequence[bytes | None], tokens: NDArray[np.uint32]) -> list[int]:
-        """The block with each of these digests and token ids; NO_BLOCK where there is none. `tokens`, [n, block_size],
-        ends early where no digest follows. Changes nothing but the alarm counter.
+    def find(
+        self,
+        digests: Sequence[bytes | None],
+        tokens: NDArray[np.uint32],
+        parents: Sequence[bytes],
+        *,
+        hashed_anew: bool = False,
+    ) -> list[int]:
+        """The block with each of these digests and token ids that follows the digest object in `parents`; NO_BLOCK
+        where there is none. `tokens`, [n, block_size], and `parents` end early where no digest follows. `hashed_anew`:
+        the objects may be new ones, so a content may also follow the block that was found for the one before it.
+        Changes nothing but the alarm counter.
         """
         held_under = self._block_of.get
         blocks = [NO_BLOCK if digest is None else held_under(digest, NO_BLOCK) for digest in digests]
         at = [position for position, block in enumerate(blocks) if block != NO_BLOCK]
         if at:
-            differs = (self._tokens[[blocks[position] for position in at]] != tokens[at]).any(axis=1)
-            for hit in np.flatnonzero(differs).tolist():
-                self.hash_alarms += 1
-                blocks[at[hit]] = NO_BLOCK
+            same = (self._tokens[[blocks[position] for position in at]] == tokens[at]).all(axis=1).tolist()
+            for position, equal in zip(at, same, strict=True):
+                before = NO_BLOCK
+                if hashed_anew and position and digests[position - 1] is parents[position]:
+                    before = blocks[position - 1]
+                if not equal or not self._follows(blocks[position], parents[position], before):
+                    self.hash_alarms += not equal
+                    blocks[position] = NO_BLOCK
         return blocks
+
+    def _follows(self, block: int, parent: bytes, before: int) -> bool:
+        """Whether a keyed block follows the prefix of the digest object `parent`, which block `before` holds unless
+        that is NO_BLOCK.
+        """
+        kept = self._parent[block]
+        if isinstance(kept, Root) and isinstance(parent, Root):
+            return kept == parent
+        return kept is parent or (before != NO_BLOCK and kept is self._key[before])
 
     def lookup(self, digest: bytes) -> int | None:
         """The block with this key."""
@@ -135,7 +164,7 @@ class HostPool:
         block whose digest is None, or stands for another content already, is private. `tokens` and `parents` end early
         where no digest follows. `names`: namespace and adapter of each, None where it has neither.
         """
-        found = self.find(digests, tokens)
+        found = self.find(digests, tokens, parents)
         blocks: list[int] = []
         fresh: list[int] = []
         while (begin := len(blocks)) < len(found):

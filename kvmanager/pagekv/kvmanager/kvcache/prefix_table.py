@@ -109,6 +109,18 @@ class PrefixTable:
         """The digests of blocks that are in the table."""
         return list(map(self._digest.__getitem__, blocks))  # type: ignore[arg-type]  # only other blocks have None
 
+    def digest_objects(self, blocks: Blocks, digests: Sequence[bytes]) -> list[bytes]:
+        """The table's own objects for digests of held blocks; the one given where a block is not entered."""
+        found = list(map(self._digest.__getitem__, blocks.tolist()))
+        if not self.published[blocks].all():
+            for at, block in enumerate(blocks.tolist()):
+                digest = self._twin_of.get(block)
+                if digest is not None:
+                    found[at] = self._digest[self._block_of[digest]]
+                elif found[at] is None:
+                    found[at] = digests[at]
+        return found  # type: ignore[return-value]  # none is None any more
+
     def parent(self, block: int) -> bytes | None:
         """Digest of the block or chain root before it; None unless it is in the table."""
         parent = self._trie.parent(block)
@@ -187,11 +199,6 @@ class PrefixTable:
     def is_entered(self, block: int) -> bool:
         """Whether a held block, or one that it is a twin of, is in the table."""
         return self._digest[block] is not None or block in self._twin_of
-
-    def num_entered(self, blocks: Blocks) -> int:
-        """How many of these blocks, from the first on, are in the table or twins of others there."""
-        others = np.flatnonzero(~self.published[blocks]).tolist()
-        return next((at for at in others if int(blocks[at]) not in self._twin_of), len(blocks))
 
     # -- changing
 

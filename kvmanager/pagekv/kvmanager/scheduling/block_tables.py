@@ -200,14 +200,16 @@ class BlockTables:
         hint = hint[:known]
         blocks = table.match_tokens(int(hint[-1]) if known else root, chunks[known:text])
         found = known + len(blocks)
-        if len(digests) < found:
-            digests += table.digests([*hint.tolist(), *blocks][len(digests) :])
+        # With a host pool the table's own objects, by which that pool tells what its blocks follow.
+        begin = 0 if self.host.num_blocks else len(digests)
+        digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
                 # From the first medium on by digest.
                 before = blocks[-1] if blocks else sequence.request.root
                 blocks += self.pool.match(before, digests[found:most], chunks[found:])
+                digests[found : len(blocks)] = table.digests(blocks[found:])
             else:
                 self.pool.count_collision(digests[found])
         hits = np.array(blocks, np.int32)
@@ -287,6 +289,8 @@ class BlockTables:
                     media=media,
                     names=sequence.request.names,
                 )
+                if self.host.num_blocks:
+                    digests[begin:end] = self.pool.table.digest_objects(blocks[here], digests[begin:end])
         if computed_now and self.limits.partial_hits:
             self._being_computed.append(blocks)
 

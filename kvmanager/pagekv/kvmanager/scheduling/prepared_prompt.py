@@ -71,7 +71,8 @@ class PreparedPrompt:
         # The latest block may be gone, and its id that of another one.
         if len(self.cached) == begin and (not begin or table.digest(int(node)) == self.digests[-1]):
             hits = table.match_tokens(node, tokens[:text])
-            self.digests += table.digests(hits)
+            # Copies: the host pool knows a prefix by its digest object, and these may be out of date by the admission.
+            self.digests += [bytes(memoryview(digest)) for digest in table.digests(hits)]
             self.cached = np.concatenate([self.cached, np.array(hits, np.int32)])
         found = len(self.digests) - begin
         if found < len(tokens):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from pagekv.kvmanager.kvcache.block_hash import Root
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
@@ -50,7 +51,7 @@ class LiveRequest:
     stream: RequestStream
     arrival: int
     # Parent digest of its first block: 32 bytes.
-    root: bytes
+    root: Root
     # During a beam search its live beams, best first.
     sequences: list[Seq] = field(default_factory=list)
     search: BeamSearch | None = None
@@ -217,7 +218,7 @@ def live_request(
     Its rank decides who runs first: `priority_aging` is the number of later arrivals that one level of priority is
     worth, so a request is passed by fewer than that many per level, however many keep coming. 0: priority alone.
     """
-    request = LiveRequest(command, stream, arrival, root)
+    request = LiveRequest(command, stream, arrival, Root(root))
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
     num_prompt = len(command.prompt_ids) - command.resumed_tokens
     tokens = array("I", command.prompt_ids)

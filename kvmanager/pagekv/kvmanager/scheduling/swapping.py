@@ -57,8 +57,7 @@ class Swapper:
         for sequence in group:
             blocks = self._written(sequence)
             places = [place for place, block in enumerate(blocks) if block not in seen]
-            digests, chunks, _ = self._contents(sequence, places)
-            out += self.host.find(digests, chunks).count(NO_BLOCK)
+            out += self.host.find(*self._contents(sequence, places)).count(NO_BLOCK)
             back += len(places)
             tokens += len(places) * size
             if places and places[-1] == len(blocks) - 1:
@@ -164,12 +163,14 @@ class Swapper:
             blocks.append(block)
         if by_digest:
             chunks = sequence.chunks(size, 0, by_digest[-1] + 1)[by_digest]
-            found = self.host.find([known[place] for place in by_digest], chunks)
+            parents = [known[place - 1] if place else sequence.request.root for place in by_digest]
+            found = self.host.find([known[place] for place in by_digest], chunks, parents, hashed_anew=True)
             for place, block in zip(by_digest, found, strict=True):
                 if block == NO_BLOCK:
                     del blocks[place - first :]
                     break
                 blocks[place - first] = block
+                sequence.digests[place] = self.host.key(block) or known[place]
         return blocks, min(end, (first + len(blocks)) * size)
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:

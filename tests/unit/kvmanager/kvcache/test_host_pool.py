@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from support.engine.integrity import check_host
 
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 
@@ -19,7 +21,9 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 Content = tuple[int, int] | None
 
 
+@cache
 def digest(number: int) -> bytes:
+    """One object for one prefix."""
     return bytes([number]) * 32
 
 
@@ -36,7 +40,8 @@ def keep(pool: HostPool, contents: list[Content]) -> tuple[list[int], list[int]]
 
 
 def find(pool: HostPool, contents: list[Content]) -> list[int]:
-    return pool.find([None if content is None else digest(content[0]) for content in contents], rows(contents))
+    digests = [None if content is None else digest(content[0]) for content in contents]
+    return pool.find(digests, rows(contents), [digest(content[0] + 100) for content in contents if content is not None])
 
 
 def test_blocks_are_evicted_least_recently_used_first_and_never_while_held() -> None:
@@ -108,6 +113,28 @@ def test_check_host_sees_damage(damage: str) -> None:
         pool._free.remove(np.array([2], np.int32))
     with pytest.raises(InvariantError):
         check_host(pool, [blocks])
+
+
+def test_a_prefix_is_the_same_where_its_digest_object_is() -> None:
+    """Equal tokens under equal digests after equal digests are no proof: each of the three may collide."""
+    pool, row = HostPool(8, 1), np.array([[5], [6]], np.uint32)
+    ours, theirs = ([bytes([value]) * 32 for value in (7, 8)] for _ in range(2))
+    root, other = root_digest("model", "", ""), root_digest("model", "other", "")
+    blocks, _ = pool.keep(ours, row, [root, ours[0]])
+    # A root is known by its value, which is no block's.
+    again = root_digest("model", "", "")
+    assert pool.find(ours, row, [again, ours[0]]) == blocks
+    assert pool.find(ours, row, [other, ours[0]]) == [NO_BLOCK, blocks[1]]
+    assert pool.find(ours, row, [bytes(root), ours[0]]) == [NO_BLOCK, blocks[1]]
+    # Theirs may be another prefix, unless the block before is found to be the same one.
+    assert pool.find(theirs[1:], row[1:], theirs[:1]) == [NO_BLOCK]
+    assert pool.find(theirs, row, [again, theirs[0]]) == [blocks[0], NO_BLOCK]
+    assert pool.find(theirs, row, [again, theirs[0]], hashed_anew=True) == blocks
+    assert pool.find(theirs, row, [other, theirs[0]], hashed_anew=True) == [NO_BLOCK, NO_BLOCK]
+    assert pool.find(theirs, row, [again, ours[1]], hashed_anew=True) == [blocks[0], NO_BLOCK]
+    assert pool.hash_alarms == 0
+    assert pool.find(ours, row[::-1], [root, ours[0]]) == [NO_BLOCK, NO_BLOCK]
+    assert pool.hash_alarms == 2
 
 
 def test_what_nobody_holds_cannot_be_released() -> None:

@@ -140,8 +140,9 @@ def test_n_sequences_share_their_prompt_and_copy_the_block_they_write(length: in
 
 @pytest.mark.parametrize("values", [1, 2, 5])
 @pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("host_blocks", [0, 12, 40])
 def test_a_hash_with_few_values_costs_hits_and_never_an_output(
-    values: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    values: int, seed: int, host_blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With `values` digests in all, everything collides all the time."""
 
@@ -155,13 +156,24 @@ def test_a_hash_with_few_values_costs_hits_and_never_an_output(
     monkeypatch.setattr(block_hash, "sha256", Weak)
     monkeypatch.setattr(block_tables, "sha256", Weak)
     chance = random.Random(seed)
-    driver = Driver(num_blocks=24, block_size=2, max_running=4, partial_hits=bool(seed % 2), vocab=3)
+    driver = Driver(
+        num_blocks=24,
+        block_size=2,
+        max_running=4,
+        partial_hits=bool(seed % 2),
+        vocab=3,
+        host_blocks=host_blocks,
+        preemption="swap",
+        write_back=True,
+    )
     prompts = []
     for _ in range(60):
         prompts.append([chance.randrange(3) for _ in range(chance.randrange(1, 12))])
         driver.submit(prompts[-1], max_tokens=chance.randrange(1, 8))
         for _ in range(chance.randrange(3)):
             driver.step()
+        if host_blocks and chance.random() < 0.2:
+            driver.scheduler.preempt_all()
     driver.drain()
     for prompt, request in zip(prompts, driver.requests, strict=True):
         assert output(request) == expected_output(prompt, request.command.sampling.max_tokens, 3)

@@ -76,7 +76,7 @@ class CheckedSwapper(Swapper):
 
     def cost(self, group: Sequence[Seq]) -> tuple[int, int, int]:
         distinct = {w.device: w for w in reversed(list(self._one_by_one(group))) if not w.elsewhere}.values()
-        out = sum(self.host.find([w.digest], w.tokens) == [NO_BLOCK] for w in distinct)
+        out = sum(self.host.find([w.digest], w.tokens, [w.parent]) == [NO_BLOCK] for w in distinct)
         cost = super().cost(group)
         assert cost == (out, len(distinct), sum(w.end - w.start for w in distinct))
         self.checks["cost"] += 1
@@ -144,7 +144,16 @@ class CheckedSwapper(Swapper):
             if block != NO_BLOCK and swapped is not None:
                 end = min(end, swapped.num_computed)
             elif reads and end == full and place < len(sequence.digests):
-                (block,) = self.host.find([sequence.digests[place]], sequence.chunks(size, place, place + 1))
+                digest, chunk = sequence.digests[place], sequence.chunks(size, place, place + 1)
+                before = [sequence.digests[place - 1] if place else sequence.request.root]
+                if (
+                    place > first
+                    and self.host.lookup(before[0]) == blocks[-1]
+                    and (place - 1 >= len(own) or own[place - 1] == NO_BLOCK)
+                ):
+                    # Or as the block is known that was just found.
+                    before.append(self.host.key(blocks[-1]) or b"")
+                block = max(self.host.find([digest], chunk, [parent])[0] for parent in before)
             if block == NO_BLOCK:
                 break
             self.checks["by digest"] += place >= len(own) or own[place] == NO_BLOCK

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import pytest
 from support.clients.kv_event_reader import AllBlocksCleared, BlockRemoved, BlockStored, EventReplica, decode
@@ -162,7 +162,7 @@ def test_adapter_namespace_and_media_are_named_as_vllm_names_them() -> None:
     assert set(identities._of) == {(tier, chain_digests(root, token_bytes([1] * 16), SIZE)[3]) for tier in Tier}
 
 
-def short(table: Table, roots: set[bytes]) -> dict[int, tuple[int | None, list[int]]]:
+def short(table: Table, roots: Set[bytes]) -> dict[int, tuple[int | None, list[int]]]:
     return {
         short_hash(digest): (None if parent in roots else short_hash(parent), tokens)
         for digest, (parent, tokens) in table.items()
