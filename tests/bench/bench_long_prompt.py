@@ -46,8 +46,7 @@ class Turns:
             run(handle)
             self._seconds.append(time.thread_time() - begun)
 
-        # asyncio has no hook for this.
-        events.Handle._run = timed  # type: ignore[method-assign, assignment]
+        events.Handle._run = timed  # type: ignore[method-assign, assignment]  # asyncio has no hook for this
 
     def begin(self) -> None:
         self._seconds.clear()

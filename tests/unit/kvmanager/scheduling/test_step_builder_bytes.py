@@ -11,6 +11,7 @@ from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 from pagekv.common.server import MAX_STEP_BYTES
 from pagekv.kvmanager.engine.executor_wire import step_request
 from pagekv.kvmanager.scheduling import step_builder
+from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_builder import ID_BYTES, MAX_ENTRY_BYTES, SEQUENCE_BYTES
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -52,8 +53,8 @@ def test_what_is_reckoned_is_never_less_than_what_is_sent() -> None:
     assert size(StepPlan(copies=copies)) < 2 * ID_BYTES * 5000 + 100
 
 
-def _new(sequence: object, tokens: int, blocks: int) -> NewSeq:
-    return NewSeq(sequence, ID, array("i", [ID] * tokens), array("i", [ID] * blocks), ID)  # type: ignore[arg-type]
+def _new(sequence: Seq, tokens: int, blocks: int) -> NewSeq:
+    return NewSeq(sequence, ID, array("i", [ID] * tokens), array("i", [ID] * blocks), ID)
 
 
 def test_columns_of_all_sequences_have_room_beside_what_enters() -> None:
