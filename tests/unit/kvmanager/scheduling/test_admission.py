@@ -116,6 +116,8 @@ def test_a_fork_that_was_refused_still_shares_the_prompt() -> None:
     driver.drain()
     assert right(request)
     assert finished(other)
+    # The prompts of two requests, however the sequences came in.
+    assert driver.scheduler.counters.prompt_tokens == 2 + 30
     # 10 tokens of the other; the prompt, then for each child what is behind its 7 full blocks, and two tokens each.
     assert driver.executor.computed_tokens == 10 + 30 + 2 * 2 + 3 * 2
 
