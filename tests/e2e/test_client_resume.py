@@ -65,11 +65,11 @@ async def _run(
             with stack.gate.shut():
                 beams = group.create_task(client.generate_n([6, 7, 8], 2, beam_width=3, max_tokens=40))
                 results = [group.create_task(_collect(stream)) for stream in streams]
-                for _ in range(2 if stop else 0):
+                for end in [stop] * 2 if stop else []:
                     async with Caller(stack.target) as caller:
                         await caller.stats_when(lambda stats: stats.requests_total > len(streams))
                         await stack.gate.pass_through(20, caller)
-                    await asyncio.to_thread(_replace, stack, stop)
+                    await asyncio.to_thread(_replace, stack, end)
         return [result for task in results for result in task.result()], beams.result()
 
 
