@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, token_array
@@ -67,7 +67,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         return pb.DetokenizeResponse(text=text)
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        served = self._served_model.served()
+        try:
+            served = self._served_model.served()
+        except Unavailable as error:
+            error.server_version = pagekv_version()
+            raise
         tokenizer = served.tokenizer
         return pb.GetModelInfoResponse(
             has_tokenizer=tokenizer is not None,

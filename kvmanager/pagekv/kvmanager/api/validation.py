@@ -197,12 +197,7 @@ def _first_end(token_ids: array[int], start: int, ends: Collection[int]) -> int:
     """The first position from `start` on that has one of these tokens, -1 for none: vector operations, since there may
     be as many tokens as the context has.
     """
-    within = np.frombuffer(token_ids, np.uint32)[start:]
-    if not len(within) or not ends:
-        return -1
-    ends_there = np.zeros(max(int(within.max()), *ends) + 1, np.bool_)
-    ends_there[list(ends)] = True
-    found = ends_there[within]
+    found = np.isin(np.frombuffer(token_ids, np.uint32)[start:], [*ends])
     return start + int(found.argmax()) if found.any() else -1
 
 

@@ -181,6 +181,19 @@ def test_without_a_tokenizer_token_ids_still_work() -> None:
     run(body, tokenizer=None)
 
 
+def test_the_version_is_told_before_there_is_a_model() -> None:
+    async def body(h: Harness) -> None:
+        for model in (None, MODEL):
+            h.engine.model = model
+            code, words, status = await refusal(h.stub.GetModelInfo(pb.GetModelInfoRequest()))
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert words == ("the tokenizer is being loaded" if model else "no executor is attached yet")
+            info = detail(status, error_details_pb2.ErrorInfo())
+            assert (info.reason, dict(info.metadata)) == ("NOT_SERVING", {"server_version": pagekv_version()})
+
+    run(body, opened=False)
+
+
 def test_model_info() -> None:
     async def body(h: Harness) -> None:
         assert await h.stub.GetModelInfo(pb.GetModelInfoRequest()) == pb.GetModelInfoResponse(
