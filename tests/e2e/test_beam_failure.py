@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from support.clients.calls import Caller, Result, request_for
+from support.clients.gate import at_once
 from support.clients.stack import ORACLE, Stack, running_stack
 from support.executor.wire_driver import expected_output, expected_results
 
@@ -186,7 +187,7 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller:
             oracle = await oracle_of(caller)
-            found = await asyncio.gather(*(caller.generate_all(request) for request in requests))
+            found = await at_once(stack.gate, caller, [caller.generate_all(request) for request in requests])
             for request, results in zip(requests, found, strict=True):
                 assert outputs(results) == oracle.wanted(request), request
             stats = await caller.idle_stats()
@@ -196,5 +197,5 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
 
     # The blocks that four beams of the longest may come to need.
     args = ["--block-size", "4", "--num-device-blocks", "104", "--max-batch-tokens", "64", "--max-running", "24"]
-    with running_stack(ORACLE, args) as stack:
+    with running_stack(ORACLE, args, gated=True) as stack:
         asyncio.run(run(stack))

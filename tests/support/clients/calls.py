@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -81,11 +81,18 @@ class Caller:
     async def stats(self) -> operator_pb.GetStatsResponse:
         return await self.operator.GetStats(operator_pb.GetStatsRequest(), timeout=60)
 
-    async def idle_stats(self, patience_s: float = 60.0) -> operator_pb.GetStatsResponse:
-        """Stats once nothing runs or waits; waits so long for that."""
-        for _ in range(int(patience_s * 100)):
-            stats = await self.stats()
-            if not (stats.running_sequences or stats.waiting_sequences or stats.active_blocks):
-                return stats
+    async def stats_when(
+        self, condition: Callable[[operator_pb.GetStatsResponse], bool], patience_s: float = 120.0
+    ) -> operator_pb.GetStatsResponse:
+        """Stats once they are so; waits so long for that."""
+        end = time.monotonic() + patience_s
+        while not condition(stats := await self.stats()):
+            assert time.monotonic() < end, f"it did not come to that: {stats}"
             await asyncio.sleep(0.01)
-        raise AssertionError(f"still busy: {stats}")
+        return stats
+
+    async def idle_stats(self, patience_s: float = 120.0) -> operator_pb.GetStatsResponse:
+        """Stats once nothing runs or waits; waits so long for that."""
+        return await self.stats_when(
+            lambda stats: not (stats.running_sequences or stats.waiting_sequences or stats.active_blocks), patience_s
+        )

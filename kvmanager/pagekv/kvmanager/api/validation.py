@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
@@ -105,11 +107,10 @@ async def read_generate(
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
-    ends = sampling.end_ids(model.eos_token_ids)
-    for position in range(max(0, params.min_tokens - 1), len(resumed) - 1):
-        if (token_id := resumed[position]) in ends:
-            words = f"must be the last of them, since {token_id} ends the output; {len(resumed)} were given"
-            raise InvalidRequest(f"resumed_token_ids[{position}]", words)
+    position = _first_end(resumed[:-1], max(0, params.min_tokens - 1), sampling.end_ids(model.eos_token_ids))
+    if position >= 0:
+        words = f"must be the last of them, since {resumed[position]} ends the output; {len(resumed)} were given"
+        raise InvalidRequest(f"resumed_token_ids[{position}]", words)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
@@ -190,6 +191,14 @@ def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model:
     if resumed:
         check_token_ids(field, resumed, model.vocab_size)
     return resumed
+
+
+def _first_end(token_ids: array[int], start: int, ends: Collection[int]) -> int:
+    """The first position from `start` on that has one of these tokens, -1 for none: vector operations, since there may
+    be as many tokens as the context has.
+    """
+    found = np.isin(np.frombuffer(token_ids, np.uint32)[start:], [*ends])
+    return start + int(found.argmax()) if found.any() else -1
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:

@@ -30,7 +30,8 @@ async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str
     identity = CacheIdentity(namespace=_name(asked, "namespace"))
     check_adapter(_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
-    found = engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS)
+    prepared = await engine.queries.prepare(prompt, identity)
+    found = await engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS, prepared=prepared)
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": found.cached_tokens,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
+from support.engine.fake_engine import MODEL
 from support.engine.generate_requests import (
     IDS,
     beams,
@@ -209,3 +211,23 @@ def test_what_can_never_fit_is_refused_with_needed_and_available_blocks(
     with pytest.raises(InvalidRequest, match=words) as caught:
         read(request_, num_device_blocks=10)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_first_end_within_resumed_tokens_is_found(seed: int) -> None:
+    """Against a plain loop, in a few vector operations."""
+    chance = random.Random(seed)
+    tokens = [chance.randrange(30) for _ in range(chance.randrange(1, 20))]
+    params = types_pb2.SamplingParams(
+        max_tokens=30, min_tokens=chance.randrange(8), stop_token_ids=[chance.randrange(400) for _ in range(seed % 4)]
+    )
+    params.ignore_eos = bool(seed % 3)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else MODEL.eos_token_ids)}
+    found = [at for at in range(max(0, params.min_tokens - 1), len(tokens) - 1) if tokens[at] in ends]
+    request = ids(5, resumed_token_ids=tokens, sampling_params=params)
+    if found:
+        with pytest.raises(InvalidRequest, match=f"{len(tokens)} were given") as refused:
+            read(request)
+        assert refused.value.field == f"resumed_token_ids[{found[0]}]"
+    else:
+        assert list(read(request)[0].prompt_ids) == [5, *tokens]

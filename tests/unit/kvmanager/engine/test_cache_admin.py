@@ -116,7 +116,7 @@ class History:
             return
         if pin.pin_id:
             self.pins.append(pin.pin_id)
-            cached = [block.outcome for block in admin.explain(prompt, ANY, 99, "").blocks]
+            cached = [block.outcome for block in admin.explainer(prompt, ANY).page(99).blocks]
             assert cached[: pin.pinned_tokens // SIZE] == [pb.BLOCK_OUTCOME_HIT] * (pin.pinned_tokens // SIZE)
 
     def clock_goes_on(self, seconds: int) -> None:
