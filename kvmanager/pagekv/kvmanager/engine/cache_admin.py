@@ -155,7 +155,7 @@ class CacheAdmin:
     def explainer(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
     ) -> PrefixExplainer:
-        """What can say why each of a prompt's blocks hits or misses now; changes nothing."""
+        """An explainer of why each of a prompt's blocks hits or misses now; changes nothing."""
         others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
         return PrefixExplainer(self.pool, self.log, self.root(identity), token_ids, identity.media, roots, prepared)
