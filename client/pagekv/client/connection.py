@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 
 import grpc
 
-from pagekv.client.channel import open_channel, target_or_default
+from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
 from pagekv.client.option_help import with_options_of
 from pagekv.client.settings import (
@@ -110,7 +110,11 @@ class Connection:
                 raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
         self._loop = self._running_loop()
         if channel is None:
-            channel = open_channel(self.library, self.target, credentials)
+            options = channel_options(self.target)
+            if credentials is None:
+                channel = self.library.insecure_channel(self.target, options=options)
+            else:
+                channel = self.library.secure_channel(self.target, credentials, options=options)
         self._channel = channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
