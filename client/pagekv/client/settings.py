@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 from pagekv.client.option_help import described
 from pagekv.common.errors import InvalidRequest
 
-__all__ = ["CallOptions"]
+__all__ = ["CallOptions", "WatchOptions"]
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_RESUME_TIMEOUT_S = 30.0
@@ -49,6 +49,22 @@ class CallOptions(TypedDict, total=False):
     """Entries sent with every call besides the client's own; a key given again takes the place of the client's. 8 KiB
     in all, and no key of gRPC's or of the connection's own, such as grpc-timeout, content-type or user-agent.
     """
+
+
+@described
+class WatchOptions(TypedDict, total=False):
+    """Keyword arguments of `watch_events`. An option left out takes the default."""
+
+    token_ids: bool
+    """Whether blocks come with their tokens. Default True."""
+    snapshot_only: bool
+    """The tables now, and no changes. Default False."""
+    start_revision: int
+    """That of a `TableReplica` or of the last whole batch, to begin behind it, without a snapshot. Default: none."""
+    instance_id: str
+    """That of the same, which goes with `start_revision`."""
+    progress_interval: float | None
+    """Seconds of silence, 1 to 3600, after which an empty batch says that nothing changed. Default: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
