@@ -15,6 +15,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import InvalidRequest, PageKVError
+from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
 from pagekv.common.statuses import abort_with
 from pagekv.common.unknown_fields import check_known
@@ -39,11 +40,12 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
-    Refuses requests whose bytes are no message, or which have fields that are not known here; a handler of several
-    requests does so by itself.
+    Refuses requests whose bytes are no message, or which have too many fields or such as are not known here; a handler
+    of several requests gets them as bytes and does so by itself.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
-    `context.write` by itself, with messages that are serialised already.
+    `context.write` by itself, with messages that are serialised already. The answer of other handlers is a message or
+    the bytes of one.
     """
 
     async def intercept_service(
@@ -60,10 +62,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = found
         parse = handler.request_deserializer
 
-        def read(data: bytes) -> Any:
+        async def read(data: bytes) -> Any:
             if parse is None:
                 return data
             try:
+                if len(data) > SMALL_BYTES:
+                    request = parse(b"")
+                    await read_large(request, data, Bounds())
+                    return request
                 request = parse(data)
             except DecodeError as error:
                 # gRPC itself would end the call with UNKNOWN.
@@ -78,7 +84,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             async def stream(request: Any, context: Any) -> None:
                 try:
                     if not handler.request_streaming:
-                        request = read(request)
+                        request = await read(request)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -91,17 +97,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             serializer = None if writes else handler.response_serializer
             if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(stream, parse, serializer)
+                return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
             return grpc.unary_stream_rpc_method_handler(stream, None, serializer)
-        inner_unary = handler.unary_unary
+        inner_unary, serialise = handler.unary_unary, handler.response_serializer
 
         async def unary(request: bytes, context: Any) -> Any:
             try:
-                return await inner_unary(read(request), context)
+                return await inner_unary(await read(request), context)
             except Exception as error:
                 await _abort(context, method, error)
 
-        return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
+        def written(response: Any) -> Any:
+            return response if serialise is None or isinstance(response, bytes) else serialise(response)
+
+        return grpc.unary_unary_rpc_method_handler(unary, None, written)
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:

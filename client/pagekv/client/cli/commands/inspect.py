@@ -162,14 +162,17 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def version(args: argparse.Namespace, terminal: Terminal) -> int:
     """The client's version always; the manager's, or why it does not say. Exit status 0 either way."""
-    server = why = None
+    server, why = "", ""
     try:
         with connect(args) as client:
             server = client.model_info().server_version
     except PageKVError as error:
         why = str(error)
+        if isinstance(error, Unavailable):
+            # A manager without an executor says its own.
+            server = error.server_version
     if args.json:
-        terminal.json({"client": pagekv_version(), "server": server})
+        terminal.json({"client": pagekv_version(), "server": server or None})
         return 0
     terminal.print(table([("client", pagekv_version()), ("server", server or "unknown")]))
     if why:
