@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.phases import phase, phases_told
+from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
@@ -136,6 +137,7 @@ class Manager:
                 await broken
             except AttachRefused as error:
                 log.error("cannot serve with these flags", reason=error)
+                add_to_port_file(self._config.port_file, cannot_start=str(error))
             except Exception:
                 log.exception("stopped by an error", task=broken.get_name())
             return 1
@@ -156,6 +158,7 @@ class Manager:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
         log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
+        self._opened.enter_context(phases_told(config.port_file))
         if http_port:
             log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
 
@@ -240,7 +243,8 @@ class Manager:
             log.info("the executor has no model directory: serving token ids only; --tokenizer names a tokenizer")
             return None
         try:
-            return await asyncio.to_thread(load_tokenizer, model.model_id)
+            with phase("loading the tokenizer"):
+                return await asyncio.to_thread(load_tokenizer, model.model_id)
         except (ModelNotFound, TokenizerError) as error:
             log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
             return None

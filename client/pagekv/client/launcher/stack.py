@@ -127,6 +127,8 @@ class Child:
         """How the process ended, and its last log lines."""
         status = self.popen.wait()
         self._reader.join(timeout=2)
+        if reason := self.listening.get("cannot_start"):
+            return StackError(f"the {self.name} cannot start: {reason}")
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
             # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
@@ -307,6 +309,11 @@ class Stack:
     def listening(self, key: str) -> list[Any]:
         """The values of this key in the managers' port files, where it is there."""
         return [child.listening[key] for child in self._of("manager") if key in child.listening]
+
+    def phases(self) -> list[tuple[str, str, int | None]]:
+        """The parts of their starts that take the processes time now: process, part, and percent where counted."""
+        found = [(child.name, child.listening.get("phase")) for child in self.children]
+        return [(name, phase["name"], phase["percent"]) for name, phase in found if phase]
 
     def kill(self) -> None:
         """Kills all at once; may be called from a signal handler while `stop` waits."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
+from pagekv.client.cli.keypress import pause
 from pagekv.client.cli.parser import (
     Shown,
     Subparsers,
@@ -109,7 +109,7 @@ def stats(args: argparse.Namespace, terminal: Terminal) -> int:
             terminal.json(now)
             if not args.watch:
                 return 0
-            time.sleep(args.watch)
+            pause(args.watch)
 
 
 def stats_text(now: Stats, terminal: Terminal) -> str:
@@ -117,10 +117,12 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
     busy, idle = now.executor_busy_us_total, now.executor_idle_us_total
     # Blocks that are held cannot be evicted, so eviction has little left to take.
     pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
+    # Without a block in use there is no share to show.
+    filled = f"{now.utilization:.1%}" if now.active_blocks else "-"
     groups = {
         "KV pool": [
             ("blocks", f"{now.num_device_blocks} of {now.block_size} tokens"),
-            ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {now.utilization:.1%}{pressure}"),
+            ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {filled}{pressure}"),
             ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
