@@ -24,6 +24,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import (
     cache_service_pb2,
@@ -70,6 +71,8 @@ class Manager:
         # Whether gRPC's health says so.
         self._serving = False
         self._draining = False
+        # Held, since the event loop forgets tasks that nobody holds.
+        self._warming: asyncio.Task[None] | None = None
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
         self._exporters = Exporters(config.observe, config.engine)
         # Closes what `_start` opened besides gRPC and the exporters.
@@ -231,6 +234,9 @@ class Manager:
                     spare_the_collector()
                 loaded = model.model_fingerprint
                 self._state.open(loaded, tokenizer)
+                if tokenizer is not None:
+                    self._opened.callback(tokenizer.close)
+                    self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
@@ -250,6 +256,16 @@ class Manager:
         except (ModelNotFound, TokenizerError) as error:
             log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
             return None
+
+
+async def _warm(tokenizer: Tokenizer) -> None:
+    """Compiles the chat template, if there is one, so that the first conversation need not wait for it."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        await tokenizer.chat_template.warm()
+    except ChatTemplateError as error:
+        log.warning("conversations will be refused: the chat template cannot be used", reason=error)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

@@ -102,11 +102,18 @@ class OutOfMemory(PageKVError):
 
 
 class Unavailable(PageKVError):
-    """The process does not serve now (starting, executor lost); come back in `retry_delay_s` seconds."""
+    """The process does not serve now (starting, executor lost); come back in `retry_delay_s` seconds. `server_version`:
+    of the process, "" where it does not say.
+    """
 
-    def __init__(self, message: str, retry_delay_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_delay_s: float = 1.0, server_version: str = "") -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
+        self.server_version = server_version
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return _present(server_version=self.server_version)
 
 
 class Draining(Unavailable):

@@ -16,6 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, Self
 
 import grpc
@@ -318,6 +319,29 @@ class Stack:
         """Kills all at once; may be called from a signal handler while `stop` waits."""
         for child in self.children:
             child.popen.kill()
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP set `asked`; the second one kills the stack. For the main thread, in `with`."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.asked = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._before = {signum: signal.signal(signum, self._handle) for signum in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked.is_set():
+            self._stack.kill()
+        self.asked.set()
 
 
 def _environment() -> dict[str, str]:

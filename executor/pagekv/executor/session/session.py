@@ -27,7 +27,6 @@ from pagekv.common.errors import (
     ComputationFailed,
     Draining,
     FailedPrecondition,
-    InvalidRequest,
     OutOfMemory,
     PageKVError,
     StaleEpoch,
@@ -181,14 +180,25 @@ class Session:
         self._streams.add(stream)
         return stream
 
+    @property
+    def limits(self) -> EpochLimits | None:
+        """Of the epoch that is open."""
+        return None if self._current is None else self._current.limits
+
+    def check_epoch(self, stream: StepStream, number: int) -> None:
+        """Raises StaleEpoch or FailedPrecondition unless the stream may have a step of the epoch with this number."""
+        epoch = stream.epoch or self._bind(stream, number)
+        if epoch.epoch != number:
+            raise StaleEpoch(f"epoch: {number} is over, the epoch now is {epoch.epoch}: attach again (P6)")
+
     async def submit(self, stream: StepStream, step: Step) -> None:
         """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
         epoch = stream.epoch or self._bind(stream, step.epoch)
         await stream.wait_for_room()
         self._compute.post(lambda: self._run(epoch, stream, step))
 
-    def finish_input(self, stream: StepStream, refusal: InvalidRequest | None = None) -> None:
-        """Ends the stream after its last result: no more steps will come, or one that cannot be read."""
+    def finish_input(self, stream: StepStream, refusal: PageKVError | None = None) -> None:
+        """Ends the stream after its last result: no more steps will come, or one that is refused before it is read."""
         epoch = stream.epoch
 
         def end() -> None:

@@ -7,6 +7,9 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
+from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Seq
@@ -17,6 +20,8 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 MAX_US = 2**40
 # A probability of 1 may come out so much above it by rounding.
 MAX_LOGPROB = 1e-3
+# Block tables longer than this are packed by NumPy, which is faster from some hundreds on.
+_LONG_TABLE = 1024
 
 
 def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:
@@ -99,21 +104,24 @@ def _varint(number: int) -> bytes:
 
 def pack_token_ids(token_ids: array[int]) -> bytes:
     """Token ids of a new sequence as its message has them; those that follow are put behind, packed likewise."""
-    return pb.NewSequence(token_ids=token_ids.tolist()).SerializeToString()
+    return packed_field(pb.NewSequence.TOKEN_IDS_FIELD_NUMBER, np.frombuffer(token_ids, np.uint32))
 
 
 def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int], first: int = 0) -> pb.NewSequence:
     """The message, with the token ids from `first` on."""
-    sequence = new.sequence
-    return pb.NewSequence(
+    sequence, table = new.sequence, new.block_ids
+    message = pb.NewSequence(
         seq_id=new.seq_id,
         # A list fills a field in half the time of an array.
         token_ids=new.token_ids[first:].tolist(),
         num_prompt_tokens=sequence.num_prompt,
-        block_ids=new.block_ids.tolist(),
+        block_ids=table.tolist() if len(table) <= _LONG_TABLE else (),
         computed_tokens=new.computed_tokens,
         sampling=_sampling(sequence, eos_token_ids),
     )
+    if len(table) > _LONG_TABLE:
+        message.MergeFromString(packed_field(pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.frombuffer(table, np.int32)))
+    return message
 
 
 def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:

@@ -23,6 +23,7 @@ from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import check_description
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, UnfitExecutor
+from pagekv.kvmanager.engine.executor_wire import pack_token_ids
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
@@ -70,7 +71,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._live = LiveRequests(config.priority_aging)
-        self._long_prompts = LongPrompts()
+        self._long_prompts = LongPrompts(pack_token_ids)
         cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         self._state = EngineState(config, cache, self._live)
         self._totals = self._state.totals
@@ -299,8 +300,9 @@ class EngineLoop:
         """
         async with self._long_prompts.turn:
             self._check_admissible(command)
-            table = self._state.serving().pool.table
-            return self.submit(command, await self._long_prompts.prepare(command, self._root(command), table))
+            table, media = self._state.serving().pool.table, command.identity.media
+            root = self._root(command)
+            return self.submit(command, await self._long_prompts.prepare(command.prompt_ids, media, root, table))
 
     def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
         """Queues a request, whose prompt may have been prepared. Raises AlreadyExists, Overloaded, Unavailable,

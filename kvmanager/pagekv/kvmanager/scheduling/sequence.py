@@ -221,7 +221,6 @@ def live_request(
     request = LiveRequest(command, stream, arrival, Root(root))
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
     num_prompt = len(command.prompt_ids) - command.resumed_tokens
-    tokens = array("I", command.prompt_ids)
     if prepared is None:
         prepared = PreparedPrompt(root)
     request.packed_prompt = prepared.packed
@@ -230,7 +229,7 @@ def live_request(
         Seq(
             request=request,
             index=index,
-            _token_ids=tokens[:],
+            _token_ids=array("I", command.prompt_ids),
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),

@@ -1,4 +1,4 @@
-"""Small commands that look into a running stack: health, model, stats, lookup, blocks, tokenize and their like."""
+"""Small commands that look into a running stack: health, version, model, stats, lookup, blocks and their like."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
-from pagekv.client.errors import Unavailable
+from pagekv.client.errors import PageKVError, Unavailable
 from pagekv.client.generation_types import ChatMessage
 from pagekv.client.types import BlockState, Stats
 from pagekv.common.flags import integer, number
+from pagekv.common.version import pagekv_version
 
 # The share of held blocks from which on the pool is called too small.
 HIGH_USAGE = 0.8
@@ -64,6 +65,8 @@ def add(commands: Subparsers) -> None:
         help="every S seconds until Ctrl-C: pagekv top, or JSON [1]",
     )
     add_query(commands, "health", "say whether the stack serves; exit status 3 if not", health)
+    parser = add_command(commands, "version", "show the versions of client and manager", version)
+    add_target(parser)
     add_query(commands, "model", "show the model served and its limits", model)
     parser = add_query(commands, "lookup", "say how much of a prompt is cached now", lookup, examples=LOOKUP_EXAMPLES)
     add_prompt(parser)
@@ -157,6 +160,26 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     serves = {"target": args.target, "status": status}
     failure = None if status == "serving" else Unavailable(f"PageKV at {args.target} is not serving")
     return Shown(serves, f"{args.target} {status}", failure=failure)
+
+
+def version(args: argparse.Namespace, terminal: Terminal) -> int:
+    """The client's version always; the manager's, or why it does not say. Exit status 0 either way."""
+    server, why = "", ""
+    try:
+        with connect(args) as client:
+            server = client.model_info().server_version
+    except PageKVError as error:
+        why = str(error)
+        if isinstance(error, Unavailable):
+            # A manager without an executor says its own.
+            server = error.server_version
+    if args.json:
+        terminal.json({"client": pagekv_version(), "server": server or None})
+        return 0
+    terminal.print(table([("client", pagekv_version()), ("server", server or "unknown")]))
+    if why:
+        terminal.note(why)
+    return 0
 
 
 def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
