@@ -1,9 +1,9 @@
 """The manager's HTTP port: which requests are answered, and an orderly start and end. Routes come from elsewhere.
 
 Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
-(against DNS rebinding), and a request that another site's page makes is refused. Metrics and health are for
-machines: where others than this one can ask, they are answered under any name. There is no login: the port is on loopback unless a flag
-says otherwise, and everybody who can reach the port can read all of it.
+(against DNS rebinding), and a request that another site's page makes is refused. Metrics and health are for machines:
+where others than this one can ask, they are answered under any name. There is no login: the port is on loopback unless
+a flag says otherwise, and everybody who can reach the port can read all of it.
 """
 
 from __future__ import annotations
