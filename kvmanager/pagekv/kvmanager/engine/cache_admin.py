@@ -10,7 +10,7 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.packed import add_packed
+from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.prefix_match import PrefixMatch, match_prefix
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -128,7 +128,7 @@ class CacheAdmin:
         answer = pb.LookupPrefixResponse(
             prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, partial_tokens=partial
         )
-        add_packed(answer, pb.LookupPrefixResponse.BLOCK_IDS_FIELD_NUMBER, hits)
+        answer.MergeFromString(packed_field(pb.LookupPrefixResponse.BLOCK_IDS_FIELD_NUMBER, hits))
         return answer
 
     def _kept_behind(self, match: PrefixMatch, root: bytes) -> int:
@@ -155,7 +155,7 @@ class CacheAdmin:
     def explainer(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
     ) -> PrefixExplainer:
-        """What can say why each of a prompt's blocks hits or misses now; changes nothing."""
+        """An explainer of why each of a prompt's blocks hits or misses now; changes nothing."""
         others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
         return PrefixExplainer(self.pool, self.log, self.root(identity), token_ids, identity.media, roots, prepared)

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pagekv.kvmanager.engine.packed import add_packed, packed_field
+from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Seq
@@ -120,7 +120,7 @@ def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int], first: int = 0) -> 
         sampling=_sampling(sequence, eos_token_ids),
     )
     if len(table) > _LONG_TABLE:
-        add_packed(message, pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.frombuffer(table, np.int32))
+        message.MergeFromString(packed_field(pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.frombuffer(table, np.int32)))
     return message
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 
@@ -31,12 +30,9 @@ def pack_varints(numbers: NDArray[np.uint32] | NDArray[np.int32]) -> bytes:
 
 
 def packed_field(number: int, numbers: NDArray[np.uint32] | NDArray[np.int32]) -> bytes:
-    """A packed field of this number, up to 2,047, with its tag and length; nothing where there are no numbers."""
+    """A packed field of this number, up to 2,047, with its tag and length; nothing where there are no numbers. A
+    message that merges these bytes has the numbers behind those that it had.
+    """
     packed = pack_varints(numbers)
     head = pack_varints(np.array([number << 3 | 2, len(packed)], np.uint32))
     return head + packed if packed else b""
-
-
-def add_packed(message: Message, number: int, numbers: NDArray[np.uint32] | NDArray[np.int32]) -> None:
-    """Adds numbers to a repeated field of varints, of this number, of a message."""
-    message.MergeFromString(packed_field(number, numbers))

@@ -20,7 +20,7 @@ class PrefixMatch(NamedTuple):
 
     # [tokens of the prompt].
     tokens: NDArray[np.uint32]
-    # Those of its full blocks, [n, block_size].
+    # Token ids of its full blocks, [n, block_size].
     chunks: BlockTokens
     # Of the full blocks, [n].
     digests: list[bytes]

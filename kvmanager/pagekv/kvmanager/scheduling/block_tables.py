@@ -202,7 +202,8 @@ class BlockTables:
         found = known + len(blocks)
         # With a host pool the table's own objects, by which that pool tells what its blocks follow.
         begin = 0 if self.host.num_blocks else len(digests)
-        digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
+        if begin < found:
+            digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
         if found < most:
             self._extend_digests(sequence)
             if found == text:

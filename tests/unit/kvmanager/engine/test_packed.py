@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pagekv.kvmanager.engine.packed import add_packed, packed_field
+from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 BOUNDS = [most + beside for most in (2**7, 2**14, 2**21, 2**28) for beside in (-1, 0)]
@@ -26,6 +26,6 @@ def test_many_numbers_of_every_size(bits: int) -> None:
 
 def test_adding_keeps_what_the_message_has() -> None:
     message = pb.NewSequence(seq_id=3, token_ids=[5], block_ids=[1, 300])
-    add_packed(message, pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.array([7, 2**20], np.int32))
-    add_packed(message, pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.array([], np.int32))
+    for numbers in ([7, 2**20], []):
+        message.MergeFromString(packed_field(pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.array(numbers, np.int32)))
     assert message == pb.NewSequence(seq_id=3, token_ids=[5], block_ids=[1, 300, 7, 2**20])

@@ -15,7 +15,7 @@ from pagekv.client.planning import kv_budget, kv_geometry
 from pagekv.client.planning.kv_geometry import KvGeometry
 from pagekv.client.planning.runs_on import runs_on
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
-from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 
 EXAMPLES = """\
   pagekv plan demo --dtype float32
@@ -155,7 +155,9 @@ def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[st
     path = Path(args.model).expanduser()
     if not path.is_file():
         try:
-            path = resolve_model(args.model, weights=False) / "config.json"
+            directory = resolve_model(args.model, weights=False)
+            check_model_files(directory, weights=False)
+            path = directory / "config.json"
         except ModelNotFound as error:
             raise UsageError(str(error)) from error
     try:
