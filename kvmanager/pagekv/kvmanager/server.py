@@ -68,6 +68,8 @@ class Manager:
         self._given_tokenizer = tokenizer
         self._changed = asyncio.Event()
         self._attached = False
+        # Whether gRPC's health says so.
+        self._serving = False
         self._draining = False
         # Held, since the event loop forgets tasks that nobody holds.
         self._warming: asyncio.Task[None] | None = None
@@ -187,19 +189,26 @@ class Manager:
         self.engine.observers.add(hub.feed)
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
+    def _not_ready(self) -> str:
+        """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
+        if self._draining:
+            return "shutting down"
+        return "" if self._serving else "no executor is attached"
+
     async def _start_http(self) -> int:
         """Returns the port, 0 without one. Raises OSError when the port is taken, ExtraMissing without aiohttp."""
         observe = self._config.observe
         if not observe.http_listen:
             return 0
         with needs_extra("--http-listen", "observe"):
+            from pagekv.kvmanager.observe.health_routes import health_routes
             from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
-        routes = [*metrics_routes(collector), *self._page_routes()]
+        routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes()]
         http = HttpServer(observe.http_listen, routes, observe.http_names)
         self._opened.push_async_callback(http.stop)
         try:
@@ -210,7 +219,6 @@ class Manager:
     async def _watch_engine(self) -> None:
         """Keeps health and tokenizer up with the executor that the engine is attached to."""
         loaded: str | None = None
-        serving = False
         while True:
             self._changed.clear()
             model = self.engine.model
@@ -230,10 +238,10 @@ class Manager:
                     self._opened.callback(tokenizer.close)
                     self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
                 self._changed.set()  # the executor may have changed again meanwhile
-            elif self._attached != serving and not self._draining:
-                serving = self._attached
-                await self._grpc.set_serving(serving)
-                log.info("serving" if serving else "not serving until an executor is attached again")
+            elif self._attached != self._serving and not self._draining:
+                self._serving = self._attached
+                await self._grpc.set_serving(self._serving)
+                log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
     async def _tokenizer_for(self, model: EngineInfo) -> Tokenizer | None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -109,6 +110,25 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
 
     assert run(config(tmp_path), body) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
+
+
+def test_http_says_what_health_says(tmp_path: Path) -> None:
+    async def body(running: Running) -> None:
+        at = read_port_file(tmp_path / "port")["http"]
+
+        async def ready() -> tuple[int, str]:
+            async with aiohttp.ClientSession() as session, session.get(f"http://{at}/ready") as response:
+                return response.status, await response.text()
+
+        assert await ready() == (503, "no executor is attached\n")
+        attach(running.manager.engine, model(tmp_path))
+        await running.until_health(SERVING)
+        assert await ready() == (200, "ready\n")
+        running.manager.engine._on_attached(False)
+        await running.until_health(NOT_SERVING)
+        assert await ready() == (503, "no executor is attached\n")
+
+    assert run(config(tmp_path, "--http-listen", "127.0.0.1:0"), body) == 0
 
 
 def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_path: Path) -> None:

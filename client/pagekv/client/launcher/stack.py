@@ -27,7 +27,7 @@ from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
-MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager.server")
+MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
 # Exit status of a process whose command line is wrong.

@@ -17,6 +17,7 @@ from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, token
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
 from pagekv.client.types import ModelInfo
+from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, number
 
 EXAMPLES = """\
@@ -102,7 +103,9 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address."""
+    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address, or when a
+    process would not find its packages.
+    """
     for name in ("executor_args", "manager_args"):
         if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -114,6 +117,8 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     def show(process: str, line: str) -> None:
         terminal.note(f"{process:8} | {line}")
 
+    if missing := _missing(args):
+        raise UsageError(missing_words("serve", missing))
     gateway = _gateway(args)
     executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
@@ -135,6 +140,12 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     )
 
 
+def _missing(args: argparse.Namespace) -> list[str]:
+    """Modules without which a process would not start."""
+    backend = args.backend or flag_value("backend", args.executor_args, os.environ)
+    return missing_modules("manager", *([] if backend == "oracle" else ["executor"]))
+
+
 def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
     """Raises UsageError where flags are for a gateway that is not asked for. `demo` has none of them."""
     if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
@@ -153,7 +164,7 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
-        terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[observe]'")
+        terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[serve]'")
         return None
     return port
 
