@@ -159,9 +159,10 @@ class PrefixTrie:
         parent = self._parent_at[block]
         return parent if parent >= 0 else self._root_of.get(block)
 
-    def parents(self) -> NDArray[np.int32]:
-        """The parent block of every block, [num_blocks]; -1 where that is a root or the block is not in the trie."""
-        return np.maximum(self._parent, _ROOT)
+    def parents(self, blocks: NDArray[np.int32] | slice) -> NDArray[np.int32]:
+        """The parent block of each of these; -1 where that is a root or the block is not in the trie."""
+        found: NDArray[np.int32] = np.maximum(self._parent[blocks], _ROOT)
+        return found
 
     def follow(self, blocks: NDArray[np.int32], parent: Node) -> NDArray[np.bool_]:
         """Whether the first of these blocks, at least one, follows `parent`, and each other one the block before it."""
