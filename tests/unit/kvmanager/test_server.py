@@ -53,7 +53,8 @@ class Running:
         return int(answer.status)
 
     async def until_health(self, status: int) -> None:
-        for _ in range(2000):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if await self.health() == status:
                 return
             await asyncio.sleep(0.005)
@@ -69,7 +70,8 @@ class Running:
 
 def bound_port(path: Path) -> int:
     """Waits for the port file."""
-    for _ in range(2000):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if listening := read_port_file(path):
             return port_of(listening)
         time.sleep(0.005)
@@ -221,12 +223,19 @@ def test_an_executor_without_a_model_directory_is_served_with_token_ids(tmp_path
 def test_a_broken_engine_ends_the_process_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    serving, breaking = asyncio.Event(), asyncio.Event()
+
     async def broken(self: EngineLoop) -> None:
-        await asyncio.sleep(0.1)
+        await serving.wait()
+        breaking.set()
         raise RuntimeError("out of luck")
 
     async def body(running: Running) -> None:
-        await asyncio.sleep(0.2)
+        serving.set()
+        await breaking.wait()
+        # Turns enough for the manager to see it before it is told to stop.
+        for _ in range(100):
+            await asyncio.sleep(0)
 
     monkeypatch.setattr(EngineLoop, "run", broken)
     assert run(config(tmp_path), body) == 1
