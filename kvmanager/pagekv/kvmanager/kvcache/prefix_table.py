@@ -107,7 +107,8 @@ class PrefixTable:
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
         """The digests of blocks that are in the table."""
-        return list(map(self._digest.__getitem__, blocks))  # type: ignore[arg-type]  # only other blocks have None
+        column = self._digest
+        return [column[block] for block in blocks]  # type: ignore[misc]  # only other blocks have None
 
     def digest_objects(self, blocks: Blocks, digests: Sequence[bytes]) -> list[bytes]:
         """The table's own objects for digests of held blocks; the one given where a block is not entered."""
