@@ -5,6 +5,7 @@ step (R35): `step_check` does the rest.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable
 from dataclasses import asdict, fields
 
@@ -61,11 +62,17 @@ def step(message: pb.StepRequest) -> Step:
 
 
 def _new_sequence(new: pb.NewSequence) -> SequenceState:
+    # Not with the module, which the checks before a start import.
+    import numpy as np
+
+    # NumPy reads a repeated field in a fraction of the time that a list takes.
+    token_ids = array("i")
+    token_ids.frombytes(np.asarray(new.token_ids, np.uint32).view(np.uint8).data)
     return SequenceState(
         seq_id=new.seq_id,
-        token_ids=list(new.token_ids),
+        token_ids=token_ids,
         num_prompt_tokens=new.num_prompt_tokens,
-        block_table=list(new.block_ids),
+        block_table=np.asarray(new.block_ids, np.uint32).tolist(),
         computed_tokens=new.computed_tokens,
         sampling=_sampling(new.sampling) if new.HasField("sampling") else NO_SAMPLING,
     )

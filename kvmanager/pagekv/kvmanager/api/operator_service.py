@@ -56,7 +56,9 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
         reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
-            held = "running requests or pins hold blocks: wait for them to end, or use force"
+            held = (
+                "running requests or pins hold blocks: wait for them to end, or set force (pagekv reset-cache --force)"
+            )
             raise FailedPrecondition(held, "BLOCKS_HELD", "prefix cache")
         return reset
 

@@ -1,9 +1,9 @@
 """The manager's HTTP port: which requests are answered, and an orderly start and end. Routes come from elsewhere.
 
 Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
-(against DNS rebinding), and a request that another site's page makes is refused. Metrics are not for browsers: where
-other machines can ask, /metrics is answered under any name. There is no login: the port is on loopback unless a flag
-says otherwise, and everybody who can reach the port can read all of it.
+(against DNS rebinding), and a request that another site's page makes is refused. Metrics and health are for machines:
+where others than this one can ask, they are answered under any name. There is no login: the port is on loopback unless
+a flag says otherwise, and everybody who can reach the port can read all of it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ ANSWER_S = 30.0
 SHUTDOWN_S = 1.0
 # Errors below this path are JSON, as answers are.
 API = "/api/"
-METRICS = "/metrics"
+# Not for browsers: nothing in them is of use to a page of another site.
+FOR_MACHINES = frozenset(("/metrics", "/health", "/ready"))
 
 # Subclasses stand before their bases: the first match wins.
 _STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
@@ -130,8 +131,8 @@ class HttpServer:
             return False
         if host.lower() in self._names:
             return True
-        # Prometheus asks by the names of its targets, whatever they are.
-        everywhere = request.path == METRICS and not is_loopback(self._host)
+        # Prometheus and load balancers ask by the names of their targets, whatever they are.
+        everywhere = request.path in FOR_MACHINES and not is_loopback(self._host)
         return everywhere or may_name(host, self._host)
 
 
