@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -26,6 +27,14 @@ log = Log(__name__)
 MAX_RECEIVE_BYTES = 16 * 2**20
 # Bytes of one step and of one result (P13 in executor_service.proto): sequences enter whole, many in one step.
 MAX_STEP_BYTES = 256 * 2**20
+# Connections to a port at most, and the file descriptors kept for everything else: the link between the processes, the
+# HTTP port, files. Where descriptors are few, connections get half of them at least.
+MAX_CONNECTIONS = 4096
+KEPT_DESCRIPTORS = 256
+# Milliseconds until a connection is closed that does not speak HTTP/2, and one without a call. Clients connect again by
+# themselves with their next call.
+HANDSHAKE_MS = 10_000
+IDLE_MS = 60_000
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
@@ -138,6 +147,11 @@ class GrpcServer:
         self._listen = listen
         self._names = [*services]
         options = dict(SERVER_OPTIONS)
+        options |= {
+            "grpc.max_allowed_incoming_connections": connection_limit(),
+            "grpc.server_handshake_timeout_ms": HANDSHAKE_MS,
+            "grpc.max_connection_idle_ms": IDLE_MS,
+        }
         options |= dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), max_message_bytes)
         self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=list(options.items()))
         self._health = health.aio.HealthServicer()
@@ -173,6 +187,20 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
+def connection_limit() -> int:
+    """Connections that a port takes at most, by the file descriptors that this process may have."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MAX_CONNECTIONS, max(descriptors // 2, descriptors - KEPT_DESCRIPTORS))
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have as many file descriptors as it could need and may have: shells and containers often give
+    1024, and only a process that asks gets more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MAX_CONNECTIONS)), hard))
+
+
 def stop_event() -> asyncio.Event:
     """An event that SIGTERM and SIGINT set."""
     event = asyncio.Event()
@@ -191,7 +219,8 @@ def spare_the_collector() -> None:
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Runs a process's main coroutine on uvloop where it is installed."""
+    """Runs a process's main coroutine, on uvloop where it is installed."""
+    raise_descriptor_limit()
     try:
         import uvloop
 

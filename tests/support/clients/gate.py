@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -43,11 +43,32 @@ class Gate:
         assert self._writer is not None, "not shut"
         os.write(self._writer, bytes(steps))
 
+    async def pass_through(self, steps: int, caller: Caller) -> None:
+        """So many steps more; returns when the manager knows their results."""
+        before = (await caller.stats()).steps_total
+        self.let_through(steps)
+        await caller.stats_when(lambda stats: stats.steps_total >= before + steps)
+
+
+@asynccontextmanager
+async def standing(
+    gate: Gate, caller: Caller, calls: Sequence[Coroutine[Any, Any, T]], steps: int = 0
+) -> AsyncIterator[list[asyncio.Task[T]]]:
+    """Generate calls under way, accepted by the manager in this order, while the executor stands still: so many steps
+    have been computed since the last of them was accepted, and no more are before the context ends.
+    """
+    before = await caller.stats()
+    with gate.shut():
+        tasks: list[asyncio.Task[T]] = []
+        for call in calls:
+            tasks.append(asyncio.create_task(call))
+            await caller.stats_when(lambda stats: stats.requests_total == before.requests_total + len(tasks))
+        await gate.pass_through(steps, caller)
+        yield tasks
+
 
 async def at_once(gate: Gate, caller: Caller, calls: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Results of Generate calls, all of which the manager has accepted before the executor computes the first step."""
-    accepted = (await caller.stats()).requests_total
-    with gate.shut():
-        tasks = [asyncio.create_task(call) for call in calls]
-        await caller.stats_when(lambda stats: stats.requests_total == accepted + len(tasks))
+    async with standing(gate, caller, calls) as tasks:
+        pass
     return list(await asyncio.gather(*tasks))

@@ -10,28 +10,22 @@ import os
 import sys
 
 from pagekv.executor import server
-from pagekv.executor.backend.interface import Backend, Launch, Scheduled
-from pagekv.executor.config import ExecutorConfig
+from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.step import Step
 
-_load_backend = server.load_backend
+_launch = Epoch.launch
 # Not blocking, for to open it would wait for a writer; a read is to wait.
 _gate = os.open(os.environ["GATE"], os.O_RDONLY | os.O_NONBLOCK)
 os.set_blocking(_gate, True)
 
 
-def load_backend(config: ExecutorConfig) -> Backend:
-    """Instead of the server's."""
-    backend = _load_backend(config)
-    launch = backend.launch
-
-    def launch_when_open(scheduled: list[Scheduled]) -> Launch:
-        os.read(_gate, 1)
-        return launch(scheduled)
-
-    backend.launch = launch_when_open  # type: ignore[method-assign]  # whichever backend the flags name
-    return backend
+def launch(epoch: Epoch, step: Step) -> LaunchedStep:
+    """Instead of the epoch's; on the worker thread, so that everything but steps goes on."""
+    os.read(_gate, 1)
+    return _launch(epoch, step)
 
 
 if __name__ == "__main__":
-    server.load_backend = load_backend
+    # Steps of every backend.
+    Epoch.launch = launch  # type: ignore[assignment,method-assign]  # a method, whose first argument is the epoch
     sys.exit(server.main())

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -52,7 +53,8 @@ class Running:
         return int(answer.status)
 
     async def until_health(self, status: int) -> None:
-        for _ in range(2000):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if await self.health() == status:
                 return
             await asyncio.sleep(0.005)
@@ -68,7 +70,8 @@ class Running:
 
 def bound_port(path: Path) -> int:
     """Waits for the port file."""
-    for _ in range(2000):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if listening := read_port_file(path):
             return port_of(listening)
         time.sleep(0.005)
@@ -109,6 +112,25 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
 
     assert run(config(tmp_path), body) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
+
+
+def test_http_says_what_health_says(tmp_path: Path) -> None:
+    async def body(running: Running) -> None:
+        at = read_port_file(tmp_path / "port")["http"]
+
+        async def ready() -> tuple[int, str]:
+            async with aiohttp.ClientSession() as session, session.get(f"http://{at}/ready") as response:
+                return response.status, await response.text()
+
+        assert await ready() == (503, "no executor is attached\n")
+        attach(running.manager.engine, model(tmp_path))
+        await running.until_health(SERVING)
+        assert await ready() == (200, "ready\n")
+        running.manager.engine._on_attached(False)
+        await running.until_health(NOT_SERVING)
+        assert await ready() == (503, "no executor is attached\n")
+
+    assert run(config(tmp_path, "--http-listen", "127.0.0.1:0"), body) == 0
 
 
 def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_path: Path) -> None:
@@ -201,12 +223,19 @@ def test_an_executor_without_a_model_directory_is_served_with_token_ids(tmp_path
 def test_a_broken_engine_ends_the_process_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    serving, breaking = asyncio.Event(), asyncio.Event()
+
     async def broken(self: EngineLoop) -> None:
-        await asyncio.sleep(0.1)
+        await serving.wait()
+        breaking.set()
         raise RuntimeError("out of luck")
 
     async def body(running: Running) -> None:
-        await asyncio.sleep(0.2)
+        serving.set()
+        await breaking.wait()
+        # Turns enough for the manager to see it before it is told to stop.
+        for _ in range(100):
+            await asyncio.sleep(0)
 
     monkeypatch.setattr(EngineLoop, "run", broken)
     assert run(config(tmp_path), body) == 1

@@ -33,6 +33,7 @@ from pagekv.common.errors import (
     Unavailable,
 )
 from pagekv.common.logs import Log
+from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
@@ -127,9 +128,10 @@ class Session:
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
         """Runs after the step under way, if any: the worker thread takes one job at a time."""
         try:
-            await self._ask(
-                backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
-            )
+            with phase(f"allocating {order.num_device_blocks + order.num_host_blocks} blocks"):
+                await self._ask(
+                    backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
+                )
         except MemoryError as error:
             raise OutOfMemory(
                 f"num_device_blocks {order.num_device_blocks}, num_host_blocks {order.num_host_blocks}: {error}"

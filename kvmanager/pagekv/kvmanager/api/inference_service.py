@@ -8,7 +8,7 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
-from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, token_array
+from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, decode, token_array
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.capacity import longest_sequence
@@ -18,9 +18,8 @@ from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
 # Token ids that Tokenize answers with and Detokenize takes at most.
 MAX_CODEC_TOKENS = 2**20
+# Ids of Tokenize's answer that are written between two turns of the event loop.
 ANSWERED_AT_ONCE = 16 * 2**10
-# Longer lists of ids are decoded in a thread.
-INLINE_TOKENS = 1024
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
@@ -73,8 +72,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         if not ids:
             return pb.DetokenizeResponse()
         check_token_ids("token_ids", ids, served.model.vocab_size)
-        text = tokenizer.decode(ids) if len(ids) <= INLINE_TOKENS else await asyncio.to_thread(tokenizer.decode, ids)
-        return pb.DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=await decode(tokenizer, ids))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
         try:

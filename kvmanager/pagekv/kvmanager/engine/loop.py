@@ -88,19 +88,23 @@ class EngineLoop:
 
         Raises AttachRefused when the very first executor does not go with the flags; later ones are waited out.
         """
-        reconnect = Reconnect()
+        reconnect, told = Reconnect(), ""
         state = self._state
         while not state.stopping:
             link = ExecutorLink(self._config.executor, self._wake.set)
             steps, epochs = self._totals.steps_total, state.epochs
             try:
                 await self._attach(link)
+                told = ""
                 await self._drive(link)
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
                 state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
-                log.warning("no executor", executor=self._config.executor, reason=error)
+                # Asked four times a second while an executor loads: a reason is news once.
+                if str(error) != told:
+                    log.warning("no executor", executor=self._config.executor, reason=error)
+                told = str(error)
                 self._fail_after_attempts(Fault.NONE if isinstance(error, AttachRefused) else error.fault)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)

@@ -78,9 +78,15 @@ class PrefixTrie:
         """Enters an absent block after its parent. Raises InvariantError, and changes nothing, when the block is in the
         trie or the parent is a block that is not.
         """
-        if block in self:
+        parent_at, child_at = self._parent_at, self._child_at
+        if parent_at[block] != _ABSENT:
             raise InvariantError(f"block {block} is in the prefix trie already")
-        self._attach(block, parent, apart=False)
+        if isinstance(parent, int) and parent_at[parent] != _ABSENT and child_at[parent] == _NONE:
+            # A sequence goes on, as almost always.
+            parent_at[block] = parent
+            child_at[parent] = block
+        else:
+            self._attach(block, parent, apart=False)
 
     def add_chain(self, blocks: NDArray[np.int32], parent: Node, *, apart: bool = False) -> None:
         """Enters absent blocks, at least one: the first after `parent`, where `match` and `longest_run` find it unless

@@ -134,7 +134,8 @@ class BlockTables:
             if len(arrival.hits):
                 # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
                 (pool.touch if arrival.sequence.cached_tokens is None else pool.share)(arrival.hits)
-            self.host.hold(arrival.host_blocks)
+            if arrival.host_blocks:
+                self.host.hold(arrival.host_blocks)
         for arrival in arrivals:
             if arrival.copied and not pool.ref_count(arrival.source):
                 # The source of a copy is held until it is copied, which takes one more free block; without, no copy.
@@ -162,8 +163,9 @@ class BlockTables:
         if arrival.copied:
             self._copies.add(CopyKind.COPY, [arrival.source], [int(fresh[0])])
             pool.free(np.array([arrival.source], np.int32))
-        self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
-        self.host.release(arrival.host_blocks)
+        if arrival.host_blocks:
+            self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
+            self.host.release(arrival.host_blocks)
         self.swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
@@ -211,7 +213,7 @@ class BlockTables:
                 digests[found : len(blocks)] = table.digests(blocks[found:])
             else:
                 self.pool.count_collision(digests[found])
-        hits = np.array(blocks, np.int32)
+        hits = np.fromiter(blocks, np.int32, len(blocks))
         sequence.hint = np.concatenate([hint, hits]) if known else hits
         return sequence.hint
 

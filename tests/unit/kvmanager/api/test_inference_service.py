@@ -36,7 +36,11 @@ def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
     async def body(h: Harness) -> None:
         code, message, _ = await refusal(h.stub.Generate(pb.GenerateRequest(prompt=as_prompt("x" * 10_000_000))))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert message.startswith("prompt.text: must be at most 8388608 bytes")
+        assert message.startswith("prompt.text: must be at most 2016 bytes")
+        prompt = as_prompt("x" * 10_000_000)
+        with pytest.raises(grpc.aio.AioRpcError, match="must be at most 8388608 bytes") as caught:
+            await h.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(body)
 

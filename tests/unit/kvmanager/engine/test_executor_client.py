@@ -19,7 +19,7 @@ from pagekv.kvmanager.engine import executor_client
 from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -90,6 +90,37 @@ def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grpc.Stat
         await server.stop(None)
 
     asyncio.run(main())
+
+
+def test_a_defect_in_reading_a_result_ends_the_stream_with_its_traceback_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(message: pb.StepResult) -> StepResult:
+        raise KeyError(f"of step {message.step}")
+
+    class Answers(_Executor):
+        async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> Any:
+            yield pb.StepResult(epoch=self.epoch, step=3)
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        pb_grpc.add_ExecutorServiceServicer_to_server(Answers(grpc.StatusCode.OK), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        woken = asyncio.Event()
+        link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
+        await link.attach("m", MODEL, "any", False)
+        await woken.wait()
+        with pytest.raises(ExecutorLost, match="KeyError while a result was read") as lost:
+            link.take_result()
+        assert lost.value.fault is Fault.STEP
+        await link.close()
+        await server.stop(None)
+
+    monkeypatch.setattr(executor_client, "step_result", broken)
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert "KeyError: 'of step 3'" in caplog.text
 
 
 @pytest.mark.parametrize("revision", [1, 7])
