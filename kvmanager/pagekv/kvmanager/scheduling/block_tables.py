@@ -192,7 +192,7 @@ class BlockTables:
     def _match(self, sequence: Seq, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `sequence.digests` along."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
-        chunks = sequence.chunks(size, 0, most)
+        chunks = sequence.view(size, 0, most)
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
         # Tokens alone do not verify what follows a medium.
