@@ -59,7 +59,7 @@ class Caller:
     async def __aexit__(self, *exc: object) -> None:
         await self.channel.close()
 
-    async def generate_all(self, request: pb.GenerateRequest, deadline_s: float = 120.0) -> dict[int, Result]:
+    async def generate_all(self, request: pb.GenerateRequest, deadline_s: float = 600.0) -> dict[int, Result]:
         """Every sequence of a request, by index, to its end."""
         results: dict[int, Result] = {}
         start = time.perf_counter()
@@ -73,7 +73,7 @@ class Caller:
                 results.setdefault(response.complete.index, Result()).complete = response.complete
         return results
 
-    async def generate(self, request: pb.GenerateRequest, deadline_s: float = 120.0) -> Result:
+    async def generate(self, request: pb.GenerateRequest, deadline_s: float = 600.0) -> Result:
         """A request with n = 1."""
         return (await self.generate_all(request, deadline_s))[0]
 
@@ -92,7 +92,7 @@ class Caller:
             seconds *= 4
 
     async def stats(self) -> operator_pb.GetStatsResponse:
-        return await self.operator.GetStats(operator_pb.GetStatsRequest(), timeout=60)
+        return await self.operator.GetStats(operator_pb.GetStatsRequest(), timeout=120)
 
     async def stats_when(
         self, condition: Callable[[operator_pb.GetStatsResponse], bool], patience_s: float = 120.0

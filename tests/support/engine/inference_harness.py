@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -73,7 +74,8 @@ class Harness:
         self.stub = stub
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(5000):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if condition():
                 return
             await asyncio.sleep(0.002)

@@ -159,13 +159,15 @@ class Stack:
         self.executor_targets = [
             target(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
         ]
+        # Addresses of the first pair.
+        self.target, self.executor_target = self.targets[0], self.executor_targets[0]
         # Where the gateway serves and where Prometheus reads it; empty without one.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
             self.gateway_metrics_target = target(0, "--gateway-port")
-        # Whether the page is not at the port asked for, which is taken.
-        self.page_moved = False
+        # Whether the managers were asked to serve the page, and not at the port asked for, which is taken.
+        self.has_page, self.page_moved = config.page_port is not None, False
         if config.page_port is not None:
             try:
                 target(config.page_port, "--http-port")
@@ -183,21 +185,6 @@ class Stack:
         self.children: list[Child] = []
         # Names of processes whose death was reported.
         self._reported: set[str] = set()
-
-    @property
-    def target(self) -> str:
-        """Address of the first manager."""
-        return self.targets[0]
-
-    @property
-    def executor_target(self) -> str:
-        """Address of the first executor."""
-        return self.executor_targets[0]
-
-    @property
-    def has_page(self) -> bool:
-        """Whether the managers were asked to serve the page."""
-        return self._config.page_port is not None
 
     def __enter__(self) -> Self:
         self._directory = TemporaryDirectory(prefix="pagekv-up-")

@@ -1,7 +1,7 @@
 """Turns a prompt (text, token ids or a conversation) into checked token ids, off the event loop if long.
 
 Text is measured before it is encoded. A short one is encoded at once; a longer one in one of two threads, a long one in
-a process of its own, one after the other, since encoding takes up to 100 bytes of memory for each of its bytes.
+a process of its own, one after the other, since encoding takes hundreds of bytes of memory for each token.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class BlockPool:
         )
         self.hash_alarms += collided
         if superseded:
-            self._free.supersede(np.array(superseded, np.int32), np.array(heirs, np.int32))
+            self._free.supersede(superseded, heirs)
         if entered and self._log is not None and self._log.watched:
             parents = [parent, *digests[:-1]]
             self._log.stored(
@@ -243,5 +243,5 @@ class BlockPool:
         if len(unheld):
             if self.table.has_twins:
                 superseded, heirs = self.table.let_go(unheld.tolist())
-                self._free.supersede(np.array(superseded, np.int32), np.array(heirs, np.int32))
+                self._free.supersede(superseded, heirs)
             self._free.append(unheld)

@@ -45,7 +45,8 @@ class DigestMap:
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
         """The digests of blocks that have one, retired or not."""
-        return list(map(self.column.__getitem__, blocks))  # type: ignore[arg-type]  # only other blocks have None
+        column = self.column
+        return [column[block] for block in blocks]  # type: ignore[misc]  # only other blocks have None
 
     def newest(self) -> Iterator[bytes]:
         """Every digest, the one that entered last first."""

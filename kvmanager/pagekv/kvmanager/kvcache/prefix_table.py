@@ -125,6 +125,14 @@ class PrefixTable:
         parent = self._trie.parent(block)
         return self._digest[parent] if isinstance(parent, int) else parent
 
+    def parents(self, blocks: Blocks) -> list[bytes]:
+        """Digests of the blocks or chain roots before blocks in the table."""
+        before = self._trie.parents(blocks)
+        found = self.digests(before.tolist())
+        for at in np.flatnonzero(before < 0).tolist():
+            found[at] = self.parent(int(blocks[at])) or b""
+        return found
+
     def token_ids(self, block: int) -> list[int]:
         """The token ids of a block in the table, [block_size]."""
         ids: list[int] = self._tokens[block].tolist()
@@ -153,7 +161,7 @@ class PrefixTable:
         return TableColumns(
             self.published.copy(),
             self._digest[:],
-            self._trie.parents(),
+            self._trie.parents(slice(None)),
             self._trie.roots(),
             self._media.copy(),
             self._tokens.copy(),

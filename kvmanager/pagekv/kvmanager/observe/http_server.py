@@ -17,8 +17,8 @@ from aiohttp import web
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 
-# Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 5 ms.
-MAX_BODY_BYTES = 256 * 2**10
+# Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 4 ms.
+MAX_BODY_BYTES = 128 * 2**10
 # Connections at most, and seconds that a connection gets for the headers of its next request, for a body, and to take
 # something of an answer.
 MAX_CONNECTIONS = 128

@@ -74,9 +74,11 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> Sequence[int]:
     ids = asked["token_ids"]
     if isinstance(ids, list) and not 1 <= len(ids) <= model.max_model_len:
         raise InvalidRequest("token_ids", f"has {len(ids)} tokens, must have from 1 to {model.max_model_len}")
+    await asyncio.sleep(0)
     # type() and not isinstance(): a bool is an int to Python.
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
+    if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
         raise InvalidRequest("token_ids", "must be a list of whole numbers from 0 on")
+    await asyncio.sleep(0)
     check_token_ids("token_ids", ids, model.vocab_size)
     return ids
 

@@ -195,8 +195,11 @@ class Seq:
 
     def chunks(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
         """Token ids of the full blocks `first` to `end`, which is left out: [end - first, block_size], as a copy."""
-        view = np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size]
-        return view.reshape(-1, block_size).copy()
+        return self.view(block_size, first, end).copy()
+
+    def view(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
+        """`chunks` without the copy: must be gone before the sequence gets another token."""
+        return np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size].reshape(-1, block_size)
 
 
 def key(sequence: Seq) -> tuple[int, int, int]:

@@ -17,10 +17,10 @@ from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.worker_process import WorkerProcess
 
 TOKENIZER_FILE = "tokenizer.json"
-# Seconds of a processor that one long text may take, and bytes of address space with the tokenizer itself: encoding
-# takes up to 100 bytes for each byte of text.
+# Seconds of a processor that one long text may take, and bytes of address space with the tokenizer itself. Encoding
+# takes some 350 bytes for each token; 8 MiB of a million tokens fit.
 LONG_TEXT_CPU_S = 60.0
-LONG_TEXT_MEMORY_BYTES = 4 * 2**30
+LONG_TEXT_MEMORY_BYTES = 1280 * 2**20
 # Long texts that may wait for the one that is read.
 MAX_LONG_TEXTS = 32
 

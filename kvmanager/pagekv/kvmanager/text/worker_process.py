@@ -173,7 +173,7 @@ class WorkerProcess:
     def _why(self, status: int, cpu_s: float) -> str:
         if status == -signal.SIGPROF:
             return f"it takes more than {cpu_s:g} s of a processor"
-        return f"its process ended with status {status}"
+        return f"its process ended with status {status}; it may have {self._memory_bytes >> 20} MiB of memory"
 
 
 def _read(pipe: IO[bytes], size: int) -> bytes:

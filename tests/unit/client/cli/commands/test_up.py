@@ -31,7 +31,7 @@ def announced(
 ) -> str:
     """The output of `up` for two pairs whose port files have `listening`; the first manager is the scripted one."""
     stack = Stack(StackConfig(port=0, executor_port=0, replicas=2, page_port=0))
-    stack.targets[0] = server.target
+    stack.target = stack.targets[0] = server.target
     monkeypatch.setattr(stack, "listening", lambda key: listening.get(key, []))
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
     up._announce(stack, make_parser().parse(["up", *flags]), Terminal())
