@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gpu_first import flashinfer_peer, tools
+from gpu_first.ablation import ablation_cases, ablation_row
 from gpu_first.floors import decode_floor, plain
 from gpu_first.kernel_checks import REPLAYS, replay_checks, rope_checks, smallest_checks, swap_checks
 from gpu_first.kernel_rows import (
@@ -262,6 +263,14 @@ def step_decode_layouts(context: Context) -> None:
     """Decodes as real pools and loads have them."""
     small: list[AttentionCase] = [LayoutCase(TINY, 2, 40, ragged=True), LayoutCase(TINY, 2, 40, pool_layers=4)]
     _decode(context, small if context.small else layout_cases())
+
+
+def step_decode_ablation(context: Context) -> None:
+    """The decode kernel without one part of its design at a time."""
+    machine = machine_of(context)
+    bench = bench_of(machine, context)
+    cases = [AttentionCase(TINY, 1, 1030)] if context.small else ablation_cases()
+    measure(context, bench, "ablation", cases, lambda case: ablation_row(machine, bench.arena, case))
 
 
 def step_decode_rest(context: Context) -> None:

@@ -137,6 +137,9 @@ class ExecutorLink:
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
+        if any(new.sequence.request.packed_prompt for new in plan.new):
+            # A prompt so long has taken its share of this turn of the event loop to be planned.
+            await asyncio.sleep(0)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(step_bytes(plan, self.epoch, self._step, self._eos))

@@ -21,7 +21,7 @@ from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_plan import Admitted, BlockCopy, CopyKind
+from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
 from pagekv.kvmanager.scheduling.swapping import Swapper
 
 _NO_BLOCKS = np.empty(0, np.int32)
@@ -60,7 +60,7 @@ class BlockTables:
         self.limits = limits
         self.counters = counters
         # Copies that the next step has to make, in order.
-        self._copies: list[BlockCopy] = []
+        self._copies = CopyList()
         self.swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
         self._on_evict = self.swapper.write_back if limits.write_back and limits.prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
@@ -72,12 +72,10 @@ class BlockTables:
         """Copies that the next step has to make, so far."""
         return len(self._copies)
 
-    def take_copies(self) -> list[BlockCopy]:
+    def take_copies(self) -> CopyList:
         """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
-        copies = self._copies[:]
-        self._copies.clear()
         self._being_computed.clear()
-        return copies
+        return self._copies.take()
 
     # -- taking
 
@@ -163,7 +161,7 @@ class BlockTables:
         if fresh is None:
             raise InvariantError(f"{arrival.num_fresh} blocks were free and could not be allocated")
         if arrival.copied:
-            self._copies.append(BlockCopy(CopyKind.COPY, arrival.source, int(fresh[0])))
+            self._copies.add(CopyKind.COPY, [arrival.source], [int(fresh[0])])
             pool.free(np.array([arrival.source], np.int32))
         if arrival.host_blocks:
             self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
@@ -197,7 +195,7 @@ class BlockTables:
     def _match(self, sequence: Seq, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `sequence.digests` along."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
-        chunks = sequence.chunks(size, 0, most)
+        chunks = sequence.view(size, 0, most)
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
         # Tokens alone do not verify what follows a medium.
@@ -207,7 +205,8 @@ class BlockTables:
         found = known + len(blocks)
         # With a host pool the table's own objects, by which that pool tells what its blocks follow.
         begin = 0 if self.host.num_blocks else len(digests)
-        digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
+        if begin < found:
+            digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
@@ -253,7 +252,7 @@ class BlockTables:
             for index in range(shared, end):
                 child.block_table.append(next(copies))
                 if index * size < count:
-                    self._copies.append(BlockCopy(CopyKind.COPY, parent.block_table[index], child.block_table[index]))
+                    self._copies.add(CopyKind.COPY, [parent.block_table[index]], [child.block_table[index]])
             child.digests = parent.digests[: count // size]
             child.num_computed = count
             child.num_published = min(parent.num_published, shared)

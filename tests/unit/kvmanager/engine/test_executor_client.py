@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,7 +18,8 @@ from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine import executor_client
 from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.recovery import Fault
-from pagekv.kvmanager.scheduling.step_plan import StepResult
+from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -180,5 +183,39 @@ def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch: pyte
             await link.describe(16, 16)
         await link.close()
         await server.stop(None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("packed", [b"", b"x"])
+def test_the_message_of_a_long_prompt_is_made_in_a_turn_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, packed: bytes
+) -> None:
+    """Others run between the plan of its step, which took a share of the turn, and the message; not for other steps."""
+    made: list[StepPlan] = []
+
+    class Call:
+        async def write(self, data: bytes) -> None:
+            made.append(plan)
+
+    def step_bytes(plan: StepPlan, *others: object) -> bytes:
+        made.append(plan)
+        return b""
+
+    request = SimpleNamespace(packed_prompt=packed)
+    new = NewSeq(cast("Seq", SimpleNamespace(request=request)), 1, array("I"), array("i"), 0)
+    plan = StepPlan(new=[new])
+
+    async def main() -> None:
+        link = ExecutorLink("localhost:1", lambda: None)
+        link._call = cast("Any", Call())
+        monkeypatch.setattr(executor_client, "step_bytes", step_bytes)
+        sending = asyncio.create_task(link.send(plan, 5))
+        await asyncio.sleep(0)
+        assert len(made) == (0 if packed else 2)
+        await sending
+        assert made == [plan, plan]
+        link._call = None
+        await link.close()
 
     asyncio.run(main())

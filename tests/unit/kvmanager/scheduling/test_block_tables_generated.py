@@ -64,6 +64,22 @@ def test_a_block_that_its_own_step_completes_is_not_copied_before() -> None:
     ]
 
 
+def test_a_block_that_a_step_in_flight_computes_can_be_copied() -> None:
+    """The stop token fills the block, a step ahead computes it, and the end of the sequence publishes it."""
+    driver = Driver(block_size=4, depth=2, partial_hits=True)
+    first = driver.submit(PROMPT, max_tokens=9, stop_token_ids=(expected_output(PROMPT, 1, VOCAB)[0],))
+    assert driver.plan() is not None
+    assert driver.plan() is not None
+    driver.complete()
+    assert finished(first)
+    alike = [*PROMPT, 50, 51]
+    second = driver.submit(alike, max_tokens=2)
+    driver.plan()
+    assert cached(second) == 3
+    driver.drain()
+    assert output(second) == expected_output(alike, 2, VOCAB)
+
+
 @pytest.mark.parametrize("max_tokens", [2, 9])
 def test_a_step_ahead_the_step_after_the_result_can_hit(max_tokens: int) -> None:
     """The second step computes position 3 before its token is known. The result of the first step tells the token, and
