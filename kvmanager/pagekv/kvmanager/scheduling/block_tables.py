@@ -167,7 +167,7 @@ class BlockTables:
             self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
             self.host.release(arrival.host_blocks)
         elif not arrival.shared:
-            # What was void, or met by a reset, is not among the blocks that it has now.
+            # Blocks that were void, or met by a reset, are not among those that it has now.
             sequence.publishes = sequence.request.command.identity.write
         self.swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
