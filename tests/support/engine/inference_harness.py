@@ -115,9 +115,15 @@ def run(body: Callable[[Harness], Awaitable[None]], **how: Any) -> None:
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str, status_pb2.Status]:
     """Status code, message and google.rpc details of a call that fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+    async def read() -> None:
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            await call
         async for _ in call:
             pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read()
     status = status_pb2.Status()
     trailing = dict(caught.value.trailing_metadata() or ())
     status.ParseFromString(cast("bytes", trailing[STATUS_DETAILS_KEY]))

@@ -287,7 +287,7 @@ def test_wishes_out_of_bounds_are_refused_by_name(request_: pb.WatchEventsReques
 def test_an_ended_watch_keeps_nothing() -> None:
     """Pushes after the reader went, and a second close, do nothing."""
     ended: list[TableWatch] = []
-    watch = TableWatch(iter([block(1)]), ended.append)
+    watch = TableWatch(iter([block(1)]), ended.append, 0)
     push(watch, diff(2))
     watch.close()
     watch.close()

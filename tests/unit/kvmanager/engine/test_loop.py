@@ -10,6 +10,7 @@ from support.engine.engine_harness import VOCAB, Bench, Link, command, config, d
 
 from pagekv.common.errors import Draining, InvalidRequest, SequenceFailed, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
+from pagekv.kvmanager.engine.executor_client import ExecutorLost
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -17,6 +18,7 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
 RUNNING, WAITING = types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_WAITING
@@ -246,3 +248,36 @@ def test_refused_steps_are_tried_again_ever_more_slowly(monkeypatch: pytest.Monk
             assert later - sooner > seconds - 0.001
 
     run(monkeypatch, body)
+
+
+def test_a_reason_for_no_executor_is_logged_once_until_it_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An executor that loads is asked four times a second, and its reason is the same for minutes."""
+    asked: list[int] = []
+
+    class Loading(Link):
+        async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
+            asked.append(1)
+            if len(asked) < 9:
+                raise ExecutorLost("still loading" if len(asked) < 6 else "still starting")
+            return await super().describe(block_size, token_budget)
+
+    async def main() -> None:
+        bench = Bench()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Loading(bench, wake))
+        monkeypatch.setattr("pagekv.kvmanager.engine.recovery.Reconnect.pause_s", lambda *_, **__: 0.0)
+        engine = EngineLoop(config())
+        task = asyncio.create_task(engine.run())
+        await engine.wait_ready()
+        assert bench.link is not None
+        bench.link.lose("still starting")
+        await until(lambda: len(bench.attaches) == 2)
+        await engine.stop(1)
+        await task
+
+    asyncio.run(main())
+    reasons = [
+        str(vars(record)["fields"]["reason"]) for record in caplog.records if record.getMessage() == "no executor"
+    ]
+    assert reasons == ["still loading", "still starting", "still starting"]

@@ -183,6 +183,13 @@ def test_only_a_copy_takes_a_place() -> None:
     check_trie(trie, {1, 3, 4})
 
 
+def test_all_children_follow_what_takes_the_place_of_their_parent() -> None:
+    trie = trie_of([[1], [1], [2], [3]], {0: ROOT, 2: 0, 3: 0})
+    trie.replace(0, 1)
+    assert [trie.match(ROOT, tokens([[1], [last]])) for last in (2, 3)] == [[1, 2], [1, 3]]
+    check_trie(trie, {1, 2, 3})
+
+
 def test_rows_must_be_what_the_trie_reads() -> None:
     for rows in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
         with pytest.raises(ValueError, match="tokens: must be"):
@@ -381,7 +388,7 @@ class TrieMachine(RuleBasedStateMachine):
         assert {block: self.trie.parent(block) for block in range(NUM_BLOCKS) if block in self.trie} == parents
         assert self.trie.roots() == {block: parent for block, parent in parents.items() if isinstance(parent, bytes)}
         blocks = [parent if isinstance(parent := parents.get(b), int) else -1 for b in range(NUM_BLOCKS)]
-        assert self.trie.parents().tolist() == blocks
+        assert self.trie.parents(slice(None)).tolist() == blocks
 
 
 TestTrieMachine = TrieMachine.TestCase

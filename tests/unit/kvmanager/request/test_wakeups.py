@@ -84,6 +84,20 @@ def test_as_many_turns_go_by_as_readers_are_woken() -> None:
     run(body())
 
 
+def test_the_first_reader_waits_for_no_turn_but_its_own() -> None:
+    async def body() -> None:
+        wakeups = Wakeups()
+        for _ in range(2):
+            reader = wakeups.reader()
+            wakeups.add(reader)
+            assert not reader.done()
+            await turns(1)
+            assert reader.done()
+            await turns(3)
+
+    run(body())
+
+
 def test_tokens_that_come_while_a_reader_waits_for_its_turn_are_one_message() -> None:
     async def body() -> None:
         readers = Readers(20)

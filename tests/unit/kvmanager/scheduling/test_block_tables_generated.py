@@ -64,6 +64,22 @@ def test_a_block_that_its_own_step_completes_is_not_copied_before() -> None:
     ]
 
 
+def test_a_block_that_a_step_in_flight_computes_can_be_copied() -> None:
+    """The stop token fills the block, a step ahead computes it, and the end of the sequence publishes it."""
+    driver = Driver(block_size=4, depth=2, partial_hits=True)
+    first = driver.submit(PROMPT, max_tokens=9, stop_token_ids=(expected_output(PROMPT, 1, VOCAB)[0],))
+    assert driver.plan() is not None
+    assert driver.plan() is not None
+    driver.complete()
+    assert finished(first)
+    alike = [*PROMPT, 50, 51]
+    second = driver.submit(alike, max_tokens=2)
+    driver.plan()
+    assert cached(second) == 3
+    driver.drain()
+    assert output(second) == expected_output(alike, 2, VOCAB)
+
+
 @pytest.mark.parametrize("max_tokens", [2, 9])
 def test_a_step_ahead_the_step_after_the_result_can_hit(max_tokens: int) -> None:
     """The second step computes position 3 before its token is known. The result of the first step tells the token, and
@@ -106,6 +122,24 @@ def test_a_sequence_that_a_reset_met_publishes_nothing_more() -> None:
     assert driver.pool.num_published == entered
     driver.drain()
     assert driver.pool.num_published == entered
+    assert output(met) == expected_output(PROMPT, 30, VOCAB)
+
+
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_sequence_that_a_reset_met_publishes_again_what_it_computes_again(swapped: bool, steps: int) -> None:
+    """Blocks that come back from the host pool are those that the reset met."""
+    driver = Driver(block_size=4, depth=1, host_blocks=32, preemption="swap" if swapped else "recompute")
+    met = driver.submit(PROMPT, max_tokens=30)
+    for _ in range(6):
+        driver.step()
+    driver.scheduler.clear_prefix_cache()
+    for _ in range(steps):
+        driver.step()
+    driver.scheduler.preempt_all()
+    assert (driver.host.num_held > 0, driver.host.num_cached) == (swapped, 0)
+    driver.drain()
+    assert driver.pool.num_published == (0 if swapped else (len(known(met)) - 1) // 4)
     assert output(met) == expected_output(PROMPT, 30, VOCAB)
 
 

@@ -89,6 +89,8 @@ def test_a_group_that_outgrows_the_pool_goes_on_one_by_one() -> None:
     group = driver.submit(list(range(6)), max_tokens=18, n=8)
     driver.drain()
     assert right(group)
+    # The others make room for the first, one after the other.
+    assert group.sequences[0].preemptions == 0
     assert driver.scheduler.counters.preemptions > 0
 
 

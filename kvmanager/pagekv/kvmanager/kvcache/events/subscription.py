@@ -31,7 +31,7 @@ class TableWatch:
         self,
         snapshot: Snapshot,
         on_end: Callable[[TableWatch], None],
-        revision: int = 0,
+        revision: int,
         max_unread: int = MAX_UNREAD,
     ) -> None:
         """`on_end` is called once, when the watch leaves the open state. `revision` is that of the snapshot, or that

@@ -43,7 +43,7 @@ def test_the_snapshot_is_of_the_moment_when_it_was_taken() -> None:
     before, snapshot = table_of(pool), take_snapshot(pool.table)
     pool.clear_prefix_table()
     cache(pool, [9] * 8)
-    assert Reader(TableWatch(snapshot, lambda watch: None)).table == before
+    assert Reader(TableWatch(snapshot, lambda watch: None, 0)).table == before
 
 
 def test_blocks_that_tokens_alone_do_not_lead_to_are_told_apart() -> None:
@@ -60,7 +60,7 @@ def test_blocks_that_tokens_alone_do_not_lead_to_are_told_apart() -> None:
 
 def test_a_reader_gets_everything_since_it_last_read() -> None:
     async def scenario() -> None:
-        watch = TableWatch(iter(()), lambda watch: None)
+        watch = TableWatch(iter(()), lambda watch: None, 0)
         waiting = asyncio.create_task(watch.take())
         await asyncio.sleep(0)
         assert not waiting.done()
@@ -75,7 +75,7 @@ def test_a_reader_gets_everything_since_it_last_read() -> None:
 
 def test_a_reader_that_falls_behind_is_dropped() -> None:
     ended: list[TableWatch] = []
-    watch = TableWatch(iter(()), ended.append, max_unread=2)
+    watch = TableWatch(iter(()), ended.append, 0, max_unread=2)
     for number in range(3):
         assert not ended
         watch.push(change(number), number)
@@ -88,7 +88,7 @@ def test_a_reader_that_falls_behind_is_dropped() -> None:
 
 def test_an_ended_watch_has_nothing_unread_and_ends_once() -> None:
     ended: list[TableWatch] = []
-    watch = TableWatch(iter(()), ended.append)
+    watch = TableWatch(iter(()), ended.append, 0)
     watch.push(change(1), 1)
     watch.close()
     watch.close()
