@@ -86,7 +86,7 @@ def run_backend(
         if is_decode:
             decodes.append(time.perf_counter() - step_begin)
     seconds = time.perf_counter() - begin
-    return seconds, [state.token_ids[state.num_prompt_tokens :] for state in manager.states], decodes
+    return seconds, [list(state.token_ids[state.num_prompt_tokens :]) for state in manager.states], decodes
 
 
 def measure(backend: CpuBackend, model: Any, workload: str, args: argparse.Namespace) -> dict[str, Any]:

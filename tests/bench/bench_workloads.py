@@ -6,7 +6,8 @@ token of requests that come alone, and requests a second of the same requests at
 of which a share is cached, in the last row all but the one that is always computed.
 
 An answer's tokens are unlike anything else here, so a next turn hits the prompt of the one before and not its answer,
-as a real one would. Exit status 1: a workload that shares gains nothing, or one that cannot gain changes.
+as a real one would. `--plot` draws both tables. Exit status 1: a workload that shares gains nothing, or one that cannot
+gain changes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 from pagekv.client.cli.terminal import table
@@ -163,7 +166,8 @@ def by_share() -> list[Cells]:
         _, timing = replay(requests, AT_ONCE, "slru")
         rows.append(
             {
-                "cached": f"{shared:,} of {max(4224, shared + 1):,}",
+                "prompt tokens": max(4224, shared + 1),
+                "cached": shared,
                 "first token, ms": ttft,
                 "prompt tok/s alone": 4224 / ttft * 1e3,
                 "requests/s": len(requests) / timing.simulated_s,
@@ -171,6 +175,36 @@ def by_share() -> list[Cells]:
             }
         )
     return rows
+
+
+def draw(path: Path, named: Sequence[Cells], shares: Sequence[Cells]) -> None:
+    """Writes both tables (the second may be empty) as .png, .pdf or else SVG. Needs matplotlib. Raises OSError."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.5 + 0.45 * len(named) + 3.5 * bool(shares)), layout="constrained")
+    figure.suptitle("What the prefix cache is worth: simulated time, an 8B model on an accelerator by data sheet")
+    above, below = figure.subfigures(2, height_ratios=(1 + 0.45 * len(named), 3.5)) if shares else (figure, None)
+    axes = above.subplots()
+    for above_or_below, figure_of, key in ((-0.2, "first token", "times sooner"), (0.2, "requests/s", "times as many")):
+        gains = [row[key] for row in named]
+        places = [place + above_or_below for place in range(len(named))]
+        bars = axes.barh(places, [gain - 1 for gain in gains], 0.4, left=1, label=f"{figure_of}: {key}")
+        axes.bar_label(bars, [f"{gain:.3g}" for gain in gains], padding=2)
+    axes.set_yticks(range(len(named)), [row["workload"] for row in named])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlim(0.9, 1.5 * max(row["times sooner"] for row in named))
+    axes.axvline(1, color="black", linewidth=0.8)
+    axes.legend()
+    if below is not None:
+        for axes, key in zip(below.subplots(1, 2), ("first token, ms", "requests/s"), strict=True):
+            axes.plot([row["cached"] for row in shares], [row[key] for row in shares], marker="o")
+            axes.set_title(key, loc="left")
+            axes.set_xlabel("cached tokens of a prompt of 4,224")
+            axes.set_ylim(bottom=0)
+            axes.grid(axis="y")
+    kind = path.suffix.lower().removeprefix(".")
+    figure.savefig(path, format=kind if kind in ("png", "pdf") else "svg")
 
 
 def shown(name: str, cell: Any) -> str:
@@ -185,7 +219,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=WORKLOADS, action="append", metavar="NAME", help=", ".join(WORKLOADS))
     parser.add_argument("--json", action="store_true", help="JSON instead of tables")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, .svg, .png or .pdf (pagekv[plot])")
     args = parser.parse_args()
+    if args.plot is not None:
+        # Refused now rather than after a minute.
+        if find_spec("matplotlib") is None:
+            parser.error("--plot needs matplotlib: pip install 'pagekv[plot]'")
+        args.plot.open("a").close()
     named = [of_workload(name) for name in args.workload or WORKLOADS]
     tables = {"workloads": named} if args.workload else {"workloads": named, "shares": by_share()}
     if args.json:
@@ -196,6 +236,8 @@ def main() -> int:
             print(f"{table(cells, tuple(rows[0]), right=True)}\n")
         for row in named:
             print(f"{row['workload']}: {WORKLOADS[row['workload']].words}")
+    if args.plot is not None:
+        draw(args.plot, named, tables.get("shares", []))
     missed = [row["workload"] for row in named if not _as_expected(row)]
     for name in missed:
         print(f"{name}: not as expected", file=sys.stderr)

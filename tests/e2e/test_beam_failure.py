@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
 from typing import Any
 
-import grpc
 import pytest
 from support.clients.calls import Caller, Result, request_for
+from support.clients.gate import at_once, standing
 from support.clients.stack import ORACLE, Stack, running_stack
 from support.executor.wire_driver import expected_output, expected_results
 
@@ -21,8 +20,6 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-
-SLOW = [*ORACLE, "--step-time-ms", "5"]
 
 
 def search(number: int, max_tokens: int, width: int = 4, n: int = 4, **sampling: Any) -> pb.GenerateRequest:
@@ -68,24 +65,6 @@ def outputs(results: dict[int, Result]) -> list[list[int]]:
     return [list(end.token_ids) for end in complete if end is not None]
 
 
-async def until(condition: Callable[[], Awaitable[bool]]) -> None:
-    for _ in range(2000):
-        if await condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not come to that")
-
-
-async def searching(caller: Caller, beams: int, tokens: int = 0) -> None:
-    """Waits until so many sequences hold blocks and so many tokens were decided since the manager started."""
-
-    async def deep_in() -> bool:
-        stats = await caller.stats()
-        return stats.running_sequences >= beams and stats.generated_tokens_total >= tokens
-
-    await until(deep_in)
-
-
 def test_searches_survive_a_killed_executor() -> None:
     requests = [search(number, 80) for number in range(3)] + [search(3, 80, width=2, n=1)]
 
@@ -93,11 +72,12 @@ def test_searches_survive_a_killed_executor() -> None:
         async with Caller(stack.target) as caller:
             oracle = await oracle_of(caller)
             wanted = [oracle.wanted(request) for request in requests]
-            going = asyncio.gather(*(caller.generate_all(request) for request in requests))
-            await searching(caller, beams=14, tokens=150)
-            await asyncio.to_thread(stack.executor.kill)
-            await asyncio.to_thread(stack.executor.start, stack.executor.port)
-            assert [outputs(results) for results in await going] == wanted
+            calls = [caller.generate_all(request) for request in requests]
+            async with standing(stack.gate, caller, calls, steps=20) as going:
+                assert (await caller.stats()).running_sequences == 14
+                await asyncio.to_thread(stack.executor.kill)
+                await asyncio.to_thread(stack.executor.start, stack.executor.port)
+            assert [outputs(await results) for results in going] == wanted
             stats = await caller.idle_stats()
             assert stats.executor_restarts_total == 1
             assert stats.free_blocks == stats.num_device_blocks
@@ -105,7 +85,7 @@ def test_searches_survive_a_killed_executor() -> None:
             again = await asyncio.gather(*(caller.generate_all(request) for request in requests))
             assert [outputs(results) for results in again] == wanted
 
-    with running_stack(SLOW, ["--block-size", "4"]) as stack:
+    with running_stack(ORACLE, ["--block-size", "4"], gated=True) as stack:
         asyncio.run(run(stack))
 
 
@@ -117,29 +97,30 @@ def test_a_search_that_ends_early_gives_every_block_back(how: str) -> None:
 
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller:
-            beside = asyncio.create_task(caller.generate_all(other))
-            call = caller.inference.Generate(ended, timeout=1.0 if how == "deadline" else 60.0)
-            if how != "deadline":
-                await searching(caller, beams=8, tokens=40)
-            if how == "abort":
-                answer = await caller.inference.Abort(pb.AbortRequest(request_ids=["ended"]), timeout=120)
-                assert list(answer.aborted_request_ids) == ["ended"]
-                ends = [message.complete async for message in call]
-                assert [end.index for end in ends] == [0, 1, 2]
-                assert {end.finish_reason for end in ends} == {types_pb2.FINISH_REASON_ABORT}
-                assert not any(end.token_ids for end in ends)
-            elif how == "cancel":
-                call.cancel()
-            else:
-                with pytest.raises(grpc.aio.AioRpcError) as late:
-                    await call.read()
-                assert late.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            async with standing(stack.gate, caller, [caller.generate_all(other)]) as (beside,):
+                if how == "deadline":
+                    late = asyncio.create_task(caller.run_out_of_time(ended))
+                else:
+                    call = caller.inference.Generate(ended)
+                await caller.stats_when(lambda stats: stats.requests_total > 1)
+                await stack.gate.pass_through(10, caller)
+                if how == "abort":
+                    answer = await caller.inference.Abort(pb.AbortRequest(request_ids=["ended"]), timeout=120)
+                    assert list(answer.aborted_request_ids) == ["ended"]
+                    ends = [message.complete async for message in call]
+                    assert [end.index for end in ends] == [0, 1, 2]
+                    assert {end.finish_reason for end in ends} == {types_pb2.FINISH_REASON_ABORT}
+                    assert not any(end.token_ids for end in ends)
+                elif how == "cancel":
+                    call.cancel()
+                else:
+                    await late
             assert outputs(await beside) == (await oracle_of(caller)).wanted(other)
             stats = await caller.idle_stats()
             assert stats.free_blocks == stats.num_device_blocks
-            assert stats.aborted_requests_total == 1
+            assert stats.aborted_requests_total == stats.requests_total - 1
 
-    with running_stack(SLOW) as stack:
+    with running_stack(ORACLE, gated=True) as stack:
         asyncio.run(run(stack))
 
 
@@ -150,20 +131,19 @@ def test_the_blocks_of_a_search_are_shown_while_it_runs() -> None:
 
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller:
-            call = caller.inference.Generate(request)
-            await searching(caller, beams=4)
-            table = await caller.operator.GetBlockTable(
-                operator_pb.GetBlockTableRequest(request_id="shown"), timeout=120
-            )
-            tables = [list(sequence.block_ids) for sequence in table.sequences]
-            assert len(tables) == 4
-            # 40 tokens of prompt are two full blocks and a half.
-            assert len({tuple(blocks[:2]) for blocks in tables}) == 1
-            assert len({blocks[-1] for blocks in tables}) == 4
-            call.cancel()
+            async with standing(stack.gate, caller, [caller.generate_all(request)], steps=3) as (call,):
+                table = await caller.operator.GetBlockTable(
+                    operator_pb.GetBlockTableRequest(request_id="shown"), timeout=120
+                )
+                tables = [list(sequence.block_ids) for sequence in table.sequences]
+                assert len(tables) == 4
+                # 40 tokens of prompt are two full blocks and a half.
+                assert len({tuple(blocks[:2]) for blocks in tables}) == 1
+                assert len({blocks[-1] for blocks in tables}) == 4
+                call.cancel()
             await caller.idle_stats()
 
-    with running_stack(SLOW) as stack:
+    with running_stack(ORACLE, gated=True) as stack:
         asyncio.run(run(stack))
 
 
@@ -186,7 +166,7 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller:
             oracle = await oracle_of(caller)
-            found = await asyncio.gather(*(caller.generate_all(request) for request in requests))
+            found = await at_once(stack.gate, caller, [caller.generate_all(request) for request in requests])
             for request, results in zip(requests, found, strict=True):
                 assert outputs(results) == oracle.wanted(request), request
             stats = await caller.idle_stats()
@@ -196,5 +176,5 @@ def test_forty_searches_and_samples_in_a_small_pool_find_what_each_finds_alone()
 
     # The blocks that four beams of the longest may come to need.
     args = ["--block-size", "4", "--num-device-blocks", "104", "--max-batch-tokens", "64", "--max-running", "24"]
-    with running_stack(ORACLE, args) as stack:
+    with running_stack(ORACLE, args, gated=True) as stack:
         asyncio.run(run(stack))

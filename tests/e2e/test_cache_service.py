@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
+import time
 from contextlib import suppress
 
 import pytest
 from support.clients import everything_on
 from support.clients.calls import Caller, request_for
+from support.clients.gate import at_once, standing
 from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.client import AsyncPageKVClient, BlockStored, FailedPrecondition, LimitExceeded, TableReplica
@@ -41,16 +44,21 @@ class Load:
         prefix = self.rng.choice(self.families)[: self.rng.randrange(4, 41)]
         return prefix + [self.rng.randrange(3, 400) for _ in range(self.rng.randrange(1, 20))]
 
-    async def generate(self, caller: Caller, count: int) -> None:
-        for _ in range(count):
-            length = self.rng.randrange(5, 40)
-            result = await caller.generate(request_for(self.prompt(), length, ignore_eos=True))
-            assert len(result.tokens) == length
+    async def generate_one(self, caller: Caller) -> None:
+        length = self.rng.randrange(5, 40)
+        result = await caller.generate(request_for(self.prompt(), length, ignore_eos=True))
+        assert len(result.tokens) == length
 
-    async def steer(self, client: AsyncPageKVClient, stop: asyncio.Event) -> None:
+    async def generate(self, caller: Caller, count: int, until: asyncio.Event | None = None) -> None:
+        """One after the other, so many and until the event is set."""
+        while count > 0 or (until is not None and not until.is_set()):
+            await self.generate_one(caller)
+            count -= 1
+
+    async def steer(self, client: AsyncPageKVClient, killed: asyncio.Event, stop: asyncio.Event) -> None:
         """Until `stop`: pins, unpins, explains, resets, and kills the executor once."""
         pins: list[str] = []
-        for round_number in range(10_000):
+        for round_number in itertools.count():
             if stop.is_set():
                 break
             prompt = self.prompt()
@@ -68,6 +76,7 @@ class Load:
             if round_number == 20:
                 await asyncio.to_thread(self.stack.executor.kill)
                 await asyncio.to_thread(self.stack.executor.start, self.stack.executor.port)
+                killed.set()
             await asyncio.sleep(0.01)
         for pin in filter(None, pins):
             await client.unpin_prefix(pin)
@@ -82,14 +91,15 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
 
     async def run(stack: Stack) -> None:
         load = Load(stack, seed=1)
-        stop = asyncio.Event()
+        killed, stop = asyncio.Event(), asyncio.Event()
         replicas = [TableReplica(), TableReplica()]
         async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
             watching = [asyncio.create_task(follow(client, replicas[0]))]
-            steering = asyncio.create_task(load.steer(client, stop))
             # Twelve at once want more than twice the pool, so that some are preempted.
-            working = asyncio.gather(*(load.generate(caller, 10) for _ in range(12)))
-            await asyncio.sleep(0.3)
+            await at_once(stack.gate, caller, [load.generate_one(caller) for _ in range(12)])
+            steering = asyncio.create_task(load.steer(client, killed, stop))
+            working = asyncio.gather(*(load.generate(caller, 10, killed) for _ in range(12)))
+            await killed.wait()
             watching.append(asyncio.create_task(follow(client, replicas[1])))
             await working
             stop.set()
@@ -101,7 +111,8 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
             watchers = 2 + everything_on.ASKED_FOR
             assert (stats.executor_restarts_total, stats.watchers, stats.pins) == (1, watchers, 0)
             table = await stored(client)
-            for _ in range(1000):
+            deadline = time.monotonic() + 120
+            while time.monotonic() < deadline:
                 if all(copied(replica) == table for replica in replicas):
                     break
                 await asyncio.sleep(0.01)
@@ -118,14 +129,10 @@ def test_a_replica_holds_the_managers_tables_after_everything_that_can_happen_to
             for task in watching:
                 task.cancel()
             # The server notices that its readers are gone.
-            for _ in range(1000):
-                if (await client.stats()).watchers == everything_on.ASKED_FOR:
-                    break
-                await asyncio.sleep(0.01)
-            assert (await client.stats()).watchers == everything_on.ASKED_FOR
+            await caller.stats_when(lambda stats: stats.watchers == everything_on.ASKED_FOR)
 
     tiers = ["--num-host-blocks", "64", "--preemption", "swap", "--write-back"]
-    with running_stack([*ORACLE, "--step-time-ms", "2"], [*SMALL, *tiers]) as stack:
+    with running_stack([*ORACLE, "--step-time-ms", "2"], [*SMALL, *tiers], gated=True) as stack:
         asyncio.run(run(stack))
 
 
@@ -172,10 +179,7 @@ def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
             pin = await client.pin_prefix(pinned, 86_400)
             assert pin.pinned_tokens == 16
             await client.pin_prefix(expired, 1)
-            for _ in range(1000):
-                if (await client.stats()).pins == 1:
-                    break
-                await asyncio.sleep(0.01)
+            await caller.stats_when(lambda stats: stats.pins == 1)
             await Load(stack, seed=2).generate(caller, 15)
             tokens = [(await client.lookup_prefix(prompt)).device_tokens for prompt in (pinned, expired, free)]
             assert tokens == [16, 0, 0]
@@ -193,18 +197,16 @@ def test_a_forced_reset_preempts_and_no_stream_notices() -> None:
         async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
             request = request_for([7] * 20, 60, ignore_eos=True)
             wanted = await caller.generate(request)
-            stream = asyncio.create_task(caller.generate(request))
-            preempted = 0
-            while not stream.done():
-                try:
-                    await client.reset_prefix_cache()
-                except FailedPrecondition:
-                    preempted += (await client.reset_prefix_cache(force=True)).preempted_sequences
-                await asyncio.sleep(0.02)
+            async with standing(stack.gate, caller, [caller.generate(request)], steps=4) as (stream,):
+                for _ in range(5):
+                    with pytest.raises(FailedPrecondition):
+                        await client.reset_prefix_cache()
+                    assert (await client.reset_prefix_cache(force=True)).preempted_sequences == 1
+                    # Its tokens in flight, its prompt again, and a few tokens more.
+                    await stack.gate.pass_through(8, caller)
             assert (await stream).tokens == wanted.tokens
-            assert preempted > 0
 
-    with running_stack([*ORACLE, "--step-time-ms", "2"], SMALL) as stack:
+    with running_stack(ORACLE, SMALL, gated=True) as stack:
         asyncio.run(run(stack))
 
 

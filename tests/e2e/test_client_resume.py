@@ -5,7 +5,6 @@ a pause.
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -46,9 +45,13 @@ async def _collect(stream: AsyncStream) -> list[Result]:
     return [(end, ids[index], texts[index]) for index, end in sorted(stream.completions.items())]
 
 
-async def _run(target: str) -> tuple[list[Result], tuple[Completion, ...]]:
-    """Of the streams, and what a search for beams found."""
-    async with AsyncPageKVClient(target) as client:
+async def _run(
+    stack: Stack, stop: Callable[[Process], None] | None = None
+) -> tuple[list[Result], tuple[Completion, ...]]:
+    """Of the streams, and what a search for beams found. `stop` ends the manager twice, in the middle of all of them;
+    another one takes its place.
+    """
+    async with AsyncPageKVClient(stack.target, resume_timeout=600) as client:
         streams = [
             client.stream(prompt, max_tokens=120, ignore_eos=True, **options)
             for prompt, options in PROMPTS
@@ -59,41 +62,40 @@ async def _run(target: str) -> tuple[list[Result], tuple[Completion, ...]]:
             client.stream(prompt, n=3, max_tokens=120, ignore_eos=True, **options) for prompt, options in PROMPTS
         ]
         async with asyncio.TaskGroup() as group:
-            beams = group.create_task(client.generate_n([6, 7, 8], 2, beam_width=3, max_tokens=40))
-            results = [group.create_task(_collect(stream)) for stream in streams]
+            with stack.gate.shut():
+                beams = group.create_task(client.generate_n([6, 7, 8], 2, beam_width=3, max_tokens=40))
+                results = [group.create_task(_collect(stream)) for stream in streams]
+                for end in [stop] * 2 if stop else []:
+                    async with Caller(stack.target) as caller:
+                        await caller.stats_when(lambda stats: stats.requests_total > len(streams))
+                        await stack.gate.pass_through(20, caller)
+                    await asyncio.to_thread(_replace, stack, end)
         return [result for task in results for result in task.result()], beams.result()
-
-
-def _kill(manager: Process) -> None:
-    manager.kill()
-    time.sleep(0.1)
 
 
 def _stop(manager: Process) -> None:
     assert manager.stop() == 0
 
 
-def _restart_twice(stack: Stack, stop: Callable[[Process], None]) -> None:
-    for _ in range(2):
-        time.sleep(0.35)
-        stop(stack.manager)
-        stack.manager.start(stack.manager.port)
-        stack.manager.wait_serving()
+def _replace(stack: Stack, stop: Callable[[Process], None]) -> None:
+    stop(stack.manager)
+    # The two steps that were sent ahead, else the executor would not attach to another manager.
+    stack.gate.let_through(2)
+    stack.manager.start(stack.manager.port)
+    stack.manager.wait_serving()
 
 
-@pytest.mark.parametrize("stop", [_kill, _stop])
+@pytest.mark.parametrize("stop", [Process.kill, _stop])
 def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], None]) -> None:
-    with running_stack([*ORACLE, "--step-time-ms", "8"], ["--grace-s", "0.1"]) as stack:
-        wanted, wanted_beams = asyncio.run(_run(stack.target))
-        killer = threading.Thread(target=_restart_twice, args=(stack, stop))
-        killer.start()
-        try:
-            results, beams = asyncio.run(_run(stack.target))
-        finally:
-            killer.join()
-        with PageKVClient(stack.target) as client:
-            assert client.stats().active_blocks == 0
-    assert sum(end.resumes for end, _, _ in results) >= len(results)
+    async def idle(target: str) -> None:
+        async with Caller(target) as caller:
+            await caller.idle_stats()
+
+    with running_stack(ORACLE, ["--grace-s", "0.1"], gated=True) as stack:
+        wanted, wanted_beams = asyncio.run(_run(stack))
+        results, beams = asyncio.run(_run(stack, stop))
+        asyncio.run(idle(stack.target))
+    assert all(end.resumes >= 2 for end, _, _ in results)
     assert [(beam.token_ids, beam.text) for beam in beams] == [(beam.token_ids, beam.text) for beam in wanted_beams]
     for (end, ids, text), (wanted_end, wanted_ids, wanted_text) in zip(results, wanted, strict=True):
         assert ids == wanted_ids == list(end.token_ids)
@@ -131,12 +133,13 @@ def test_any_client_resumes_by_sending_its_request_again() -> None:
 
 
 def test_a_stack_that_stays_away_is_given_up() -> None:
-    with running_stack([*ORACLE, "--step-time-ms", "8"]) as stack, PageKVClient(stack.target) as client:
+    with running_stack(ORACLE, gated=True) as stack, PageKVClient(stack.target) as client, stack.gate.shut():
+        stack.gate.let_through(4)
         stream = client.stream([1, 2, 3], max_tokens=500, ignore_eos=True, resume_timeout=1.0)
         received = [next(stream)]
         stack.manager.kill()
         begun = time.monotonic()
         with pytest.raises(Unreachable):
             received.extend(stream)
-        assert 1.0 <= time.monotonic() - begun < 25  # the default is 30
+        assert time.monotonic() - begun >= 1.0
         assert received

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
+from support.clients.gate import standing
 from support.clients.stack import CPU, ORACLE, Process, Stack, running_executor, running_manager, running_stack
 from support.executor.expected_tokens import expected_tokens
 
@@ -46,24 +47,17 @@ def test_five_continuations_hold_the_prompt_once() -> None:
 
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller:
-            call = caller.inference.Generate(request)
-            tokens = 0
-            async for message in call:
-                tokens = max(tokens, message.chunk.completion_tokens)
-                if tokens >= 30:
-                    break
-            # A moment in which no sequence begins another block.
-            before, stats, tables = [[0]], await caller.stats(), [[1]]
-            while before != tables:
-                before, stats, tables = await tables_of(caller), await caller.stats(), await tables_of(caller)
-            assert len({tuple(table[:6]) for table in tables}) == 1
-            own = [block for table in tables for block in table[6:]]
-            assert len(own) == len(set(own)) >= 5 * 2
-            assert stats.active_blocks == 6 + len(own)
-            call.cancel()
+            # Past the 28th token, with which the second block of its own begins.
+            async with standing(stack.gate, caller, [caller.generate_all(request)], steps=40) as (call,):
+                stats, tables = await caller.stats(), await tables_of(caller)
+                assert len({tuple(table[:6]) for table in tables}) == 1
+                own = [block for table in tables for block in table[6:]]
+                assert len(own) == len(set(own)) >= 5 * 2
+                assert stats.active_blocks == 6 + len(own)
+                call.cancel()
             await caller.idle_stats()
 
-    with running_stack([*ORACLE, "--step-time-ms", "20"], ["--no-prefix-cache"]) as stack:
+    with running_stack(ORACLE, ["--no-prefix-cache"], gated=True) as stack:
         asyncio.run(run(stack))
 
 

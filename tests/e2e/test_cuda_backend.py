@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import CPU, Process, port_of, running_manager, running_stack
+from support.clients.stack import CPU, START_TIMEOUT_S, Process, port_of, running_manager, running_stack
 from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.models import resolve_model
@@ -41,7 +41,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
         launch = backend.launch
 
         def launch_behind_gate(scheduled: list[Scheduled]) -> Launch:
-            assert gate.wait(120)
+            assert gate.wait(START_TIMEOUT_S)
             return launch(scheduled)
 
         monkeypatch.setattr(backend, "launch", launch_behind_gate)
@@ -57,7 +57,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not port_file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -65,7 +65,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
     finally:
         gate.set()
         loop.call_soon_threadsafe(stop.set)
-        thread.join(60)
+        thread.join(START_TIMEOUT_S)
         loop.close()
 
 
@@ -102,7 +102,7 @@ def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
                     pass  # every call gives way to the others
             gate.set()
             results = await asyncio.gather(*calls)
-            return [result.tokens for result in results], await caller.idle_stats(60)
+            return [result.tokens for result in results], await caller.idle_stats()
 
     small = ["--num-device-blocks", "4", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
     with emulated_executor(tmp_path, monkeypatch, gate) as executor, running_manager(executor, small) as emulated:

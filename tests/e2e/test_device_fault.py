@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import ROOT, Process, environment, port_of, running_manager
+from support.clients.stack import ROOT, START_TIMEOUT_S, Process, environment, port_of, running_manager
 
 from pagekv.common.port_file import read_port_file
 
@@ -45,7 +45,7 @@ def faulty_executor(directory: Path, backend: str, steps: str, args: Sequence[st
             [*command, "--port-file", str(port_file)], env=env, stdout=log, stderr=log, cwd=directory
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not port_file.exists():
             assert process.popen.poll() is None, process.tail()
             assert time.monotonic() < deadline

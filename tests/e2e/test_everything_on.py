@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 import urllib.request
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -22,9 +23,10 @@ from smg_grpc_proto.generated import common_pb2, vllm_engine_pb2_grpc
 from support.browser.page_reader import PageReader
 from support.clients.calls import Caller, request_for
 from support.clients.everything_on import flags, replays
+from support.clients.gate import Gate, standing
 from support.clients.kv_event_reader import EventReplica, replayed
 from support.clients.otlp_collector import collector
-from support.clients.stack import ORACLE, Process, running_stack
+from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.trace import read_trace
@@ -97,14 +99,15 @@ async def subscribe(target: str, index: set[int]) -> None:
                 index.update(block.block_hash for block in event.stored.blocks)
 
 
-async def run_load(target: str) -> operator_pb.GetStatsResponse:
+async def run_load(target: str, gate: Gate) -> operator_pb.GetStatsResponse:
     """Outputs at once, among clients that leave, are those of one at a time; stats of the idle manager."""
     rng, wanted = random.Random(6), requests()
     async with Caller(target) as caller:
         before = (await caller.idle_stats()).free_blocks
-        staying = asyncio.create_task(caller.generate_many(wanted))
-        await asyncio.gather(*(leave(caller, rng) for _ in range(CANCELS)))
-        together = await staying
+        async with standing(gate, caller, [caller.generate(request) for request in wanted]) as staying:
+            leaving = [asyncio.create_task(leave(caller, rng)) for _ in range(CANCELS)]
+        await asyncio.gather(*leaving)
+        together = await asyncio.gather(*staying)
         alone = [(await caller.generate(request)).tokens for request in wanted]
         assert [result.tokens for result in together] == alone
         assert {len(tokens) for tokens in alone} == {TOKENS}
@@ -133,17 +136,18 @@ async def missed(directory: Path) -> EventReplica:
         context.term()
 
 
-async def watched_load(manager: Process, directory: Path) -> operator_pb.GetStatsResponse:
+async def watched_load(stack: Stack, directory: Path) -> operator_pb.GetStatsResponse:
     """Runs the load, and checks that all watchers have seen it."""
-    target, url = manager.target, f"http://{manager.http}"
+    target, url = stack.target, f"http://{stack.manager.http}"
     reader, index = PageReader(), set[int]()
     async with AsyncExitStack() as watchers:
         for watching in (look(url, reader), subscribe(target, index)):
             await watchers.enter_async_context(working(asyncio.create_task(watching)))
-        stats = await run_load(target)
+        stats = await run_load(target, stack.gate)
         cached = await hashes_of(target)
         names = {block >> 8 for block in cached}
-        for _ in range(200):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             replica = await missed(directory)
             if index == names and set(replica.blocks["GPU"]) == cached and not reader.requests:
                 break
@@ -166,8 +170,8 @@ async def watched_load(manager: Process, directory: Path) -> operator_pb.GetStat
 def test_everything_at_once_changes_no_output_and_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DESIGN 7: what is shown and recorded changes nothing."""
     with collector() as spans:
-        with running_stack(ORACLE, [*SMALL, "--page-text", *flags(tmp_path, spans.url)]) as stack:
-            stats = asyncio.run(watched_load(stack.manager, tmp_path))
+        with running_stack(ORACLE, [*SMALL, "--page-text", *flags(tmp_path, spans.url)], gated=True) as stack:
+            stats = asyncio.run(watched_load(stack, tmp_path))
             assert stack.manager.stop() == 0
             assert " error " not in stack.manager.tail(1000)
         assert stats.swap_preemptions_total > 0

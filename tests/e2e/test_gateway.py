@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import threading
+import json
+import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from support.clients.gate import Gate
 from support.clients.gateway_stack import MODEL, client_of, running_gateway
-from support.clients.stack import CPU, ORACLE
+from support.clients.stack import CPU, ORACLE, ROOT
 
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
+GATED_EXECUTOR = ROOT / "tests" / "support" / "executor" / "gated_executor.py"
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
 
@@ -82,7 +88,8 @@ def test_a_stream_brings_the_same_text_in_pieces_and_its_usage(api: openai.OpenA
     chunks = list(api.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     texts = [choice.text for chunk in chunks for choice in chunk.choices if choice.text]
     assert "".join(texts) == whole.choices[0].text
-    assert len(texts) > 3
+    # Two tokens come together where the manager has two steps' results at once.
+    assert len(texts) > 1
     assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 12
@@ -159,6 +166,7 @@ def test_what_the_gateway_itself_leaves_out(api: openai.OpenAI) -> None:
     biased = api.completions.create(**request, logit_bias={"5": 100})
     assert biased.choices[0].text == plain.choices[0].text
     assert api.completions.create(**request, logprobs=2).choices[0].logprobs is None
+    assert api.completions.create(**request, suffix=" the end").choices[0].text == plain.choices[0].text
     with pytest.raises(openai.BadRequestError, match="StringOrArray"):
         api.completions.create(model=MODEL, prompt=[5, 6, 7], max_tokens=4)
 
@@ -168,26 +176,42 @@ def test_another_model_is_a_404(api: openai.OpenAI) -> None:
         api.completions.create(model="nope", prompt=PROMPT, max_tokens=4)
 
 
-def test_a_connection_that_is_dropped_aborts_the_request_and_frees_its_blocks() -> None:
+def test_a_connection_that_is_dropped_aborts_the_request_and_frees_its_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And a full queue is a 429, a manager that is gone a 503."""
-    slow = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "20"]
     limits = ["--max-running", "1", "--max-queue", "1", "--num-device-blocks", "512"]
-    with running_gateway(slow, limits) as stack, client_of(stack) as api, PageKVClient(stack.target) as own:
-        endless: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
-        stream = api.completions.create(**endless, stream=True)
-        next(iter(stream))
-        # One that runs to its end without streaming, and leaves with its caller too.
-        waiting = threading.Thread(target=_give_up, args=(stack, endless))
-        waiting.start()
-        until(lambda: own.stats().waiting_sequences == 1)
-        with pytest.raises(openai.RateLimitError, match="the queue is full: 1 sequences wait, at most 1"):
-            api.completions.create(model=MODEL, prompt="And so", max_tokens=4)
-        stream.close()
-        until(lambda: own.stats().aborted_requests_total == 1)
-        waiting.join()
-        until(lambda: own.stats().aborted_requests_total == 2)
+    gate, command = Gate(tmp_path / "gate"), [sys.executable, str(GATED_EXECUTOR)]
+    monkeypatch.setenv("GATE", str(gate.path))
+    with (
+        running_gateway([*ORACLE, "--kv-memory", "64MiB"], limits, executor_command=command) as stack,
+        client_of(stack) as api,
+        PageKVClient(stack.target) as own,
+    ):
+        endless: Any = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
+
+        def aborted(number: int) -> bool:
+            """Whether so many are, one token later: with the next one the gateway notices that its caller is gone."""
+            gate.let_through(1)
+            return own.stats().aborted_requests_total == number
+
+        with gate.shut():
+            gate.let_through(8)
+            stream = api.completions.create(
+                model=MODEL, prompt=PROMPT, max_tokens=1500, extra_body={"ignore_eos": True}, stream=True
+            )
+            next(iter(stream))
+            # One that is not streamed, and whose caller leaves too.
+            with posted(stack, endless):
+                until(lambda: own.stats().waiting_sequences == 1)
+                with pytest.raises(openai.RateLimitError, match="the queue is full: 1 sequences wait, at most 1"):
+                    api.completions.create(model=MODEL, prompt="And so", max_tokens=4)
+                stream.close()
+                until(lambda: aborted(1))
+            until(lambda: aborted(2))
+        until(lambda: not own.stats().active_blocks)
         stats = own.stats()
-        assert (stats.running_sequences, stats.waiting_sequences, stats.active_blocks) == (0, 0, 0)
+        assert (stats.running_sequences, stats.waiting_sequences) == (0, 0)
 
         manager = stack.children[1].popen
         manager.kill()
@@ -197,6 +221,12 @@ def test_a_connection_that_is_dropped_aborts_the_request_and_frees_its_blocks() 
         assert caught.value.status_code == 503
 
 
-def _give_up(stack: Stack, request: Any) -> None:
-    with client_of(stack) as api, pytest.raises(openai.APITimeoutError):
-        api.completions.create(**request, timeout=3)
+@contextmanager
+def posted(stack: Stack, request: dict[str, Any]) -> Iterator[None]:
+    """A completion that is asked for, by a caller who reads nothing and leaves at the end of the context."""
+    host, _, port = stack.gateway_target.rpartition(":")
+    body = json.dumps(request).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield

@@ -35,7 +35,7 @@ def test_a_prompt_of_a_million_tokens_is_answered_and_its_next_turn_finds_it_cac
             assert second.complete is not None
             assert second.complete.cached_tokens == (LENGTH + 19) // 16 * 16
             assert len((await beside).tokens) == 500
-            stats = await caller.idle_stats(30)
+            stats = await caller.idle_stats()
             assert stats.hash_alarms_total == 0
             assert stats.executor_restarts_total == 0
             assert stats.published_blocks >= (LENGTH + 100) // 16

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from support.clients.calls import Caller, request_for
+from support.clients.gate import standing
 from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
 
 from pagekv.kvmanager.config import parse_config
@@ -23,16 +24,6 @@ from pagekv.kvmanager.server import Manager
 from pagekv.v1 import inference_service_pb2 as pb
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
-
-
-async def until_active(caller: Caller, *, running: int, waiting: int) -> None:
-    """Waits until so many sequences run and wait."""
-    for _ in range(2000):
-        stats = await caller.stats()
-        if (stats.running_sequences, stats.waiting_sequences) == (running, waiting):
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError(f"it did not come to that: {stats}")
 
 
 async def read_all(call: Any) -> list[int]:
@@ -50,33 +41,37 @@ def test_a_request_that_ends_early_gives_its_blocks_back_wherever_it_is(where: s
     length = 1900 if where == "prefill" else 20
     ended = request_for([7] * length, 1920 - length, ignore_eos=True)
 
+    counts = (1, 1) if where == "queue" else (2, 0)
+
+    async def enter(stack: Stack, caller: Caller, known: int) -> None:
+        """Lets a request into the place that the test is about, once the manager knows of so many."""
+        await caller.stats_when(lambda stats: stats.requests_total >= known)
+        if where != "queue":
+            await stack.gate.pass_through(10 if where == "decode" else 4, caller)
+
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller:
-            beside = caller.inference.Generate(request_for([5], 1900, ignore_eos=True))
-            await beside.read()
-            counts = {"running": 1, "waiting": 1} if where == "queue" else {"running": 2, "waiting": 0}
-            call = caller.inference.Generate(ended)
-            await until_active(caller, **counts)
-            if where == "decode":
-                await call.read()
-            call.cancel()
-            await until_active(caller, running=1, waiting=0)
+            call = caller.generate(request_for([5], 1900, ignore_eos=True))
+            async with standing(stack.gate, caller, [call], steps=4) as (beside,):
+                cancelled = asyncio.create_task(caller.generate(ended))
+                await enter(stack, caller, 2)
+                stats = await caller.stats()
+                assert (stats.running_sequences, stats.waiting_sequences) == counts
+                cancelled.cancel()
+                await caller.stats_when(lambda stats: stats.aborted_requests_total == 1)
 
-            late: Any = caller.inference.Generate(ended, timeout=1.0)
-            if where == "decode":
-                assert (await late.read()).chunk.token_ids
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                await read_all(late)
-            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-            await until_active(caller, running=1, waiting=0)
-
-            beside.cancel()
+                late = asyncio.create_task(caller.run_out_of_time(ended))
+                await enter(stack, caller, 3)
+                await late
+                stats = await caller.stats_when(lambda stats: stats.aborted_requests_total == stats.requests_total - 1)
+                assert not beside.done()
+                beside.cancel()
             stats = await caller.idle_stats()
             assert stats.free_blocks == stats.num_device_blocks
-            assert stats.aborted_requests_total == 3
+            assert stats.aborted_requests_total == stats.requests_total
 
     args = ["--max-running", "1"] if where == "queue" else ["--max-batch-tokens", "16"]
-    with running_stack([*ORACLE, "--step-time-ms", "20"], [*args, "--no-prefix-cache"]) as stack:
+    with running_stack(ORACLE, [*args, "--no-prefix-cache"], gated=True) as stack:
         asyncio.run(run(stack))
 
 
@@ -113,7 +108,8 @@ def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
             results = await caller.generate_many(others)
             assert [len(result.tokens) for result in results] == [50] * 8
             # Nobody has read a message yet, and nothing runs any more.
-            stats = await caller.idle_stats(60)
+            await caller.stats_when(lambda stats: stats.requests_total == len(calls) + len(others))
+            stats = await caller.idle_stats()
             assert stats.free_blocks == stats.num_device_blocks
             assert stats.generated_tokens_total == 8 * 600 + 8 * 50
             deadline = time.monotonic() + SILENCE_S
@@ -144,8 +140,8 @@ def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilit
         async with Caller(stack.target) as caller:
             requests = [request_for([index + 1], length, ignore_eos=True, logprobs=logprobs) for index in range(calls)]
             silent = [caller.inference.Generate(request) for request in requests]
-            await until_active(caller, running=calls, waiting=0)
-            await caller.idle_stats(200)
+            await caller.stats_when(lambda stats: stats.requests_total == calls)
+            await caller.idle_stats(240)
             for call in silent:
                 assert len(await read_all(call)) == length
 
@@ -190,18 +186,16 @@ def test_answers_that_nobody_reads_are_bounded() -> None:
         ):
             requests = [request_for([9, index], 600, ignore_eos=True, logprobs=20) for index in range(6)]
             calls = [silent.inference.Generate(request) for request in requests]
-            await until_active(caller, running=6, waiting=0)
-            await caller.idle_stats(60)
+            await caller.stats_when(lambda stats: stats.unread_sequences == 6)
             for end_one in (lambda: read_all(calls[0]), lambda: asyncio.to_thread(calls[1].cancel)):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
                     await caller.generate(request_for([9], 4))
                 assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert "6 sequences have ended whose readers have not taken them, at most 6" in str(caught.value)
                 await end_one()
-                refilled = silent.inference.Generate(requests[0])
-                calls.append(refilled)
-                await until_active(caller, running=1, waiting=0)
-                await caller.idle_stats(60)
+                await caller.stats_when(lambda stats: stats.unread_sequences == 5)
+                calls.append(silent.inference.Generate(requests[0]))
+                await caller.stats_when(lambda stats: stats.unread_sequences == 6)
             assert (await caller.stats()).rejected_requests_total == 2
 
     with running_executor(ORACLE) as executor:
@@ -215,7 +209,12 @@ def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:
     async def flood(stack: Stack) -> int:
         async with Caller(stack.target) as caller:
             prompts = [[1 + index, *(token % 500 for token in range(length - 3))] for index in range(400)]
-            calls = [caller.generate(request_for(prompt, 2, ignore_eos=True)) for prompt in prompts]
+            before = await caller.stats()
+            answered = before.requests_total + before.rejected_requests_total + len(prompts)
+            with stack.gate.shut():
+                requests = [request_for(prompt, 2, ignore_eos=True) for prompt in prompts]
+                calls = [asyncio.create_task(caller.generate(request)) for request in requests]
+                await caller.stats_when(lambda stats: stats.requests_total + stats.rejected_requests_total == answered)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             await caller.idle_stats()
         refused = [outcome for outcome in outcomes if isinstance(outcome, grpc.aio.AioRpcError)]
@@ -224,12 +223,12 @@ def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:
 
     args = ["--max-queue", str(queue), "--max-running", str(running), "--max-batch-tokens", "8192"]
     # A context of its own: that of the demo model is short.
-    oracle = ["--backend", "oracle", "--model", "", "--max-model-len", str(length), "--step-time-ms", "30"]
-    with running_stack(oracle, [*args, "--num-device-blocks", "4096"]) as stack:
+    oracle = ["--backend", "oracle", "--model", "", "--max-model-len", str(length)]
+    with running_stack(oracle, [*args, "--num-device-blocks", "4096"], gated=True) as stack:
         before = resident_mib(stack, "VmRSS")
         refused = [asyncio.run(flood(stack)) for _ in range(3)]
         peak = resident_mib(stack, "VmHWM")
-    assert min(refused) > 0
+    assert min(refused) >= 400 - queue - running
     bound = before + (queue + running) * length * BYTES_PER_TOKEN / 2**20 + SLACK_MIB
     print(f"{before:.0f} MiB before, {peak:.0f} at most, bound {bound:.0f}; refused {refused} of 400")
     assert peak < bound

@@ -19,7 +19,7 @@ from pagekv.client import PageKVClient
 pytestmark = pytest.mark.e2e
 
 BLOCKS = 200
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. "
 # ListBlocks' names of the page's block states.
 LISTED = {0: "free", 1: "cached", 2: "active", 3: "active", 4: "pinned"}
@@ -70,6 +70,7 @@ def page(site: Site) -> Iterator[None]:
     site.browser.open(site.url)
     wait(lambda: site.browser.run("return document.body.dataset.link") == "live")
     wait(lambda: site.browser.run("return pagekv.device.count") == BLOCKS)
+    site.browser.settle()
     yield
     assert site.browser.complaints() == []
 
@@ -113,8 +114,7 @@ def test_a_pool_that_is_too_small_is_shown_as_it_churns(site: Site) -> None:
     # Evicted blocks went to the host, whose map appears when there is something to show.
     wait(lambda: not site.browser.run("return document.getElementById('host').hidden"))
     assert site.client.stats().evicted_blocks_total > 0
-    assert "evicted" in site.browser.text("#event-list")
-    assert "finished" in site.browser.text("#event-list")
+    wait(lambda: "evicted" in site.browser.text("#event-list") and "finished" in site.browser.text("#event-list"))
     site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
 
 

@@ -31,10 +31,7 @@ def test_a_request_that_no_step_survives_ends_and_others_finish(tmp_path: Path) 
         async with Caller(target) as caller:
             before = [result.tokens for result in await caller.generate_many(others)]
             poisoned = asyncio.create_task(caller.generate(poison))
-            for _ in range(6000):
-                if (await caller.stats()).requests_total > len(others):
-                    break
-                await asyncio.sleep(0.01)
+            await caller.stats_when(lambda stats: stats.requests_total > len(others))
             after = [result.tokens for result in await caller.generate_many(others)]
             with pytest.raises(grpc.aio.AioRpcError, match="its step failed 3 times") as refused:
                 await poisoned

@@ -97,7 +97,7 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
                 num_device_blocks=120,
                 max_queue=1000,
                 max_unread=1000000,
-                step_timeout_s=30,
+                step_timeout_s=600,
                 limits=limits,
             )
         )

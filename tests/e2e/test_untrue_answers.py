@@ -14,7 +14,7 @@ from pathlib import Path
 import grpc
 import pytest
 from support.clients.calls import Caller, request_for
-from support.clients.stack import ROOT, Process, environment, port_of, running_manager
+from support.clients.stack import ROOT, START_TIMEOUT_S, Process, environment, port_of, running_manager
 from support.executor.expected_tokens import expected_tokens
 from support.executor.lying_executor import FAILING, LIES, VOCAB
 
@@ -34,7 +34,7 @@ def lying_executor(directory: Path, what: str) -> Iterator[Process]:
     with process.log.open("ab") as log:
         process.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=directory)
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + START_TIMEOUT_S
         while not port_file.exists():
             assert process.popen.poll() is None, process.tail()
             assert time.monotonic() < deadline

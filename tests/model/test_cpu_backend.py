@@ -70,19 +70,6 @@ def test_random_schedules(case: Case) -> None:
     assert [driver.output(state) for state in states] == case.answers
 
 
-def test_contiguous_memory_behind_the_same_interface(case: Case) -> None:
-    """Blocks as long as the context, one for each whole sequence, which is what a reservation is: the same answers, in
-    one batch, in chunks, recomputed, and swapped out and in.
-    """
-    driver = Driver(case.backend, block_size=128, num_blocks=16, host_blocks=2)
-    states = [driver.sequence(prompt) for prompt in case.prompts]
-    driver.generate(states, NEW // 2, chunk=11)
-    driver.preempt(states[3])
-    driver.swap_out_and_in(states[5])
-    assert driver.generate(states, NEW) == case.answers
-    assert [len(state.block_table) for state in states] == [1] * len(states)
-
-
 def test_keys_and_values_of_a_token_are_those_of_everything_before_it(case: Case) -> None:
     """The same tokens at the same positions: after the same beginning the same bytes in every layer, after another one
     other bytes in all layers but the first, which has seen nothing but the token yet.

@@ -244,3 +244,26 @@ def _failures(listed: list[Command]) -> list[str]:
         except (AssertionError, KeyError) as error:
             failures.append(f"{command}: {str(error).splitlines()[0]}")
     return failures
+
+
+def test_the_words_of_other_systems_lead_to_ours() -> None:
+    """Names that readers of the literature look for are in the glossary, and names beside them are in the code."""
+    table = (ROOT / "docs/paged-kv.md").read_text().partition("## The words of other systems")[2]
+    rows = [line.split("|") for line in table.splitlines() if line.startswith("| ")]
+    theirs = {name for row in rows for name in re.findall(r"`([^`]+)`", row[1])}
+    assert theirs >= {
+        *("PagedKVCacheManager", "KVCacheT", "PagedKVCache", "ContiguousKVCache", "ContinuousBatchingKVCache"),
+        *("lookup_table", "_get_idx", "cache_length", "next_token", "BlockPool", "KVCacheBlock", "KVCacheBlocks"),
+        *("get_block_ids", "KVCacheManager", "KVCacheConfig", "KVCacheEvent", "num_gpu_blocks", "num_cpu_blocks"),
+        *("_initialize_kv_caches", "paged_attention_kernel", "get_computed_blocks", "allocate_slots", "ref_cnt"),
+        *("allocate", "append_slot", "free"),
+    }
+    code = "\n".join(
+        path.read_text()
+        for root in SOURCE_ROOTS
+        for kind in ("py", "proto")
+        for path in (ROOT / root).rglob(f"*.{kind}")
+    )
+    ours = {word for row in rows for name in re.findall(r"`([\w.]+)`", row[3]) for word in name.split(".")}
+    assert len(ours) > 15
+    assert [name for name in sorted(ours) if not re.search(rf"\b{name}\b", code)] == []

@@ -11,6 +11,8 @@ with PageKVClient("127.0.0.1:50051") as client:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pagekv.common.version import pagekv_version
+
 _MODULES = ("aio", "client", "errors", "generation_types", "settings", "table_replica", "types")
 
 # ruff: noqa: F403  # each module says in __all__ what it gives
@@ -22,12 +24,16 @@ if TYPE_CHECKING:
     from pagekv.client.settings import *
     from pagekv.client.table_replica import *
     from pagekv.client.types import *
+
+    __version__: str
 else:
 
     def __getattr__(name: str) -> Any:
         """Names are loaded when they are first asked for. Loading them imports gRPC, which reads GRPC_VERBOSITY only
         then; `pagekv.client.cli.main`, whose import begins with this module, sets the variable before.
         """
+        if name == "__version__":
+            return pagekv_version()
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
         loaded = [import_module(f"{__name__}.{module}") for module in _MODULES]
@@ -39,4 +45,4 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES, "__all__", *__getattr__("__all__")})
+        return sorted({*globals(), *_MODULES, "__all__", "__version__", *__getattr__("__all__")})

@@ -10,10 +10,12 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from pagekv.client.calls import Begun, ClientCalls, StreamState
+from pagekv.client.calls import ClientCalls, StreamState
 from pagekv.client.errors import FailedPrecondition
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.option_help import with_options_of
 from pagekv.client.running_stream import RunningStream
+from pagekv.client.settings import WatchOptions
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
 __all__ = ["AsyncPageKVClient", "AsyncStream", "AsyncWatch"]
@@ -78,31 +80,16 @@ class AsyncPageKVClient(ClientCalls):
         """The blocks of the pool, as `PageKVClient.iter_blocks` tells them."""
         return self._blocks(state)
 
-    def watch_events(
-        self,
-        *,
-        token_ids: bool = True,
-        snapshot_only: bool = False,
-        start_revision: int = 0,
-        instance_id: str = "",
-        progress_interval: float | None = None,
-    ) -> AsyncWatch:
+    @with_options_of(WatchOptions)
+    def watch_events(self, **options: Unpack[WatchOptions]) -> AsyncWatch:
         """The prefix tables as they change, as `PageKVClient.watch_events` tells it."""
-        return AsyncWatch(
-            self._begin_watch(
-                token_ids=token_ids,
-                snapshot_only=snapshot_only,
-                start_revision=start_revision,
-                instance_id=instance_id,
-                progress_interval=progress_interval,
-            )
-        )
+        return AsyncWatch(self._begin_watch(options))
 
 
 class _Closable(AsyncIterator[T]):
     """Items as they arrive, until there are no more or another task closes it."""
 
-    def __init__(self, running: RunningStream[T]) -> None:
+    def __init__(self, running: RunningStream[T, Any]) -> None:
         self._running = running
         # Any: the stubs have no `ag_running`.
         self._items: Any = running.items()
@@ -138,7 +125,3 @@ class AsyncStream(StreamState, _Closable[Chunk]):
 
     States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
     """
-
-    def __init__(self, begun: Begun) -> None:
-        super().__init__(begun.running)
-        self._generation = begun.generation

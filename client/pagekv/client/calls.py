@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, Unpack, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 from pagekv.client.connection import Connection, for_both
 from pagekv.client.errors import InvalidRequest, NotFound
@@ -15,7 +15,7 @@ from pagekv.client.option_help import with_options_of
 from pagekv.client.resumable_generation import MOST_SEQUENCES, ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_stream import RunningStream
-from pagekv.client.settings import check_whole
+from pagekv.client.settings import WatchOptions, check_whole
 from pagekv.client.types import (
     BlockInfo,
     BlockList,
@@ -62,10 +62,10 @@ class ClientCalls(Connection):
         return await self._generate_whole(prompt, n, options)
 
     async def _generate_whole(self, prompt: Prompt, n: int, options: GenerateOptions) -> tuple[Completion, ...]:
-        generation, running = self._begin(prompt, n, options, only_complete=True)
+        running = self._begin(prompt, n, options, only_complete=True)
         async for _ in running.items():
             pass
-        return tuple(generation.completions[index] for index in range(n))
+        return tuple(running.resumable.completions[index] for index in range(n))
 
     @for_both
     async def abort(self, *request_ids: str) -> tuple[str, ...]:
@@ -179,14 +179,8 @@ class ClientCalls(Connection):
         request = filled(operator_pb.ListRequestsRequest(), page_size=size, page_token=page_token)
         return await self._ask_for(RequestList, self._operator.ListRequests, request)
 
-    async def _requests(self) -> AsyncGenerator[RequestInfo]:
-        page = await self._request_page(LARGEST_PAGE, "")
-        while True:
-            for request in page.requests:
-                yield request
-            if not page.next_page_token:
-                return
-            page = await self._request_page(LARGEST_PAGE, page.next_page_token)
+    def _requests(self) -> AsyncGenerator[RequestInfo]:
+        return _entries("requests", partial(self._request_page, LARGEST_PAGE))
 
     @for_both
     async def block_table(self, request_id: str) -> tuple[SequenceBlocks, ...]:
@@ -208,14 +202,8 @@ class ClientCalls(Connection):
         request = list_blocks_request(state, checked_page_size(page_size), page_token)
         return await self._ask_for(BlockList, self._operator.ListBlocks, request)
 
-    async def _blocks(self, state: BlockState | None) -> AsyncGenerator[BlockInfo]:
-        page = await self._block_page(state, LARGEST_PAGE, "")
-        while True:
-            for block in page.blocks:
-                yield block
-            if not page.next_page_token:
-                return
-            page = await self._block_page(state, LARGEST_PAGE, page.next_page_token)
+    def _blocks(self, state: BlockState | None) -> AsyncGenerator[BlockInfo]:
+        return _entries("blocks", partial(self._block_page, state, LARGEST_PAGE))
 
     @for_both
     async def reset_prefix_cache(self, *, force: bool = False) -> CacheReset:
@@ -246,16 +234,26 @@ class ClientCalls(Connection):
         status: Any = known.Name(answer.status).lower() if answer.status in known.values() else "unknown"
         return cast("HealthStatus", status)
 
-    def _begin_watch(self, **wishes: Any) -> RunningStream[EventBatch]:
+    def _begin_watch(self, options: WatchOptions) -> RunningStream[EventBatch, ResumableWatch]:
         """A watch, of which nothing is sent yet."""
-        watch = ResumableWatch(**wishes, resume_timeout=self._settings.resume_timeout)
+        watch = ResumableWatch(**options, resume_timeout=self._settings.resume_timeout)
         return RunningStream(self, watch, partial(self._begin_call, self._operator.WatchEvents))
 
-    def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Begun:
+    def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Generating:
         """A generation, of which nothing is sent yet."""
         generation = ResumableGeneration(prompt, n, options, self._settings, only_complete=only_complete)
+        return RunningStream(self, generation, partial(self._begin_call, self._inference.Generate))
 
-        return Begun(generation, RunningStream(self, generation, partial(self._begin_call, self._inference.Generate)))
+
+async def _entries(field: str, ask: Callable[[str], Awaitable[Any]]) -> AsyncGenerator[Any]:
+    """The entries of every page that `ask` gives for the token of the page before."""
+    page = await ask("")
+    while True:
+        for entry in getattr(page, field):
+            yield entry
+        if not page.next_page_token:
+            return
+        page = await ask(page.next_page_token)
 
 
 def checked_page_size(size: int) -> int:
@@ -266,36 +264,31 @@ def checked_page_size(size: int) -> int:
     return size
 
 
-class Begun(NamedTuple):
-    """A generation: its state, and the running of it."""
-
-    generation: ResumableGeneration
-    running: RunningStream[Chunk]
+Generating: TypeAlias = RunningStream[Chunk, ResumableGeneration]
 
 
 class StreamState:
     """The part that both streams share: results of the generation that they carry."""
 
-    _generation: ResumableGeneration
-    _running: RunningStream[Chunk]
+    _running: Generating
 
     @property
     def request_id(self) -> str:
         """The request's id, for `abort` and `block_table`."""
-        return self._generation.request_id
+        return self._running.resumable.request_id
 
     @property
     def completions(self) -> dict[int, Completion]:
         """The sequences that have ended so far, by index."""
-        return dict(self._generation.completions)
+        return dict(self._running.resumable.completions)
 
     @property
     def completion(self) -> Completion:
         """The finished sequence of an ended stream of one. Raises RuntimeError while the stream has not ended, and for
         good when it was closed before.
         """
-        if 0 not in self._generation.completions:
+        if 0 not in self.completions:
             if self._running.was_ended:
                 raise RuntimeError("the stream was closed before it ended: there is no completion")
             raise RuntimeError("the stream has not ended: its completion is not there yet")
-        return self._generation.completions[0]
+        return self.completions[0]

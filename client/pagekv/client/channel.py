@@ -5,10 +5,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
-from types import ModuleType
 from typing import Any
-
-import grpc
 
 from pagekv.common.errors import InvalidRequest
 
@@ -40,13 +37,6 @@ _SERVICE_CONFIG = {
         }
     ]
 }
-
-
-def open_channel(library: ModuleType, target: str, credentials: grpc.ChannelCredentials | None) -> Any:
-    """A channel of `grpc` or `grpc.aio`, encrypted where there are credentials. Nothing is connected yet."""
-    if credentials is None:
-        return library.insecure_channel(target, options=channel_options(target))
-    return library.secure_channel(target, credentials, options=channel_options(target))
 
 
 def target_or_default(target: str | None) -> str:

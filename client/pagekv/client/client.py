@@ -10,9 +10,11 @@ from typing import Any, ClassVar, Self, TypeVar, Unpack
 
 import grpc
 
-from pagekv.client.calls import Begun, ClientCalls, StreamState
+from pagekv.client.calls import ClientCalls, StreamState
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
+from pagekv.client.option_help import with_options_of
 from pagekv.client.running_stream import RunningStream
+from pagekv.client.settings import WatchOptions
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo
 
 __all__ = ["PageKVClient", "Stream", "Watch"]
@@ -98,39 +100,21 @@ class PageKVClient(ClientCalls):
         """The blocks of the pool by id, page by page, only those in `state` if given."""
         return _one_by_one(self._blocks(state))
 
-    def watch_events(
-        self,
-        *,
-        token_ids: bool = True,
-        snapshot_only: bool = False,
-        start_revision: int = 0,
-        instance_id: str = "",
-        progress_interval: float | None = None,
-    ) -> Watch:
+    @with_options_of(WatchOptions)
+    def watch_events(self, **options: Unpack[WatchOptions]) -> Watch:
         """The prefix tables as they change: a snapshot, then a batch at every step boundary with changes.
 
         `TableReplica` applies them. Goes on until it is closed, from any thread, unless `snapshot_only`; where the
-        connection broke, it goes on behind the last whole batch. `start_revision` and `instance_id`, those of a
-        `TableReplica` or of the last whole batch, begin behind a revision, without a snapshot. `progress_interval`:
-        seconds of silence, 1 to 3600, after which an empty batch says that nothing changed. Raises RevisionGone when
-        the server holds the changes no longer, or is another one, and FellBehind when batches are taken too slowly:
-        watch again from a snapshot.
+        connection broke, it goes on behind the last whole batch. Raises RevisionGone when the server holds the changes
+        no longer, or is another one, and FellBehind when batches are taken too slowly: watch again from a snapshot.
         """
-        return Watch(
-            self._begin_watch(
-                token_ids=token_ids,
-                snapshot_only=snapshot_only,
-                start_revision=start_revision,
-                instance_id=instance_id,
-                progress_interval=progress_interval,
-            )
-        )
+        return Watch(self._begin_watch(options))
 
 
 class _Closable(Iterator[T]):
     """Items as they arrive, until there are no more or another thread closes it."""
 
-    def __init__(self, running: RunningStream[T]) -> None:
+    def __init__(self, running: RunningStream[T, Any]) -> None:
         self._running = running
         self._items = _one_by_one(running.items())
 
@@ -171,7 +155,3 @@ class Stream(StreamState, _Closable[Chunk]):
 
     States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
     """
-
-    def __init__(self, begun: Begun) -> None:
-        super().__init__(begun.running)
-        self._generation = begun.generation

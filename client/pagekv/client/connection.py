@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 
 import grpc
 
-from pagekv.client.channel import open_channel, target_or_default
+from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
 from pagekv.client.option_help import with_options_of
-from pagekv.client.settings import (
-    DEFAULT_MAX_RETRIES,
-    DEFAULT_RESUME_TIMEOUT_S,
-    DEFAULT_TIMEOUT_S,
-    CallOptions,
-    CallSettings,
-    Metadata,
-    as_metadata,
-)
+from pagekv.client.settings import CallOptions, CallSettings
 from pagekv.client.wire import flat
 from pagekv.common.errors import FailedPrecondition, InvalidRequest
 from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
@@ -67,38 +59,25 @@ class Connection:
     # Of the library's kind of waiting.
     new_event: ClassVar[type[Any]]
 
+    @with_options_of(CallOptions)
     def __init__(
         self,
         target: str | None = None,
         *,
-        timeout: float | None = DEFAULT_TIMEOUT_S,
-        resume_timeout: float = DEFAULT_RESUME_TIMEOUT_S,
-        max_retries: int = DEFAULT_MAX_RETRIES,
         credentials: grpc.ChannelCredentials | None = None,
-        metadata: Metadata = (),
         channel: Any = None,
+        **options: Unpack[CallOptions],
     ) -> None:
         """Nothing is connected before the first call. Raises InvalidRequest for an argument out of bounds, by name.
 
         `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
-        `timeout`: seconds for each call, above 0, None for no limit. Generating calls have a `timeout` of their own,
-        `watch_events` has no limit.
-        `resume_timeout`: seconds that a generation or a watch whose connection broke goes on trying to reach the server
-        again; 0 raises ConnectionLost at once.
-        `max_retries`: how often a generation is asked for again that was refused with Overloaded or Unavailable before
-        its first token, each time after the pause that the server asked for; a pause above a minute raises the error.
         `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is
         encrypted, metadata included.
-        `metadata`: pairs of key and value sent with every call, such as ("authorization", "Bearer ...") or
-        ("traceparent", "00-..."); 8 KiB in all. Keys are lower case and none of gRPC's own,
-        such as content-type or user-agent; a key that ends with -bin has bytes.
         `channel`: an open channel of grpc (of grpc.aio for the asyncio client), perhaps with interceptors, to be used
         instead of one's own and not closed; `target` then only stands in messages.
         """
         self.target = target_or_default(target)
-        self._settings = CallSettings(
-            timeout=timeout, resume_timeout=resume_timeout, max_retries=max_retries, metadata=as_metadata(metadata)
-        )
+        self._settings = CallSettings().changed(type(self).__name__, options)
         if credentials is not None and not isinstance(credentials, grpc.ChannelCredentials):
             problem = f"must be grpc.ChannelCredentials, is {type(credentials).__name__}"
             raise InvalidRequest("credentials", problem)
@@ -110,7 +89,11 @@ class Connection:
                 raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
         self._loop = self._running_loop()
         if channel is None:
-            channel = open_channel(self.library, self.target, credentials)
+            limits = channel_options(self.target)
+            if credentials is None:
+                channel = self.library.insecure_channel(self.target, options=limits)
+            else:
+                channel = self.library.secure_channel(self.target, credentials, options=limits)
         self._channel = channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -124,7 +107,7 @@ class Connection:
         `client.with_options(timeout=2, metadata=[("traceparent", parent)]).stats()` is one call's own.
         """
         other = copy.copy(self)
-        other._settings = self._settings.changed(options)
+        other._settings = self._settings.changed("with_options", options)
         other._owns_channel = False
         return other
 

@@ -181,7 +181,8 @@ def _detail(detail: AnyMessage) -> dict[str, Any]:
     resource, state = error_details_pb2.ResourceInfo(), error_details_pb2.PreconditionFailure()
     if detail.Unpack(info) and info.domain == ERROR_DOMAIN:
         numbers = {name: int(fact) for name, fact in info.metadata.items() if name in _NUMBERS and fact.isdecimal()}
-        return {"reason": info.reason, "flag": info.metadata.get("flag", ""), **numbers}
+        texts = {name: info.metadata.get(name, "") for name in ("flag", "server_version")}
+        return {"reason": info.reason, **texts, **numbers}
     if detail.Unpack(bad) and bad.field_violations:
         violation = bad.field_violations[0]
         return {"field": violation.field, "description": violation.description}

@@ -14,7 +14,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from pagekv.client.errors import (
     AlreadyExists,
@@ -128,17 +128,8 @@ class _Sequence:
         if self.ended:
             return whole, None
         self.ended = True
-        return whole, Chunk(
-            request_id=rest.request_id,
-            index=rest.index,
-            token_ids=rest.token_ids,
-            text=rest.text,
-            prompt_tokens=rest.prompt_tokens,
-            completion_tokens=rest.completion_tokens,
-            cached_tokens=rest.cached_tokens,
-            logprobs=rest.logprobs,
-            finish_reason=rest.finish_reason,
-        )
+        # A completion has every field of a chunk.
+        return whole, Chunk(**{each.name: getattr(rest, each.name) for each in fields(Chunk)})
 
     def _check_count(self, part: Chunk | Completion, came: int) -> None:
         """Raises DataLoss unless the server counts as many tokens as came, and each has the log-probabilities that were

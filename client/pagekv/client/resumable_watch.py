@@ -16,7 +16,7 @@ from pagekv.client.errors import PageKVError, Unavailable
 from pagekv.client.resumable_generation import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from pagekv.client.settings import check_seconds
 from pagekv.client.types import EventBatch
-from pagekv.client.wire import event_batch, filled
+from pagekv.client.wire import filled, flat
 from pagekv.v1 import operator_service_pb2 as pb
 
 # Bounds of a watch's longest silence, as the contract has them.
@@ -32,11 +32,11 @@ class ResumableWatch:
     def __init__(
         self,
         *,
-        token_ids: bool,
-        snapshot_only: bool,
-        start_revision: int,
-        instance_id: str,
-        progress_interval: float | None,
+        token_ids: bool = True,
+        snapshot_only: bool = False,
+        start_revision: int = 0,
+        instance_id: str = "",
+        progress_interval: float | None = None,
         resume_timeout: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +75,7 @@ class ResumableWatch:
         """The batches that the caller gets now: none while a batch of changes is not whole."""
         self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
         self._instance_id = message.instance_id or self._instance_id
-        batch = event_batch(message)
+        batch = flat(EventBatch, message)
         # Numbered through all connections; a gap in one of them stays a gap.
         batch = replace(batch, sequence=self._before + batch.sequence, instance_id=self._instance_id)
         self._parts.append(batch)

@@ -38,16 +38,17 @@ class Resumable(Protocol[ItemOut]):
         """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
 
 
-class RunningStream(Generic[Item]):
+State = TypeVar("State", bound=Resumable[Any])
+
+
+class RunningStream(Generic[Item, State]):
     """States: running → ended, by itself, by an error or by `end`.
 
     `begin` makes the call for a request, with a time limit in seconds.
     """
 
-    def __init__(
-        self, client: Connection, resumable: Resumable[Item], begin: Callable[[Any, float | None], Any]
-    ) -> None:
-        self._client, self._resumable, self._begin = client, resumable, begin
+    def __init__(self, client: Connection, resumable: State, begin: Callable[[Any, float | None], Any]) -> None:
+        self._client, self.resumable, self._begin = client, resumable, begin
         self._call: Any = None
         self._ended = client.new_event()
 
@@ -66,7 +67,7 @@ class RunningStream(Generic[Item]):
 
     async def items(self) -> AsyncGenerator[Item]:
         """The items, over as many calls as it takes. Raises PageKVError."""
-        resumable = self._resumable
+        resumable = self.resumable
         while not resumable.done and not self.was_ended:
             try:
                 call = self._call = self._begin(resumable.request(), resumable.remaining_s())

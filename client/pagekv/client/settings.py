@@ -10,7 +10,7 @@ from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 from pagekv.client.option_help import described
 from pagekv.common.errors import InvalidRequest
 
-__all__ = ["CallOptions"]
+__all__ = ["CallOptions", "WatchOptions"]
 
 DEFAULT_TIMEOUT_S = 30.0
 DEFAULT_RESUME_TIMEOUT_S = 30.0
@@ -33,22 +33,44 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 @described
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments of `with_options`; what is left out stays as it is."""
+    """Keyword arguments of a client, where what is left out takes the default, and of `with_options`, where it stays as
+    it is.
+    """
 
     timeout: float | None
     """Seconds for each call, above 0 and up to 1,000,000; None: no limit. Generating calls have a `timeout` of their
-    own, watch_events has none.
+    own, watch_events has none. Default 30.
     """
     resume_timeout: float
     """Seconds that a generation or a watch goes on trying after its connection broke, 0 to 1,000,000; 0: it raises
-    ConnectionLost at once.
+    ConnectionLost at once. Default 30.
     """
     max_retries: int
-    """Times that a generation refused before its first token is asked for again, 0 to 100."""
-    metadata: Metadata
-    """Entries sent with every call besides the client's own; a key given again takes the place of the client's. 8 KiB
-    in all, and no key of gRPC's or of the connection's own, such as grpc-timeout, content-type or user-agent.
+    """Times that a generation refused with Overloaded or Unavailable before its first token is asked for again, 0 to
+    100, each time after the pause that the server asks for; one above a minute raises the error. Default 2.
     """
+    metadata: Metadata
+    """Pairs of key and value sent with every call, such as ("authorization", "Bearer ..."), 8 KiB in all; those of
+    `with_options` besides the client's own, in whose place a key given again stands. Keys are lower case, and none of
+    gRPC's or of the connection's own, such as grpc-timeout, content-type or user-agent; one that ends with -bin has
+    bytes.
+    """
+
+
+@described
+class WatchOptions(TypedDict, total=False):
+    """Keyword arguments of `watch_events`. An option left out takes the default."""
+
+    token_ids: bool
+    """Whether blocks come with their tokens. Default True."""
+    snapshot_only: bool
+    """The tables now, and no changes. Default False."""
+    start_revision: int
+    """That of a `TableReplica` or of the last whole batch, to begin behind it, without a snapshot. Default: none."""
+    instance_id: str
+    """That of the same, which goes with `start_revision`."""
+    progress_interval: float | None
+    """Seconds of silence, 1 to 3600, after which an empty batch says that nothing changed. Default: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +88,11 @@ class CallSettings:
         check_whole("max_retries", self.max_retries, 0, _MOST_RETRIES)
         _check_metadata(self.metadata)
 
-    def changed(self, options: CallOptions) -> Self:
-        """With these options. Raises TypeError for unknown ones."""
+    def changed(self, where: str, options: CallOptions) -> Self:
+        """With these options of the function `where`. Raises TypeError for unknown ones."""
         known = sorted(CallOptions.__annotations__)
         if unknown := sorted(options.keys() - known):
-            raise TypeError(f"with_options: unknown option {unknown[0]!r}; known are {', '.join(known)}")
+            raise TypeError(f"{where}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
         values: dict[str, Any] = {**options}
         if "metadata" in values:
             added = as_metadata(values["metadata"])

@@ -231,11 +231,6 @@ def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
 _EVENTS = {"stored": types.BlockStored, "removed": types.BlockRemoved, "cleared": types.TableCleared}
 
 
-def event_batch(message: operator_pb.WatchEventsResponse) -> types.EventBatch:
-    """One message of WatchEvents."""
-    return flat(types.EventBatch, message)
-
-
 def _event(message: operator_pb.CacheEvent) -> types.Event:
     kind = message.WhichOneof("event")
     if kind is None:

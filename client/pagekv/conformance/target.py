@@ -22,9 +22,7 @@ NUM_HOST_BLOCKS = 8
 # In the order tried: that of managers, then larger, then smaller ones.
 BLOCK_SIZES = (16, 32, 64, 128, 256, 8, 4, 2, 1)
 FEATURES = {
-    name.removeprefix("EXECUTOR_FEATURE_").lower().replace("_", "-"): number
-    for name, number in pb.ExecutorFeature.items()
-    if number
+    name.removeprefix("EXECUTOR_FEATURE_").lower(): number for name, number in pb.ExecutorFeature.items() if number
 }
 
 

@@ -14,14 +14,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
-from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
+from pagekv.common.phases import phase, phases_told
+from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
 from pagekv.common.server import MAX_STEP_BYTES, GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.machine import available_bytes, shorten_spinning
+from pagekv.executor.model.start_check import check_cpu_start
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
@@ -47,13 +50,16 @@ def load_backend(config: ExecutorConfig) -> Backend:
     # Before the model, which may have to be fetched, and before torch, whose import alone takes seconds.
     gpu = _usable_gpu(config) if config.backend == "cuda" else None
     directory = resolve_model(config.model)
+    check_model_files(directory)
     if gpu is None and config.backend == "auto" and _torch_has_gpu():
         gpu = _usable_gpu(config)
     if gpu is not None:
         return _load_cuda(config, directory, gpu)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
-    from pagekv.executor.cpu.backend import CpuBackend
+    check_cpu_start(directory, config.dtype, config.kv_memory)
+    with phase("importing torch and transformers"):
+        from pagekv.executor.cpu.backend import CpuBackend
 
     return CpuBackend(
         directory,
@@ -68,8 +74,11 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
     from pagekv.executor.oracle.backend import DEFAULT_KV_BYTES, OracleBackend
     from pagekv.executor.oracle.model import read_oracle_model
 
+    directory = resolve_model(config.model, weights=False) if config.model else None
+    if directory is not None:
+        check_model_files(directory, weights=False)
     model = read_oracle_model(
-        resolve_model(config.model) if config.model else None,
+        directory,
         model_id(config.model),
         vocab_size=config.oracle.vocab_size,
         max_model_len=config.oracle.max_model_len,
@@ -88,7 +97,8 @@ def _torch_has_gpu() -> bool:
     if importlib.util.find_spec("cupy") is None:
         return False
     shorten_spinning()
-    import torch
+    with phase("importing torch"):
+        import torch
 
     with suppress(ImportError):
         return torch.cuda.is_available() and bool(importlib.import_module("cupy"))
@@ -109,9 +119,10 @@ def _usable_gpu(config: ExecutorConfig) -> Gpu:
 def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
     from pagekv.executor.cuda.preflight import check_model
 
-    check_model(directory, config.dtype, config.kv_dtype, gpu)
-    from pagekv.executor.cuda.backend import CudaBackend
-    from pagekv.executor.cuda.device import CudaDevice
+    check_model(directory, config.dtype, config.kv_dtype, gpu, config.kv_memory)
+    with phase("importing torch, CuPy and transformers"):
+        from pagekv.executor.cuda.backend import CudaBackend
+        from pagekv.executor.cuda.device import CudaDevice
 
     try:
         device = CudaDevice()
@@ -217,12 +228,13 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
     stop = stop_event()
     executor = Executor(config, load)
     try:
-        status = await executor.run(stop)
+        with phases_told(config.port_file):
+            status = await executor.run(stop)
         if not executor.session.lost_reason or stop.is_set():
             return status
         reason = executor.session.lost_reason
     except Exception as error:
-        known = _say_why(error)
+        known = _say_why(error, config.port_file)
         if not faults_before():
             if not known:
                 raise
@@ -231,16 +243,22 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
     return await start_anew(stop, executor.address, reason, time.perf_counter() - executor.serving_since)
 
 
-def _say_why(error: Exception) -> bool:
-    """Logs one line for an error that keeps an executor from starting; False, and no line, for an unexpected one."""
+def _say_why(error: Exception, port_file: str) -> bool:
+    """Logs one line for an error that keeps an executor from starting, and tells it in the port file; False, and
+    neither, for an unexpected one.
+    """
     if isinstance(error, ModelNotFound):
-        log.error("cannot start: --model leads nowhere", reason=error)
+        what = "--model cannot be used"
+    elif isinstance(error, ImportError) and (missing := missing_modules("executor")):
+        what, error = "", ImportError(missing_words("executor", missing))
     elif isinstance(error, ImportError):
-        log.error("cannot start: a package is missing; pip install 'pagekv[executor]'", reason=error)
+        what = "a package is missing; pip install 'pagekv[executor]'"
     elif isinstance(error, (OSError, ValueError, MemoryError)):
-        log.error("cannot start", reason=error)
+        what = ""
     else:
         return False
+    log.error(f"cannot start: {what}" if what else "cannot start", reason=error)
+    add_to_port_file(port_file, cannot_start=f"{what}: {error}" if what else str(error))
     return True
 
 

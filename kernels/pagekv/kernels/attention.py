@@ -28,6 +28,10 @@ MAX_POOL_ROWS = 2**32
 """Row indices of the decode kernel have 32 bits; at 256 bytes a row that is a terabyte."""
 
 
+NO_ROPE = dict.fromkeys(("query", "rope", "query_stride", "rotary_dim", "rope_interleaved"), 0)
+"""Fields of the cache write with which it rotates nothing."""
+
+
 class Tensor(Protocol):
     """The part of torch's tensor that is used here. Strides count elements."""
 
@@ -93,9 +97,20 @@ class PagedAttention:
         self.soft_cap = soft_cap
         self._windows = tuple(windows) or (0,) * self.num_layers
         self._launcher = launcher
+        # Keeps the memory behind the address below.
         self._pool = pool
-        self._kv_stride = self.block_size * self.num_kv_heads * head_size
-        self._block_stride = self.num_layers * 2 * self._kv_stride
+        kv_stride = self.block_size * self.num_kv_heads * head_size
+        # Fields that the kernels of cache write, decode and prefill all have.
+        self._fields: dict[str, float] = {
+            "pool": pool.data_ptr(),
+            "block_stride": self.num_layers * 2 * kv_stride,
+            "kv_stride": kv_stride,
+            "num_heads": num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "block_size_log2": self.block_size.bit_length() - 1,
+            "k_scale": 1.0,
+            "v_scale": 1.0,
+        }
 
     @property
     def plan_window(self) -> int:
@@ -139,25 +154,14 @@ class PagedAttention:
                 CACHE_WRITE,
                 key=key.data_ptr(),
                 value=value.data_ptr(),
-                query=0,
-                pool=self._pool.data_ptr(),
                 slots=plan.at["slots"],
-                rope=0,
                 positions=plan.at["positions"],
-                block_stride=self._block_stride,
-                kv_stride=self._kv_stride,
                 key_stride=key.stride()[0],
                 value_stride=value.stride()[0],
-                query_stride=0,
                 num_tokens=plan.num_rows,
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                block_size_log2=self.block_size.bit_length() - 1,
                 layer=layer,
-                rotary_dim=0,
-                rope_interleaved=0,
-                k_scale=1.0,
-                v_scale=1.0,
+                **NO_ROPE,
+                **self._fields,
             ),
         )
 
@@ -171,23 +175,16 @@ class PagedAttention:
         values: dict[str, float] = {
             "query": query.data_ptr(),
             "out": out.data_ptr(),
-            "pool": self._pool.data_ptr(),
             "block_tables": plan.at["block_tables"],
             "context_lens": plan.at["context_lens"],
-            "block_stride": self._block_stride,
-            "kv_stride": self._kv_stride,
             "query_stride": query.stride()[0],
             "out_stride": out.stride()[0],
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "block_size_log2": self.block_size.bit_length() - 1,
             "table_stride": plan.table_stride,
             "layer": layer,
             "window": self._windows[layer],
             "scale": self.scale,
             "soft_cap": self.soft_cap,
-            "k_scale": 1.0,
-            "v_scale": 1.0,
+            **self._fields,
         }
         if plan.num_decode_items:
             self._decode(values, plan)
@@ -250,12 +247,12 @@ class PagedAttention:
             raise ValueError(f"pairs: must be int32 [n, 2], got {dtype_name(pairs)} {tuple(pairs.shape)}")
         if not pairs.shape[0]:
             return
-        block_bytes = self._block_stride * self.variant.kv_element_bytes
+        block_bytes = int(self._fields["block_stride"]) * self.variant.kv_element_bytes
         self._launcher.launch(
             "pagekv_block_copy",
             self.variant,
             launch_config.block_copy(int(pairs.shape[0]), block_bytes),
-            fill(BLOCK_COPY, pool=self._pool.data_ptr(), pairs=pairs.data_ptr(), block_bytes=block_bytes),
+            fill(BLOCK_COPY, pool=self._fields["pool"], pairs=pairs.data_ptr(), block_bytes=block_bytes),
         )
 
     def _check_layer(self, layer: int) -> None:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
-from pagekv.common.port_file import bound_address, write_port_file
+from pagekv.common.phases import phase, phases_told
+from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
@@ -23,6 +24,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import (
     cache_service_pb2,
@@ -66,7 +68,11 @@ class Manager:
         self._given_tokenizer = tokenizer
         self._changed = asyncio.Event()
         self._attached = False
+        # Whether gRPC's health says so.
+        self._serving = False
         self._draining = False
+        # Held, since the event loop forgets tasks that nobody holds.
+        self._warming: asyncio.Task[None] | None = None
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
         self._exporters = Exporters(config.observe, config.engine)
         # Closes what `_start` opened besides gRPC and the exporters.
@@ -133,6 +139,7 @@ class Manager:
                 await broken
             except AttachRefused as error:
                 log.error("cannot serve with these flags", reason=error)
+                add_to_port_file(self._config.port_file, cannot_start=str(error))
             except Exception:
                 log.exception("stopped by an error", task=broken.get_name())
             return 1
@@ -153,6 +160,7 @@ class Manager:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
         log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
+        self._opened.enter_context(phases_told(config.port_file))
         if http_port:
             log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
 
@@ -172,14 +180,20 @@ class Manager:
         self.engine.observers.add(tracing)
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
-    def _page_routes(self) -> list[web.AbstractRouteDef]:
+    def _page_routes(self, requests: RequestMetrics) -> list[web.AbstractRouteDef]:
         """Routes of the live page, which listens to the engine from now on."""
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 
-        hub = PageHub(self.engine)
+        hub = PageHub(self.engine, requests=requests)
         self.engine.observers.add(hub.feed)
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
+
+    def _not_ready(self) -> str:
+        """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
+        if self._draining:
+            return "shutting down"
+        return "" if self._serving else "no executor is attached"
 
     async def _start_http(self) -> int:
         """Returns the port, 0 without one. Raises OSError when the port is taken, ExtraMissing without aiohttp."""
@@ -187,13 +201,14 @@ class Manager:
         if not observe.http_listen:
             return 0
         with needs_extra("--http-listen", "observe"):
+            from pagekv.kvmanager.observe.health_routes import health_routes
             from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
-        routes = [*metrics_routes(collector), *self._page_routes()]
+        routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(observe.http_listen, routes, observe.http_names)
         self._opened.push_async_callback(http.stop)
         try:
@@ -204,7 +219,6 @@ class Manager:
     async def _watch_engine(self) -> None:
         """Keeps health and tokenizer up with the executor that the engine is attached to."""
         loaded: str | None = None
-        serving = False
         while True:
             self._changed.clear()
             model = self.engine.model
@@ -220,11 +234,14 @@ class Manager:
                     spare_the_collector()
                 loaded = model.model_fingerprint
                 self._state.open(loaded, tokenizer)
+                if tokenizer is not None:
+                    self._opened.callback(tokenizer.close)
+                    self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
                 self._changed.set()  # the executor may have changed again meanwhile
-            elif self._attached != serving and not self._draining:
-                serving = self._attached
-                await self._grpc.set_serving(serving)
-                log.info("serving" if serving else "not serving until an executor is attached again")
+            elif self._attached != self._serving and not self._draining:
+                self._serving = self._attached
+                await self._grpc.set_serving(self._serving)
+                log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
     async def _tokenizer_for(self, model: EngineInfo) -> Tokenizer | None:
@@ -234,10 +251,21 @@ class Manager:
             log.info("the executor has no model directory: serving token ids only; --tokenizer names a tokenizer")
             return None
         try:
-            return await asyncio.to_thread(load_tokenizer, model.model_id)
+            with phase("loading the tokenizer"):
+                return await asyncio.to_thread(load_tokenizer, model.model_id)
         except (ModelNotFound, TokenizerError) as error:
             log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
             return None
+
+
+async def _warm(tokenizer: Tokenizer) -> None:
+    """Compiles the chat template, if there is one, so that the first conversation need not wait for it."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        await tokenizer.chat_template.warm()
+    except ChatTemplateError as error:
+        log.warning("conversations will be refused: the chat template cannot be used", reason=error)
 
 
 def load_tokenizer(name: str) -> Tokenizer:

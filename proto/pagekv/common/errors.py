@@ -6,6 +6,9 @@ google.rpc is installed. `pagekv.common.statuses` has each error's gRPC status.
 
 from __future__ import annotations
 
+# Attributes of errors that are facts for programs, where an error has them and they are set.
+FACTS = ("rule", "limit", "flag", "needed_blocks", "available_blocks", "pinned_blocks", "server_version")
+
 
 class PageKVError(Exception):
     """Base of every error with a place in the status table."""
@@ -16,7 +19,7 @@ class PageKVError(Exception):
     @property
     def metadata(self) -> dict[str, str]:
         """Facts for programs, by name: ErrorInfo.metadata of the status."""
-        return {}
+        return {name: str(fact) for name in FACTS if (fact := getattr(self, name, None)) not in (None, "")}
 
 
 class InvalidRequest(PageKVError):
@@ -30,10 +33,6 @@ class InvalidRequest(PageKVError):
         self.field = field
         self.description = description
         self.rule = rule
-
-    @property
-    def metadata(self) -> dict[str, str]:
-        return _present(rule=self.rule)
 
 
 class AlreadyExists(InvalidRequest):
@@ -63,10 +62,6 @@ class Overloaded(PageKVError):
         self.limit = limit
         self.flag = flag
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        return _present(limit=self.limit, flag=self.flag)
-
 
 class LimitExceeded(PageKVError):
     """A limit of the deployment does not allow a call now. Numbers that do not apply are None.
@@ -92,21 +87,20 @@ class LimitExceeded(PageKVError):
         self.limit = limit
         self.flag = flag
 
-    @property
-    def metadata(self) -> dict[str, str]:
-        return _present(**vars(self))
-
 
 class OutOfMemory(PageKVError):
     """The pools asked for do not fit."""
 
 
 class Unavailable(PageKVError):
-    """The process does not serve now (starting, executor lost); come back in `retry_delay_s` seconds."""
+    """The process does not serve now (starting, executor lost); come back in `retry_delay_s` seconds. `server_version`:
+    of the process, "" where it does not say.
+    """
 
-    def __init__(self, message: str, retry_delay_s: float = 1.0) -> None:
+    def __init__(self, message: str, retry_delay_s: float = 1.0, server_version: str = "") -> None:
         super().__init__(message)
         self.retry_delay_s = retry_delay_s
+        self.server_version = server_version
 
 
 class Draining(Unavailable):
@@ -144,8 +138,3 @@ class SequenceFailed(PageKVError):
 
 class NotImplementedYet(PageKVError):
     """The RPC is declared and not served by this version."""
-
-
-def _present(**facts: object) -> dict[str, str]:
-    """The facts that are there, as text."""
-    return {name: str(fact) for name, fact in facts.items() if fact not in (None, "")}

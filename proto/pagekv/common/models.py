@@ -1,19 +1,35 @@
-"""Where a model is: `demo`, a local directory, or a Hugging Face hub id."""
+"""Where a model is: `demo`, a local directory, or a Hugging Face hub id; and whether its files are all there."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
+from typing import Any
+
+from pagekv.common.phases import Phase, phase
 
 DEMO = "demo"
 _HUB_ID = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*/)?[A-Za-z0-9][A-Za-z0-9._-]*")
 # The files that PageKV reads of a model repository; other weight formats would only cost time and disk.
 _PATTERNS = ["*.json", "*.safetensors", "*.safetensors.index.json", "*.model", "*.txt", "*.jinja"]
+CONFIG, WEIGHTS, WEIGHTS_INDEX, TOKENIZER = (
+    "config.json",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
+# The beginning of a file that git fetched without its content.
+_LFS_POINTER = b"version https://git-lfs"
+# Names of the hub client's errors, and of those below it, that mean one thing to a user.
+_NOT_THERE = ("RepositoryNotFoundError", "RevisionNotFoundError")
+_GATED = ("GatedRepoError",)
+_UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ConnectionError")
 
 
 class ModelNotFound(Exception):
-    """A model name leads nowhere; the message says what to do."""
+    """A model name leads nowhere, or to a directory that is not complete; the message says what to do."""
 
 
 def resolve_model(name: str, *, weights: bool = True) -> Path:
@@ -30,12 +46,70 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     return _from_hub(name, weights)
 
 
+def check_model_files(directory: Path, *, weights: bool = True) -> None:
+    """Reads names, and beginnings of files, to find in milliseconds what would end a start after many seconds: no
+    config.json, or one that is no JSON object; with `weights` none, some that the index names and that are not there,
+    or pointers of Git LFS in their place. Raises ModelNotFound, naming the file and what to do.
+    """
+    if not any(directory.iterdir()):
+        raise ModelNotFound(f"{directory} is empty: it should hold a model's config.json, weights and tokenizer")
+    if not (directory / CONFIG).is_file():
+        raise ModelNotFound(
+            f"{directory} has no {CONFIG}, so it is no model directory: name the one that holds it" + _below(directory)
+        )
+    _read_object(directory / CONFIG)
+    for path in _weight_files(directory) if weights else ():
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise ModelNotFound(f"{path} is a pointer of Git LFS, not the weights: run git lfs pull in {directory}")
+
+
+def _below(directory: Path) -> str:
+    """The directories right below that look like models, as the end of a sentence."""
+    found = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))[:3]
+    return f", such as {' or '.join(str(directory / name) for name in found)}" if found else ""
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """The files that transformers loads. Raises ModelNotFound where one is missing."""
+    if (whole := directory / WEIGHTS).is_file():
+        return [whole]
+    index = directory / WEIGHTS_INDEX
+    if not index.is_file():
+        other = sorted(path.name for path in directory.glob("*.bin")) + sorted(p.name for p in directory.glob("*.gguf"))
+        instead = f" ({other[0]} is of another format)" if other else ""
+        raise ModelNotFound(
+            f"{directory} has no weights: neither {WEIGHTS} nor {WEIGHTS_INDEX} is there{instead}; copy the model's "
+            "safetensors files there"
+        )
+    parts = _read_object(index).get("weight_map")
+    files = [directory / name for name in sorted({*map(str, parts.values())})] if isinstance(parts, dict) else []
+    missing = [path.name for path in files if not path.is_file()]
+    if missing or not files:
+        raise ModelNotFound(
+            f"{directory} lacks {len(missing)} of the {len(files)} files that {WEIGHTS_INDEX} names"
+            f"{f', such as {missing[0]}' if missing else ''}: copy them there"
+        )
+    return files
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """Raises ModelNotFound where the file is no JSON object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(f"{path} cannot be read as JSON: {error}; copy it again") from error
+    if not isinstance(found, dict):
+        raise ModelNotFound(f"{path}: must be a JSON object, got {type(found).__name__}; copy it again")
+    return found
+
+
 def _demo_directory() -> Path:
     # The client package carries the demo model; it is located, not imported: processes do not import each other.
     spec = importlib.util.find_spec("pagekv.client")
     for location in (spec.submodule_search_locations or ()) if spec is not None else ():
         directory = Path(location) / "demo_model"
-        if (directory / "config.json").is_file():
+        if (directory / CONFIG).is_file():
             return directory
     raise ModelNotFound("the demo model is not installed: install the whole of pagekv, or name a model directory")
 
@@ -48,12 +122,49 @@ def _from_hub(name: str, weights: bool) -> Path:
             f"{name!r} is not a local directory, and fetching it from the hub needs: pip install huggingface-hub"
         ) from error
     patterns = _PATTERNS if weights else [pattern for pattern in _PATTERNS if not pattern.endswith(".safetensors")]
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:
-        # The hub client raises errors of several libraries (its own, HTTP, operating system); all mean "not here".
-        raise ModelNotFound(
-            f"{name!r} is not a local directory and could not be fetched from the hub "
-            f"({type(error).__name__}: {error}). Check the name, the network and, for gated models, HF_TOKEN; "
-            f"or name a directory that holds the model"
-        ) from error
+    with phase(f"fetching {name} from the hub") as fetching:
+        try:
+            return Path(snapshot_download(name, allow_patterns=patterns, tqdm_class=_bar_of(fetching)))
+        except Exception as error:
+            # The hub client raises errors of several libraries (its own, HTTP, operating system); all mean "not here".
+            raise ModelNotFound(f"there is no directory {name!r} here, and {_hub_words(name, error)}") from error
+
+
+def _bar_of(fetching: Phase) -> type:
+    """A class of the hub client's progress bars that draws none and tells the phase."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]  # of a library without types
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "disable": True})
+            # One bar counts bytes on disk; others count files, or bytes of the network, of which there may be fewer.
+            self.counts = kwargs.get("unit") == "B" and kwargs.get("desc") != "Downloading bytes"
+
+        def update(self, n: float | None = 1) -> None:
+            self.n += n or 0
+            if self.counts:
+                fetching.progress(self.n, self.total or 0)
+
+    return Bar
+
+
+def _hub_words(name: str, error: BaseException) -> str:
+    """Why the hub did not give the model, and what to do, in words that leave the libraries out."""
+    names = {type(each).__name__ for each in _chain(error)}
+    if names.intersection(_GATED):
+        return f"the hub's model {name!r} asks for consent: give it at https://huggingface.co/{name}, and set HF_TOKEN"
+    if names.intersection(_NOT_THERE):
+        return f"the hub has no model {name!r}, or hides it: check the name, and set HF_TOKEN for one that is private"
+    if names.intersection(_UNREACHABLE):
+        return "the hub cannot be reached, nor has it been fetched before: check the network, or name a directory"
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"fetching it from the hub failed ({type(error).__name__}: {first}): try again, or name a directory"
+
+
+def _chain(error: BaseException | None) -> list[BaseException]:
+    """An error, what it was raised from, and so on."""
+    found: list[BaseException] = []
+    while error is not None and error not in found:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import inspect
+import resource
 import signal
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pagekv.common.errors import InvalidRequest, PageKVError
+from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
 from pagekv.common.statuses import abort_with
 from pagekv.common.unknown_fields import check_known
@@ -25,6 +27,14 @@ log = Log(__name__)
 MAX_RECEIVE_BYTES = 16 * 2**20
 # Bytes of one step and of one result (P13 in executor_service.proto): sequences enter whole, many in one step.
 MAX_STEP_BYTES = 256 * 2**20
+# Connections to a port at most, and the file descriptors kept for everything else: the link between the processes, the
+# HTTP port, files. Where descriptors are few, connections get half of them at least.
+MAX_CONNECTIONS = 4096
+KEPT_DESCRIPTORS = 256
+# Milliseconds until a connection is closed that does not speak HTTP/2, and one without a call. Clients connect again by
+# themselves with their next call.
+HANDSHAKE_MS = 10_000
+IDLE_MS = 60_000
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
@@ -39,11 +49,12 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
-    Refuses requests whose bytes are no message, or which have fields that are not known here; a handler of several
-    requests does so by itself.
+    Refuses requests whose bytes are no message, or which have too many fields or such as are not known here; a handler
+    of several requests gets them as bytes and does so by itself.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
-    `context.write` by itself, with messages that are serialised already.
+    `context.write` by itself, with messages that are serialised already. The answer of other handlers is a message or
+    the bytes of one.
     """
 
     async def intercept_service(
@@ -60,10 +71,14 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = found
         parse = handler.request_deserializer
 
-        def read(data: bytes) -> Any:
+        async def read(data: bytes) -> Any:
             if parse is None:
                 return data
             try:
+                if len(data) > SMALL_BYTES:
+                    request = parse(b"")
+                    await read_large(request, data, Bounds())
+                    return request
                 request = parse(data)
             except DecodeError as error:
                 # gRPC itself would end the call with UNKNOWN.
@@ -78,7 +93,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             async def stream(request: Any, context: Any) -> None:
                 try:
                     if not handler.request_streaming:
-                        request = read(request)
+                        request = await read(request)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -91,17 +106,20 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             serializer = None if writes else handler.response_serializer
             if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(stream, parse, serializer)
+                return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
             return grpc.unary_stream_rpc_method_handler(stream, None, serializer)
-        inner_unary = handler.unary_unary
+        inner_unary, serialise = handler.unary_unary, handler.response_serializer
 
         async def unary(request: bytes, context: Any) -> Any:
             try:
-                return await inner_unary(read(request), context)
+                return await inner_unary(await read(request), context)
             except Exception as error:
                 await _abort(context, method, error)
 
-        return grpc.unary_unary_rpc_method_handler(unary, None, handler.response_serializer)
+        def written(response: Any) -> Any:
+            return response if serialise is None or isinstance(response, bytes) else serialise(response)
+
+        return grpc.unary_unary_rpc_method_handler(unary, None, written)
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
@@ -129,6 +147,11 @@ class GrpcServer:
         self._listen = listen
         self._names = [*services]
         options = dict(SERVER_OPTIONS)
+        options |= {
+            "grpc.max_allowed_incoming_connections": connection_limit(),
+            "grpc.server_handshake_timeout_ms": HANDSHAKE_MS,
+            "grpc.max_connection_idle_ms": IDLE_MS,
+        }
         options |= dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), max_message_bytes)
         self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=list(options.items()))
         self._health = health.aio.HealthServicer()
@@ -164,6 +187,20 @@ class GrpcServer:
         await self.server.stop(grace_s)
 
 
+def connection_limit() -> int:
+    """Connections that a port takes at most, by the file descriptors that this process may have."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(MAX_CONNECTIONS, max(descriptors // 2, descriptors - KEPT_DESCRIPTORS))
+
+
+def raise_descriptor_limit() -> None:
+    """Lets this process have as many file descriptors as it could need and may have: shells and containers often give
+    1024, and only a process that asks gets more.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MAX_CONNECTIONS)), hard))
+
+
 def stop_event() -> asyncio.Event:
     """An event that SIGTERM and SIGINT set."""
     event = asyncio.Event()
@@ -182,7 +219,8 @@ def spare_the_collector() -> None:
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
-    """Runs a process's main coroutine on uvloop where it is installed."""
+    """Runs a process's main coroutine, on uvloop where it is installed."""
+    raise_descriptor_limit()
     try:
         import uvloop
 

@@ -14,24 +14,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-from pagekv.common.errors import (
-    AlreadyExists,
-    ComputationFailed,
-    Draining,
-    FailedPrecondition,
-    FellBehind,
-    InvalidRequest,
-    LimitExceeded,
-    NotFound,
-    NotImplementedYet,
-    OutOfMemory,
-    Overloaded,
-    PageKVError,
-    RevisionGone,
-    SequenceFailed,
-    StaleEpoch,
-    Unavailable,
-)
+from pagekv.common import errors
 
 # With a reason, unique among all that errors may pass through.
 ERROR_DOMAIN = "pagekv.v1"
@@ -50,31 +33,31 @@ class StatusRow(NamedTuple):
 
 # The one table. Reasons are the names of `ErrorReason` in types.proto. Subclasses stand before their bases: the first
 # match wins.
-STATUS_TABLE: dict[type[PageKVError], StatusRow] = {
-    AlreadyExists: StatusRow(grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"),
-    InvalidRequest: StatusRow(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
-    NotFound: StatusRow(grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
-    Overloaded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
-    LimitExceeded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
-    OutOfMemory: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY"),
-    Draining: StatusRow(grpc.StatusCode.UNAVAILABLE, "DRAINING"),
-    Unavailable: StatusRow(grpc.StatusCode.UNAVAILABLE, "NOT_SERVING"),
-    FailedPrecondition: StatusRow(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
-    StaleEpoch: StatusRow(grpc.StatusCode.ABORTED, "STALE_EPOCH"),
-    FellBehind: StatusRow(grpc.StatusCode.ABORTED, "FELL_BEHIND"),
-    RevisionGone: StatusRow(grpc.StatusCode.OUT_OF_RANGE, "REVISION_GONE"),
-    ComputationFailed: StatusRow(grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"),
-    SequenceFailed: StatusRow(grpc.StatusCode.INTERNAL, "SEQUENCE_FAILED"),
-    NotImplementedYet: StatusRow(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"),
+STATUS_TABLE: dict[type[errors.PageKVError], StatusRow] = {
+    errors.AlreadyExists: StatusRow(grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"),
+    errors.InvalidRequest: StatusRow(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+    errors.NotFound: StatusRow(grpc.StatusCode.NOT_FOUND, "NOT_FOUND"),
+    errors.Overloaded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    errors.LimitExceeded: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "LIMIT_EXCEEDED"),
+    errors.OutOfMemory: StatusRow(grpc.StatusCode.RESOURCE_EXHAUSTED, "OUT_OF_MEMORY"),
+    errors.Draining: StatusRow(grpc.StatusCode.UNAVAILABLE, "DRAINING"),
+    errors.Unavailable: StatusRow(grpc.StatusCode.UNAVAILABLE, "NOT_SERVING"),
+    errors.FailedPrecondition: StatusRow(grpc.StatusCode.FAILED_PRECONDITION, "FAILED_PRECONDITION"),
+    errors.StaleEpoch: StatusRow(grpc.StatusCode.ABORTED, "STALE_EPOCH"),
+    errors.FellBehind: StatusRow(grpc.StatusCode.ABORTED, "FELL_BEHIND"),
+    errors.RevisionGone: StatusRow(grpc.StatusCode.OUT_OF_RANGE, "REVISION_GONE"),
+    errors.ComputationFailed: StatusRow(grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"),
+    errors.SequenceFailed: StatusRow(grpc.StatusCode.INTERNAL, "SEQUENCE_FAILED"),
+    errors.NotImplementedYet: StatusRow(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"),
 }
 
 
-def status_row(error: PageKVError) -> StatusRow:
+def status_row(error: errors.PageKVError) -> StatusRow:
     """The row of the table for an error."""
     return next(row for cls, row in STATUS_TABLE.items() if isinstance(error, cls))
 
 
-def status_proto(error: PageKVError) -> status_pb2.Status:
+def status_proto(error: errors.PageKVError) -> status_pb2.Status:
     """google.rpc.Status with ErrorInfo, and the details of google.rpc that the kind of error has besides."""
     row = status_row(error)
     # Descriptions are clipped: they may quote what a client sent, and trailing metadata is limited to 8 KiB.
@@ -88,25 +71,25 @@ def status_proto(error: PageKVError) -> status_pb2.Status:
     return status
 
 
-def _more_details(error: PageKVError, message: str) -> Iterator[Message]:
-    if isinstance(error, InvalidRequest):
+def _more_details(error: errors.PageKVError, message: str) -> Iterator[Message]:
+    if isinstance(error, errors.InvalidRequest):
         description = error.description[:MAX_CHARACTERS]
         violation = error_details_pb2.BadRequest.FieldViolation(field=error.field, description=description)
         yield error_details_pb2.BadRequest(field_violations=[violation])
-    if isinstance(error, (NotFound, AlreadyExists)):
+    if isinstance(error, (errors.NotFound, errors.AlreadyExists)):
         yield error_details_pb2.ResourceInfo(resource_type=error.kind, resource_name=error.name[:MAX_CHARACTERS])
-    if isinstance(error, FailedPrecondition):
+    if isinstance(error, errors.FailedPrecondition):
         unmet = error_details_pb2.PreconditionFailure.Violation(
             type=error.kind, subject=error.subject[:MAX_CHARACTERS], description=message
         )
         yield error_details_pb2.PreconditionFailure(violations=[unmet])
-    if isinstance(error, (Overloaded, Unavailable)):
+    if isinstance(error, (errors.Overloaded, errors.Unavailable)):
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(int(error.retry_delay_s * 1e9))
         yield error_details_pb2.RetryInfo(retry_delay=delay)
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: PageKVError) -> None:
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: errors.PageKVError) -> None:
     """Ends a call with the error's status; never returns normally."""
     status = status_proto(error)
     await context.abort(status_row(error).code, status.message, ((STATUS_DETAILS_KEY, status.SerializeToString()),))

@@ -18,9 +18,13 @@ def check_known(message: Message, rule: str = "") -> None:
     """
     found = _unknown(message, _parts(message.DESCRIPTOR))
     if found is not None:
-        path, number, name = found
-        what = f"this version of the contract has no field {number} of {name}"
-        raise InvalidRequest(f"{path}{number}", f"must be absent: {what}", rule)
+        raise unknown_field(*found, rule)
+
+
+def unknown_field(path: str, number: int, name: str, rule: str) -> InvalidRequest:
+    """The refusal of a field of the message called `name`, which stands at `path`."""
+    what = f"this version of the contract has no field {number} of {name}"
+    return InvalidRequest(f"{path}{number}", f"must be absent: {what}", rule)
 
 
 class _Part(NamedTuple):

@@ -108,7 +108,7 @@ class InferenceServiceServicer(object):
 
     def GetModelInfo(self, request, context):
         """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
-        attached.
+        attached; ErrorInfo.metadata `server_version` has the version then, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

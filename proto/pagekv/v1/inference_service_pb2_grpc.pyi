@@ -65,7 +65,7 @@ class InferenceServiceStub:
         pagekv.v1.inference_service_pb2.GetModelInfoResponse,
     ]
     """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
-    attached.
+    attached; ErrorInfo.metadata `server_version` has the version then, too.
     """
 
 class InferenceServiceAsyncStub:
@@ -115,7 +115,7 @@ class InferenceServiceAsyncStub:
         pagekv.v1.inference_service_pb2.GetModelInfoResponse,
     ]
     """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
-    attached.
+    attached; ErrorInfo.metadata `server_version` has the version then, too.
     """
 
 class InferenceServiceServicer(metaclass=abc.ABCMeta):
@@ -175,7 +175,7 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.inference_service_pb2.GetModelInfoResponse, collections.abc.Awaitable[pagekv.v1.inference_service_pb2.GetModelInfoResponse]]:
         """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
-        attached.
+        attached; ErrorInfo.metadata `server_version` has the version then, too.
         """
 
 def add_InferenceServiceServicer_to_server(servicer: InferenceServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -505,7 +505,7 @@ class ListBlocksRequest(google.protobuf.message.Message):
     state: global___BlockState.ValueType
     """Only blocks in this state; UNSPECIFIED: all."""
     page_size: builtins.int
-    """How many at most, up to 10000. 0: 1000."""
+    """How many at most, up to 10000. 0: 1000. Of more than 512 each 512 are a snapshot."""
     page_token: builtins.str
     """Where to go on: next_page_token of the page before. Empty: the first block."""
     def __init__(

@@ -433,7 +433,9 @@ class Prompt(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """As text, encoded with the model's tokenizer and its special tokens. At least one token, at most 8 MiB."""
+    """As text, encoded with the model's tokenizer and its special tokens. At least one token; at most 8 MiB, and 32
+    bytes for each token that a prompt may have.
+    """
     @property
     def token_ids(self) -> global___TokenIds:
         """As token ids."""
@@ -477,14 +479,18 @@ global___TokenIds = TokenIds
 
 @typing.final
 class Chat(google.protobuf.message.Message):
-    """A prompt as a conversation, rendered with the model's own chat template."""
+    """A prompt as a conversation, rendered with the model's own chat template, which may take 2 seconds of a processor and
+    512 MiB.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     MESSAGES_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
-        """The messages, oldest first, 1 to 4096, and at most 8 MiB of text in all."""
+        """The messages, oldest first, 1 to 4096. Their text, and what the chat template makes of it, has at most as many bytes
+        as a text may have.
+        """
 
     def __init__(
         self,

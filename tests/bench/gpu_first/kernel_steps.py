@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from gpu_first import flashinfer_peer, tools
+from gpu_first.ablation import ablation_cases, ablation_row
 from gpu_first.floors import decode_floor, plain
 from gpu_first.kernel_checks import REPLAYS, replay_checks, rope_checks, smallest_checks, swap_checks
 from gpu_first.kernel_rows import (
@@ -31,6 +32,7 @@ from gpu_first.kernel_rows import (
 from gpu_first.machine import FirstMachine
 from gpu_first.records import Records, of_step
 from gpu_first.step import Absent, Context, OutOfTime
+from gpu_first.swap_rows import SWAP_BYTES, SwapCase, pinned_copy, swap_cases, swap_row
 from pagekv.kernels.bench import speed
 from pagekv.kernels.bench.correctness import BF16, SHORT_LENGTHS, Check, checks, setups
 from pagekv.kernels.bench.machine import Arena
@@ -40,16 +42,13 @@ from pagekv.kernels.bench.workload import (
     GQA4,
     MIB,
     MQA,
-    SWAP_BYTES,
     AttentionCase,
     BlockCopyCase,
     Heads,
-    SwapCase,
     WriteCase,
     block_copy_cases,
     decode_cases,
     prefill_cases,
-    swap_cases,
     write_cases,
 )
 from pagekv.kernels.variants import Variant
@@ -264,6 +263,14 @@ def step_decode_layouts(context: Context) -> None:
     _decode(context, small if context.small else layout_cases())
 
 
+def step_decode_ablation(context: Context) -> None:
+    """The decode kernel without one part of its design at a time."""
+    machine = machine_of(context)
+    bench = bench_of(machine, context)
+    cases = [AttentionCase(TINY, 1, 1030)] if context.small else ablation_cases()
+    measure(context, bench, "ablation", cases, lambda case: ablation_row(machine, bench.arena, case))
+
+
 def step_decode_rest(context: Context) -> None:
     """Shapes that no floor counts."""
     cases = [case for case in decode_cases() if plain(case) and not decode_floor(case)]
@@ -296,11 +303,11 @@ def step_swap_speed(context: Context) -> None:
     """Swaps."""
     machine = machine_of(context)
     bench = bench_of(machine, context)
-    memcpy = speed.pinned_copy(machine, bench.arena, MIB if context.small else 4 * SWAP_BYTES)
+    memcpy = pinned_copy(machine, bench.arena, MIB if context.small else 4 * SWAP_BYTES)
     cases = list(swap_cases(256 * 1024))[:2] if context.small else swap_cases()
 
     def row(case: SwapCase) -> dict[str, Any]:
-        found = speed.swap_row(machine, bench.arena, case, memcpy)
+        found = swap_row(machine, bench.arena, case, memcpy)
         if case.block_size >= 16:
             found["counts_for"] = {"swap": min(found["out_against_memcpy"], found["in_against_memcpy"])}
         return found

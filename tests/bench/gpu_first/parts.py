@@ -42,6 +42,7 @@ STEPS = (
     Step("swap_speed", 2, 45, "swaps against one pinned copy"),
     Step("profile_kernels", 2, 110, "six launches under the profiler", tool="ncu", optional=True),
     Step("decode_layouts", 2, 90, "decode in the executor's layout, fp8, ragged, other block sizes"),
+    Step("decode_ablation", 2, 60, "decode without one part of the kernel's design at a time"),
     Step("decode_rest", 2, 120, "decode of every other shape"),
     Step("flashinfer_prefill", 2, 150, "FlashInfer at the same prefills", optional=True),
     Step("model", 3, 70, "random weights of Llama 3 8B's shape, written where the others read them"),

@@ -19,7 +19,7 @@ FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
     "--disable-background-networking", "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
 )  # fmt: skip  # several entries a line: one each would fill a screen
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 300.0
 
 
 def need_chromium() -> None:
@@ -51,6 +51,10 @@ class Browser:
     def run(self, script: str, *args: object) -> Any:
         """The return value of a script."""
         return self.driver.execute_script(script, *args)
+
+    def settle(self) -> None:
+        """Waits until what was changed is laid out, and what watches sizes has seen it."""
+        self.run("return new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
 
     def keys(self, selector: str, *keys: str) -> None:
         """Types into an element."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.prompts import as_prompt
 
 from pagekv.v1 import inference_service_pb2 as pb
@@ -17,6 +19,7 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import operator_service_pb2_grpc as operator_grpc
 from pagekv.v1 import types_pb2
 
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -56,7 +59,7 @@ class Caller:
     async def __aexit__(self, *exc: object) -> None:
         await self.channel.close()
 
-    async def generate_all(self, request: pb.GenerateRequest, deadline_s: float = 120.0) -> dict[int, Result]:
+    async def generate_all(self, request: pb.GenerateRequest, deadline_s: float = 600.0) -> dict[int, Result]:
         """Every sequence of a request, by index, to its end."""
         results: dict[int, Result] = {}
         start = time.perf_counter()
@@ -70,7 +73,7 @@ class Caller:
                 results.setdefault(response.complete.index, Result()).complete = response.complete
         return results
 
-    async def generate(self, request: pb.GenerateRequest, deadline_s: float = 120.0) -> Result:
+    async def generate(self, request: pb.GenerateRequest, deadline_s: float = 600.0) -> Result:
         """A request with n = 1."""
         return (await self.generate_all(request, deadline_s))[0]
 
@@ -78,14 +81,39 @@ class Caller:
         """All at once."""
         return list(await asyncio.gather(*(self.generate(request) for request in requests)))
 
-    async def stats(self) -> operator_pb.GetStatsResponse:
-        return await self.operator.GetStats(operator_pb.GetStatsRequest(), timeout=60)
+    async def run_out_of_time(self, request: pb.GenerateRequest) -> None:
+        """Calls that are not done before their deadline, with ever longer ones until the manager has accepted one."""
+        accepted = (await self.stats()).requests_total
+        seconds = 0.5
+        while (await self.stats()).requests_total == accepted:
+            with pytest.raises(grpc.aio.AioRpcError) as late:
+                await self.generate_all(request, seconds)
+            assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            seconds *= 4
 
-    async def idle_stats(self, patience_s: float = 60.0) -> operator_pb.GetStatsResponse:
+    async def stats(self) -> operator_pb.GetStatsResponse:
+        return await self.operator.GetStats(operator_pb.GetStatsRequest(), timeout=120)
+
+    async def stats_when(
+        self, condition: Callable[[operator_pb.GetStatsResponse], bool], patience_s: float = 120.0
+    ) -> operator_pb.GetStatsResponse:
+        """Stats once they are so; waits so long for that."""
+        end = time.monotonic() + patience_s
+        while not condition(stats := await self.stats()):
+            assert time.monotonic() < end, f"it did not come to that: {stats}"
+            await asyncio.sleep(0.002)
+        return stats
+
+    async def until_draining(self) -> None:
+        """Waits until the process says that it serves no more."""
+        health = health_pb2_grpc.HealthStub(self.channel)
+        end = time.monotonic() + 120
+        while (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status != NOT_SERVING:
+            assert time.monotonic() < end, "it goes on serving"
+            await asyncio.sleep(0.002)
+
+    async def idle_stats(self, patience_s: float = 120.0) -> operator_pb.GetStatsResponse:
         """Stats once nothing runs or waits; waits so long for that."""
-        for _ in range(int(patience_s * 100)):
-            stats = await self.stats()
-            if not (stats.running_sequences or stats.waiting_sequences or stats.active_blocks):
-                return stats
-            await asyncio.sleep(0.01)
-        raise AssertionError(f"still busy: {stats}")
+        return await self.stats_when(
+            lambda stats: not (stats.running_sequences or stats.waiting_sequences or stats.active_blocks), patience_s
+        )

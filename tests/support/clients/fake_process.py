@@ -1,7 +1,8 @@
 """Stands in for a server process in tests of `pagekv up`: serves health, and writes when it stops.
 
 Usage: fake_process.py MODE JOURNAL --listen HOST:PORT [anything]. Modes: serve, die (after a line), deaf (ignores
-SIGTERM), dielater (dies once the journal says so). The port file says as a manager's what the flags ask for.
+SIGTERM), dielater (dies once the journal says so), refuse (says in the port file why it cannot start), slow (says in
+the port file what it does until the journal says "go on"). The port file says as a manager's what the flags ask for.
 """
 
 from __future__ import annotations
@@ -37,6 +38,13 @@ def main() -> int:
             time.sleep(0.01)
         print("error: out of luck", file=sys.stderr, flush=True)
         return 7
+    if mode == "refuse":
+        Path(value("--port-file")).write_text(json.dumps({"cannot_start": "--some-flag 7: must be less"}))
+        return 1
+    if mode == "slow":
+        Path(value("--port-file")).write_text(json.dumps({"phase": {"name": "loading the weights", "percent": 34}}))
+        while not journal.exists() or "go on" not in journal.read_text():
+            time.sleep(0.01)
     stop = threading.Event()
     signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else lambda *_: stop.set())
     server = grpc.server(futures.ThreadPoolExecutor(2))

@@ -13,7 +13,7 @@ from typing import Any
 import openai
 
 from pagekv.client.launcher.gateway import POLICIES, GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.stack import EXECUTOR_COMMAND, Stack, StackConfig
 
 MODEL = "demo"
 # About one token each in the demo model's vocabulary.
@@ -31,8 +31,9 @@ def running_gateway(
     *,
     replicas: int = 1,
     policy: str = POLICIES[0],
+    executor_command: Sequence[str] = EXECUTOR_COMMAND,
 ) -> Iterator[Stack]:
-    """All of it, ready; stopped at the end."""
+    """All of it, ready; stopped at the end. `executor_command`: another one than the package's executor."""
     config = StackConfig(
         port=0,
         executor_port=0,
@@ -40,16 +41,17 @@ def running_gateway(
         gateway=GatewayConfig(port=0, policy=policy),
         executor_args=executor_args,
         manager_args=["--gateway-api", *manager_args],
+        executor_command=executor_command,
     )
     with Stack(config) as stack:
         stack.start()
-        assert stack.wait_ready(120)
+        assert stack.wait_ready(600)
         yield stack
 
 
 def client_of(stack: Stack) -> openai.OpenAI:
     """OpenAI's client, which retries nothing by itself here."""
-    return openai.OpenAI(base_url=f"http://{stack.gateway_target}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"http://{stack.gateway_target}/v1", api_key="none", max_retries=0, timeout=240)
 
 
 def indexed_blocks(stack: Stack) -> int:
@@ -125,7 +127,7 @@ async def run_load(
             kill_last_pair(stack)
 
     async with openai.AsyncOpenAI(
-        base_url=f"http://{stack.gateway_target}/v1", api_key="none", max_retries=0, timeout=60
+        base_url=f"http://{stack.gateway_target}/v1", api_key="none", max_retries=0, timeout=240
     ) as api:
         await asyncio.gather(*(send(api, number, prompt) for number, prompt in enumerate(prompts)))
     return result

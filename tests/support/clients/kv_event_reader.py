@@ -93,7 +93,7 @@ async def replayed(dealer: zmq.asyncio.Socket) -> EventReplica:
     replica = EventReplica()
     await dealer.send_multipart((b"", bytes(8)))
     while True:
-        _, _, number, payload = await asyncio.wait_for(dealer.recv_multipart(), 10)
+        _, _, number, payload = await asyncio.wait_for(dealer.recv_multipart(), 120)
         if not payload:
             assert number == b"\xff" * 8
             return replica

@@ -17,13 +17,17 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients import everything_on
+from support.clients.gate import Gate
 
 from pagekv.common.port_file import read_port_file
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
 MANAGER = "pagekv.kvmanager.server"
-START_TIMEOUT_S = 120.0
+EXECUTOR = "pagekv.executor.server"
+GATED_EXECUTOR = "support.executor.gated_executor"
+# Only bounds a hang: on a busy machine to load torch has taken more than two minutes.
+START_TIMEOUT_S = 600.0
 # The judging backend with the demo model's vocabulary and tokenizer: no torch, full speed.
 ORACLE = ("--backend", "oracle", "--model", "demo")
 # The demo model in float64, where near-ties all but never tip with the batch; one thread, because the test, the
@@ -49,7 +53,9 @@ def environment() -> dict[str, str]:
 
 @dataclass
 class Process:
-    """One server process; its log is a file so that a full pipe never stalls it."""
+    """One server process; its log is a file so that a full pipe never stalls it. An executor with a gate waits at it
+    before every step.
+    """
 
     module: str
     args: Sequence[str]
@@ -60,6 +66,7 @@ class Process:
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(init=False)
     watching: tempfile.TemporaryDirectory[str] | None = None
+    gate: Gate | None = None
 
     def __post_init__(self) -> None:
         self.log = self.directory / f"{self.module.rsplit('.', 2)[-2]}.log"
@@ -68,10 +75,14 @@ class Process:
         """Starts it and waits until it listens."""
         port_file = self.directory / f"{self.module}.port"
         port_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", self.module, "--listen", f"127.0.0.1:{listen_port}"]
+        env, module = environment(), self.module
+        if self.gate is not None:
+            env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
+            env["GATE"], module = str(self.gate.path), GATED_EXECUTOR
+        command = [sys.executable, "-m", module, "--listen", f"127.0.0.1:{listen_port}"]
         command += ["--port-file", str(port_file), *self._watching(), *self.args]
         with self.log.open("ab") as log:
-            self.popen = subprocess.Popen(command, env=environment(), stdout=log, stderr=log, cwd=self.directory)
+            self.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not (listening := read_port_file(port_file)):
             if self.popen.poll() is not None or time.monotonic() > deadline:
@@ -143,12 +154,21 @@ class Stack:
     def target(self) -> str:
         return self.manager.target
 
+    @property
+    def gate(self) -> Gate:
+        """Of a stack that was asked for with one."""
+        assert self.executor.gate is not None
+        return self.executor.gate
+
 
 @contextmanager
-def running_executor(args: Sequence[str] = (), directory: Path | None = None) -> Iterator[Process]:
-    """An executor process that serves."""
+def running_executor(
+    args: Sequence[str] = (), directory: Path | None = None, *, gated: bool = False
+) -> Iterator[Process]:
+    """An executor process that serves; `gated`: with a gate before its steps, open for now."""
     with tempfile.TemporaryDirectory() as temporary:
-        process = Process("pagekv.executor.server", args, directory or Path(temporary))
+        gate = Gate(Path(temporary) / "gate") if gated else None
+        process = Process(EXECUTOR, args, directory or Path(temporary), gate=gate)
         try:
             process.start()
             process.wait_serving()
@@ -158,11 +178,13 @@ def running_executor(args: Sequence[str] = (), directory: Path | None = None) ->
 
 
 @contextmanager
-def running_stack(executor_args: Sequence[str] = (), manager_args: Sequence[str] = ()) -> Iterator[Stack]:
-    """Both processes, serving; killed at the end if they still run."""
+def running_stack(
+    executor_args: Sequence[str] = (), manager_args: Sequence[str] = (), *, gated: bool = False
+) -> Iterator[Stack]:
+    """Both processes, serving; killed at the end if they still run. `gated`: the executor has a gate, open for now."""
     with (
         tempfile.TemporaryDirectory() as temporary,
-        running_executor(executor_args, Path(temporary)) as executor,
+        running_executor(executor_args, Path(temporary), gated=gated) as executor,
         running_manager(executor, manager_args) as stack,
     ):
         yield stack

@@ -112,14 +112,24 @@ class FakeEngine(EngineLoop, EngineQueries):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
 
-    def lookup_prefix(self, token_ids: Sequence[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
+    async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
+        return None
+
+    def lookup_prefix(
+        self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
+    ) -> pb.LookupPrefixResponse:
         self.lookups.append((list(token_ids), identity))
         return pb.LookupPrefixResponse(
             prompt_tokens=len(token_ids), device_tokens=8, host_tokens=4, block_ids=[7, 3], partial_tokens=2
         )
 
-    def explain_prefix(
-        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str = ""
+    async def explain_prefix(
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        page_size: int,
+        token: str = "",
+        prepared: PreparedPrompt | None = None,
     ) -> pb.ExplainPrefixResponse:
         self.lookups.append((list(token_ids), identity))
         blocks = [
@@ -141,7 +151,12 @@ class FakeEngine(EngineLoop, EngineQueries):
         )
 
     def pin_prefix(
-        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        lease_s: int,
+        pin_id: str = "",
+        prepared: PreparedPrompt | None = None,
     ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -73,7 +74,8 @@ class Harness:
         self.stub = stub
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(5000):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if condition():
                 return
             await asyncio.sleep(0.002)
@@ -113,9 +115,15 @@ def run(body: Callable[[Harness], Awaitable[None]], **how: Any) -> None:
 
 async def refusal(call: Any) -> tuple[grpc.StatusCode, str, status_pb2.Status]:
     """Status code, message and google.rpc details of a call that fails."""
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
+
+    async def read() -> None:
+        if isinstance(call, grpc.aio.UnaryUnaryCall):
+            await call
         async for _ in call:
             pass
+
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read()
     status = status_pb2.Status()
     trailing = dict(caught.value.trailing_metadata() or ())
     status.ParseFromString(cast("bytes", trailing[STATUS_DETAILS_KEY]))

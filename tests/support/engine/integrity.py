@@ -132,6 +132,10 @@ def check_table(table: PrefixTable) -> None:
     held = {digest: block for block, digest in enumerate(table._digest) if digest is not None}
     if held != table._block_of:
         raise InvariantError(f"{len(held)} blocks hold digests, the prefix table has {len(table._block_of)}")
+    retired = table.map.retired
+    if sum(block in retired for block in held.values()) != retired.count:
+        raise InvariantError(f"{retired.count} blocks are retired, some of them without a digest")
+    held = {digest: block for digest, block in held.items() if block not in retired}
     blocks = set(held.values())
     if sorted(blocks) != np.flatnonzero(table.published).tolist():
         raise InvariantError(f"{len(held)} blocks hold digests, {int(table.published.sum())} are marked published")

@@ -79,6 +79,18 @@ class BackendSuite:
         driver.preempt(states[3])
         assert driver.generate(states, case.new) == case.answers
 
+    def test_contiguous_memory_behind_the_same_interface(self, case: Case) -> None:
+        """Blocks as long as the context, one for each whole sequence, which is what a reservation is: the same answers,
+        in one batch, in chunks, recomputed, and swapped out and in.
+        """
+        driver = Driver(case.backend, block_size=128, num_blocks=16, host_blocks=2)
+        states = [driver.sequence(prompt) for prompt in case.prompts]
+        driver.generate(states, case.new // 2, chunk=11)
+        driver.preempt(states[3])
+        driver.swap_out_and_in(states[5])
+        assert driver.generate(states, case.new) == case.answers
+        assert [len(state.block_table) for state in states] == [1] * len(states)
+
     def test_unwritten_slots_are_noticed(self, case: Case) -> None:
         """The judge works: a sequence that reads a slot that no step wrote fails, and gets no token."""
         driver = Driver(case.backend, block_size=4)

@@ -195,4 +195,4 @@ class Driver:
     @staticmethod
     def output(state: SequenceState) -> list[int]:
         """The tokens generated so far."""
-        return state.token_ids[state.num_prompt_tokens :]
+        return list(state.token_ids[state.num_prompt_tokens :])

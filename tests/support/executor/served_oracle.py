@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -143,10 +144,11 @@ async def refusal(answer: Awaitable[Any]) -> grpc.aio.AioRpcError:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if condition():
             return
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(0.002)
     raise AssertionError("did not happen")
 
 

@@ -111,7 +111,12 @@ template <typename T> T atomicAdd(T* address, T value) {  // fibers are never in
     return old;
 }
 
-// --- PTX
+// --- PTX: what ptx.cuh has on a GPU
+
+#define PAGEKV_DYNAMIC_SHARED(name) unsigned char* const name = reinterpret_cast<unsigned char*>(host_run::run.shared)
+
+struct f16;
+struct bf16;
 
 namespace host_ptx {
 
@@ -144,6 +149,14 @@ inline unsigned short float_to_bf16(float value) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? 0x7fff : round_mantissa(bits, 16);
 }
 
+inline unsigned floats_to_f16x2(float low, float high) {
+    return float_to_f16(low) | static_cast<unsigned>(float_to_f16(high)) << 16;
+}
+
+inline unsigned floats_to_bf16x2(float low, float high) {
+    return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;
+}
+
 inline float bf16_to_float(unsigned short bits) { return host_bits<float>(static_cast<unsigned>(bits) << 16); }
 
 inline float exp2_approx(float x) { return exp2f(x); }
@@ -156,13 +169,10 @@ inline unsigned byte_permute(unsigned a, unsigned b, unsigned selector) {
 }
 
 inline unsigned bf16x2_multiply(unsigned a, unsigned b) {
-    const unsigned low = float_to_bf16(bf16_to_float(a) * bf16_to_float(b));
-    return low | static_cast<unsigned>(float_to_bf16(bf16_to_float(a >> 16) * bf16_to_float(b >> 16))) << 16;
+    return floats_to_bf16x2(bf16_to_float(a) * bf16_to_float(b), bf16_to_float(a >> 16) * bf16_to_float(b >> 16));
 }
 
 // --- shared memory
-
-inline unsigned char* dynamic_shared() { return reinterpret_cast<unsigned char*>(host_run::run.shared); }
 
 inline void check_shared(const Site& site, const void* address) {
     const char* byte = static_cast<const char*>(address);
@@ -173,7 +183,7 @@ inline void check_shared(const Site& site, const void* address) {
         PAGEKV_HOST_FAIL("%s:%d: %s: not aligned to 16 bytes: %p", site.file, site.line, site.what, address);
 }
 
-inline void cp_async(void* shared, const void* global, bool valid, PAGEKV_HERE) {
+inline void cp_async_16(void* shared, const void* global, bool valid = true, PAGEKV_HERE) {
     check_shared({"cp.async", file, line}, shared);
     if (reinterpret_cast<uintptr_t>(global) % 16)  // ignored or not
         PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);
@@ -185,7 +195,7 @@ inline void cp_async(void* shared, const void* global, bool valid, PAGEKV_HERE) 
 
 inline void cp_async_commit() { host_run::run.current->groups.emplace_back(); }
 
-inline void cp_async_wait(int pending) {
+template <int pending> void cp_async_wait() {
     auto& groups = host_run::run.current->groups;
     while (static_cast<int>(groups.size()) - 1 > pending) {  // the last one is open: no wait is for it
         for (const host_run::AsyncCopy& copy : groups.front()) memcpy(copy.to, copy.bytes, 16);
@@ -213,11 +223,18 @@ inline void resolve_ldmatrix(void** operands, unsigned) {
     }
 }
 
-inline void ldmatrix_x4(unsigned (&registers)[4], const void* row, bool transposed, PAGEKV_HERE) {
-    const Site site = {transposed ? "ldmatrix.trans" : "ldmatrix", file, line};
+inline void load_matrices(unsigned (&registers)[4], const void* row, bool transposed, const Site& site) {
     check_shared(site, row);
     LoadMatrix operand = {&registers, row, transposed};
     host_run::warp_operation(site, 0xffffffffu, &operand, resolve_ldmatrix);
+}
+
+inline void ldmatrix_x4(unsigned (&registers)[4], const void* row, PAGEKV_HERE) {
+    load_matrices(registers, row, false, {"ldmatrix", file, line});
+}
+
+inline void ldmatrix_x4_trans(unsigned (&registers)[4], const void* row, PAGEKV_HERE) {
+    load_matrices(registers, row, true, {"ldmatrix.trans", file, line});
 }
 
 struct Mma { float* d; const unsigned* a; unsigned b[2]; bool is_bf16; };
@@ -242,9 +259,16 @@ inline void resolve_mma(void** operands, unsigned) {
             static_cast<Mma*>(operands[lane])->d[i] = d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
 }
 
-inline void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bool is_bf16, PAGEKV_HERE) {
+template <typename T> constexpr bool kIsBf16 = false;
+template <> constexpr bool kIsBf16<bf16> = true;
+
+template <typename T>
+void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, PAGEKV_HERE) {
+    constexpr bool is_bf16 = kIsBf16<T>;
     Mma operand = {d, a, {b0, b1}, is_bf16};
     host_run::warp_operation({is_bf16 ? "mma.bf16" : "mma.f16", file, line}, 0xffffffffu, &operand, resolve_mma);
 }
 
 }  // namespace host_ptx
+
+using namespace host_ptx;

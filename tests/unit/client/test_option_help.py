@@ -9,7 +9,7 @@ from typing import TypedDict
 
 import pytest
 
-from pagekv.client import AsyncPageKVClient, CallOptions, GenerateOptions, PageKVClient
+from pagekv.client import AsyncPageKVClient, CallOptions, GenerateOptions, PageKVClient, WatchOptions
 from pagekv.client.option_help import described, with_options_of
 
 
@@ -35,7 +35,7 @@ other: Anything."""
 @pytest.mark.parametrize("client", [PageKVClient, AsyncPageKVClient])
 def test_help_of_a_client_shows_every_option(client: type) -> None:
     shown = " ".join(pydoc.plain(pydoc.render_doc(client)).replace("|", " ").split())
-    for options in (GenerateOptions, CallOptions):
+    for options in (GenerateOptions, CallOptions, WatchOptions):
         _, *lines = (inspect.getdoc(options) or "").split("\n\n")[1].splitlines()
         assert len(lines) >= len(options.__annotations__) - 1
         for line in lines:

@@ -70,11 +70,11 @@ def test_values_at_their_bounds_are_taken() -> None:
 
 def test_a_change_adds_metadata_and_replaces_the_rest() -> None:
     settings = CallSettings(timeout=3, metadata=(("authorization", "a"), ("traceparent", "1")))
-    changed = settings.changed({"timeout": None, "metadata": [("traceparent", "2")]})
+    changed = settings.changed("with_options", {"timeout": None, "metadata": [("traceparent", "2")]})
     assert changed == CallSettings(timeout=None, metadata=(("authorization", "a"), ("traceparent", "2")))
 
 
 def test_an_unknown_option_is_refused_beside_those_known() -> None:
     known = "max_retries, metadata, resume_timeout, timeout"
     with pytest.raises(TypeError, match=f"^with_options: unknown option 'timeouts'; known are {known}$"):
-        CallSettings().changed({"timeouts": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test
+        CallSettings().changed("with_options", {"timeouts": 1})  # type: ignore[typeddict-unknown-key]  # the mistake under test

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.clients.scripted_server import LOST, Fails, Hangs, ScriptedServer
 
-from pagekv.client import BlockStored, ConnectionLost, FellBehind, PageKVClient, TableReplica, wire
+from pagekv.client import BlockStored, ConnectionLost, EventBatch, FellBehind, PageKVClient, TableReplica, wire
 from pagekv.common import errors
 from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
@@ -63,7 +63,7 @@ def test_a_replica_keeps_the_tiers_apart() -> None:
     ):
         sequence = len(seen) + 1
         message = operator_pb.WatchEventsResponse(sequence=sequence, snapshot=sequence == 1, events=events)
-        assert replica.apply(wire.event_batch(message))
+        assert replica.apply(wire.flat(EventBatch, message))
         seen.append(("".join(replica.blocks), "".join(replica.host_blocks)))
     assert seen == [("a", "a"), ("", "ab"), ("c", "b"), ("", "")]
 
@@ -104,4 +104,4 @@ def test_a_watch_ends_when_it_is_closed(server: ScriptedServer, client: PageKVCl
 )
 def test_a_replica_refuses_what_cannot_be_true(message: operator_pb.WatchEventsResponse, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        TableReplica().apply(wire.event_batch(message))
+        TableReplica().apply(wire.flat(EventBatch, message))

@@ -20,6 +20,7 @@ from pagekv.client import (
     InvalidRequest,
     MediaHash,
     PageKVClient,
+    WatchOptions,
 )
 
 NO_TEXT = [3, None, True, b"x", ["x"], object()]
@@ -69,6 +70,7 @@ REQUIRED: dict[str, Any] = {
 METHODS = sorted(
     name for name in dir(PageKVClient) if not name.startswith("_") and callable(getattr(PageKVClient, name))
 )
+OPTIONS = {f"Unpack[{each.__name__}]": each for each in (CallOptions, GenerateOptions, WatchOptions)}
 # Of the connection itself, and what both clients bring to `connection.Connection`.
 NOT_CALLS = {"close", "library", "messages", "new_event", "pause", "with_options"}
 
@@ -82,9 +84,10 @@ def arguments_of(function: Any) -> Iterator[tuple[str, str, bool]]:
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD and name != "self":
             yield name, parameter.annotation, "None" in parameter.annotation or parameter.default is None
-        elif parameter.annotation == "Unpack[GenerateOptions]":
-            for option, annotation in annotations_of(GenerateOptions).items():
-                yield option, annotation, True
+        elif name != "self":
+            options = OPTIONS[parameter.annotation]
+            for option, annotation in annotations_of(options).items():
+                yield option, annotation, "None" in annotation or options is GenerateOptions
 
 
 def escapes(call: Callable[..., Any], name: str, annotation: str, optional: bool) -> Iterator[str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
+from pagekv.common.phases import Phase
 
 
 @pytest.mark.parametrize("name", ["", "no/such/model/dir", "/nowhere", "../x", "bad name"])
@@ -28,7 +30,7 @@ def test_a_directory_is_itself_and_a_file_is_no_model(tmp_path: Path, monkeypatc
 def test_hub_models_are_fetched_without_other_formats(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
     asked: list[tuple[str, list[str]]] = []
 
-    def fetch(name: str, allow_patterns: list[str]) -> str:
+    def fetch(name: str, allow_patterns: list[str], tqdm_class: type) -> str:
         asked.append((name, allow_patterns))
         return "/cache/model"
 
@@ -41,13 +43,129 @@ def test_hub_models_are_fetched_without_other_formats(monkeypatch: pytest.Monkey
     assert not any(".bin" in pattern or ".pth" in pattern for pattern in patterns)
 
 
-def test_a_hub_failure_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(name: str, allow_patterns: list[str]) -> str:
-        raise ConnectionError("no route")
+class LocalEntryNotFoundError(Exception):
+    """Named as the hub client's."""
+
+
+class GatedRepoError(Exception):
+    """Named as the hub client's."""
+
+
+class RepositoryNotFoundError(Exception):
+    """Named as the hub client's."""
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (
+            LocalEntryNotFoundError("Got: ConnectError: [Errno -2]\nAn error happened"),
+            "the hub cannot be reached, nor",
+        ),
+        (GatedRepoError("401 Client Error\nlong"), "asks for consent: give it at https://huggingface.co/owner/model"),
+        (RepositoryNotFoundError("404\nlong"), "the hub has no model 'owner/model', or hides it"),
+        (
+            OSError("no room left\nlong"),
+            "fetching it from the hub failed (OSError: no room left): try again, or",
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_hub_failure_is_one_line_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def fail(name: str, allow_patterns: list[str], tqdm_class: type) -> str:
+        raise error from ValueError("of another library")
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(ModelNotFound, match=r"could not be fetched .*no route.*name a directory"):
+    with pytest.raises(ModelNotFound) as caught:
         resolve_model("owner/model")
+    told = str(caught.value)
+    assert told.startswith("there is no directory 'owner/model' here, and ")
+    assert words in told
+    assert "\n" not in told
+    assert "long" not in told
+    assert "Errno" not in told
+
+
+def test_bytes_that_were_fetched_are_the_progress_of_the_phase(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    told: list[int | None] = []
+
+    def fetch(name: str, allow_patterns: list[str], tqdm_class: Any) -> str:
+        """Does with the bars what huggingface_hub 2.4 does."""
+        network = tqdm_class(desc="Downloading bytes", total=0, initial=0, unit="B", unit_scale=True)
+        disk = tqdm_class(desc="Reconstructing", total=0, initial=0, unit="B", unit_scale=True, bar_format="{desc}")
+        for bar in (network, disk):
+            bar.total += 200
+            bar.refresh()
+        assert [*tqdm_class(["a", "b"], desc="Fetching 2 files", total=2)] == ["a", "b"]
+        network.update(200)
+        disk.update(50)
+        told.append(phases[-1].percent)
+        disk.update(100)
+        disk.set_postfix_str("1 MB/s", refresh=False)
+        disk.set_description("Reconstruction complete")
+        told.append(phases[-1].percent)
+        return str(tmp_path)
+
+    phases: list[Phase] = []
+    monkeypatch.setattr(
+        "pagekv.common.phases._listeners", [lambda current: phases.extend([current] if current else [])]
+    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert resolve_model("owner/model") == tmp_path
+    assert phases[0].name == "fetching owner/model from the hub"
+    assert told == [25, 75]
+    assert capsys.readouterr().err == ""
+
+
+def incomplete(directory: Path, kind: str) -> Path:
+    """A model directory that lacks something."""
+    config, index = directory / "config.json", directory / "model.safetensors.index.json"
+    if kind == "empty":
+        return directory
+    config.write_text({"no config": "", "half a config": '{"a": ', "list": "[]"}.get(kind, "{}"))
+    if kind == "no config":
+        config.rename(directory / "other.json")
+    elif kind == "nested":
+        (directory / "snapshot").mkdir()
+        config.rename(directory / "snapshot" / "config.json")
+    elif kind == "other weights":
+        (directory / "pytorch_model.bin").touch()
+    elif kind == "shards":
+        index.write_text('{"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}')
+        (directory / "1.safetensors").touch()
+    elif kind == "pointer":
+        (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("empty", "is empty: it should hold a model's config.json, weights and tokenizer"),
+        ("no config", "has no config.json, so it is no model directory"),
+        ("nested", "name the one that holds it, such as "),
+        ("half a config", "config.json cannot be read as JSON: "),
+        ("list", "config.json: must be a JSON object, got list"),
+        ("no weights", "has no weights: neither model.safetensors nor model.safetensors.index.json is there; copy"),
+        ("other weights", "is there (pytorch_model.bin is of another format); copy"),
+        ("shards", "lacks 1 of the 2 files that model.safetensors.index.json names, such as 2.safetensors"),
+        ("pointer", "is a pointer of Git LFS, not the weights: run git lfs pull"),
+    ],
+)
+def test_a_directory_that_is_not_complete_is_refused_by_name(tmp_path: Path, kind: str, words: str) -> None:
+    with pytest.raises(ModelNotFound) as caught:
+        check_model_files(incomplete(tmp_path, kind))
+    assert str(tmp_path) in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_demo_model_is_complete_and_a_config_alone_is_where_no_weights_are_asked_for(tmp_path: Path) -> None:
+    check_model_files(resolve_model("demo"))
+    check_model_files(incomplete(tmp_path, "no weights"), weights=False)
 
 
 def test_a_missing_demo_model_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.common.port_file import bound_address, read_port_file, write_port_file
+from pagekv.common.port_file import add_to_port_file, bound_address, read_port_file, write_port_file
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,20 @@ def test_a_reader_gets_all_of_it_or_nothing(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
     with pytest.raises(OSError, match="none"):
         write_port_file(tmp_path / "none" / "port", listening)
+
+
+def test_facts_are_added_changed_and_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "port"
+    write_port_file(path, {"listen": "127.0.0.1:1"})
+    add_to_port_file(str(path), cannot_start="no luck")
+    add_to_port_file(str(path), phase={"name": "a"})
+    assert read_port_file(path) == {"cannot_start": "no luck", "phase": {"name": "a"}, "listen": "127.0.0.1:1"}
+    add_to_port_file(str(path), phase=None)
+    assert read_port_file(path) == {"cannot_start": "no luck", "listen": "127.0.0.1:1"}
+
+
+def test_facts_make_no_file_and_stop_nobody(tmp_path: Path) -> None:
+    add_to_port_file("", phase="a")
+    add_to_port_file(str(tmp_path / "port"), phase="a")
+    add_to_port_file(str(tmp_path / "none" / "port"), phase="a")
+    assert not [*tmp_path.iterdir()]

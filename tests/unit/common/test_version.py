@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pagekv.client
 from pagekv.common.version import UNINSTALLED, pagekv_version
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,3 +34,9 @@ def test_a_checkout_runs_with_nothing_installed(tmp_path: Path) -> None:
         [sys.executable, "-c", program], env={"PYTHONPATH": path}, cwd=tmp_path, capture_output=True, text=True
     )
     assert done.stdout.split() == ["127.0.0.1:1", UNINSTALLED], done.stderr
+
+
+def test_programs_read_it_from_the_client() -> None:
+    """`pagekv` itself is a namespace of several folders, so it has no file that could hold it."""
+    assert pagekv.client.__version__ == pagekv_version()
+    assert "__version__" in dir(pagekv.client)

@@ -29,7 +29,7 @@ def test_a_field_or_its_elements(field: str, expected: str, right: bool) -> None
 
 def test_needs_are_named() -> None:
     with toy() as address, kit_of(address) as kit:
-        with pytest.raises(NotTested, match="no host-pool"):
+        with pytest.raises(NotTested, match="no host_pool"):
             kit.need(pb.EXECUTOR_FEATURE_HOST_POOL)
         kit.goes_on()
         call = kit.target.run()

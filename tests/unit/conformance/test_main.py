@@ -29,7 +29,7 @@ def test_one_line_a_rule_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "toy executor of no model, contract revision 1"
     assert lines[2] == "P1 ok Describe during an epoch changes nothing"
-    assert "M5 skipped: no host-pool" in lines
+    assert "M5 skipped: no host_pool" in lines
     assert lines[-1] == "57 rules hold, 0 are broken, 8 were skipped"
 
 
@@ -98,10 +98,10 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_feature_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert feature_list("host-pool,penalties") == {1, 5}
+    assert feature_list("host_pool,penalties") == {1, 5}
     assert feature_list("none") == frozenset()
     with pytest.raises(SystemExit):
         main(["--executor", "a:1", "--features", "penalties,wings"])
-    names = "host-pool, logprobs, logit-bias, min-tokens, penalties"
+    names = "host_pool, logprobs, logit_bias, min_tokens, penalties"
     said = capsys.readouterr().err
     assert f"argument --features: must be none or some of {names}, got 'wings'" in said

@@ -23,7 +23,7 @@ def test_a_step_that_is_good_is_no_refusal() -> None:
 
 def test_needs() -> None:
     with toy() as address, kit_of(address) as kit:
-        with pytest.raises(NotTested, match="no host-pool"):
+        with pytest.raises(NotTested, match="no host_pool"):
             BadStep("words", {}, [], needs=pb.EXECUTOR_FEATURE_HOST_POOL).check(kit, "R7")
         with pytest.raises(NotTested, match="needs 999999 blocks, the pool has 8192"):
             BadStep("words", {}, [], num_blocks=lambda s: 999999).check(kit, "R14")

@@ -10,11 +10,14 @@ from support.executor.judged import Edit, kit_of, toy
 
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.target import FEATURES, Untestable
+from pagekv.kvmanager.engine.features import feature_names
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
-def test_features_are_named_after_the_contract() -> None:
-    assert FEATURES == {"host-pool": 1, "logprobs": 2, "logit-bias": 3, "min-tokens": 4, "penalties": 5}
+def test_features_are_named_after_the_contract_and_as_managers_tell_them() -> None:
+    """One word for each thing: those of `GetModelInfo`."""
+    assert FEATURES == {"host_pool": 1, "logprobs": 2, "logit_bias": 3, "min_tokens": 4, "penalties": 5}
+    assert feature_names(FEATURES.values()) == list(FEATURES)
 
 
 @pytest.mark.parametrize(
@@ -44,7 +47,7 @@ def test_features_are_those_asked_for() -> None:
             with kit_of(address, wanted) as kit:
                 assert kit.target.features == features
         with (
-            pytest.raises(Untestable, match="does not list logit-bias, penalties"),
+            pytest.raises(Untestable, match="does not list logit_bias, penalties"),
             kit_of(address, frozenset({2, 3, 5})),
         ):
             pass

@@ -10,7 +10,7 @@ from pagekv.conformance.verdict import BrokenRule, Verdict, during, require
 def test_one_line_a_rule() -> None:
     assert str(Verdict("P3", "words", "ok", "", 0.1)) == "P3 ok words"
     assert str(Verdict("R9", "words", "failed", "a reason", 0.1)) == "R9 FAILED words: a reason"
-    assert str(Verdict("M5", "words", "skipped", "no host-pool", 0.1)) == "M5 skipped: no host-pool"
+    assert str(Verdict("M5", "words", "skipped", "no host_pool", 0.1)) == "M5 skipped: no host_pool"
 
 
 def test_require_says_what_and_during_says_where() -> None:

@@ -13,18 +13,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import port_of
 from support.engine import small_tokenizers
-from support.prompts import as_prompt
+from support.prompts import as_chat, as_prompt
 
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.text import chat_template
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
@@ -52,7 +54,8 @@ class Running:
         return int(answer.status)
 
     async def until_health(self, status: int) -> None:
-        for _ in range(2000):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
             if await self.health() == status:
                 return
             await asyncio.sleep(0.005)
@@ -68,7 +71,8 @@ class Running:
 
 def bound_port(path: Path) -> int:
     """Waits for the port file."""
-    for _ in range(2000):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if listening := read_port_file(path):
             return port_of(listening)
         time.sleep(0.005)
@@ -109,6 +113,25 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
 
     assert run(config(tmp_path), body) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["port"]
+
+
+def test_http_says_what_health_says(tmp_path: Path) -> None:
+    async def body(running: Running) -> None:
+        at = read_port_file(tmp_path / "port")["http"]
+
+        async def ready() -> tuple[int, str]:
+            async with aiohttp.ClientSession() as session, session.get(f"http://{at}/ready") as response:
+                return response.status, await response.text()
+
+        assert await ready() == (503, "no executor is attached\n")
+        attach(running.manager.engine, model(tmp_path))
+        await running.until_health(SERVING)
+        assert await ready() == (200, "ready\n")
+        running.manager.engine._on_attached(False)
+        await running.until_health(NOT_SERVING)
+        assert await ready() == (503, "no executor is attached\n")
+
+    assert run(config(tmp_path, "--http-listen", "127.0.0.1:0"), body) == 0
 
 
 def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_path: Path) -> None:
@@ -201,12 +224,19 @@ def test_an_executor_without_a_model_directory_is_served_with_token_ids(tmp_path
 def test_a_broken_engine_ends_the_process_with_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    serving, breaking = asyncio.Event(), asyncio.Event()
+
     async def broken(self: EngineLoop) -> None:
-        await asyncio.sleep(0.1)
+        await serving.wait()
+        breaking.set()
         raise RuntimeError("out of luck")
 
     async def body(running: Running) -> None:
-        await asyncio.sleep(0.2)
+        serving.set()
+        await breaking.wait()
+        # Turns enough for the manager to see it before it is told to stop.
+        for _ in range(100):
+            await asyncio.sleep(0)
 
     monkeypatch.setattr(EngineLoop, "run", broken)
     assert run(config(tmp_path), body) == 1
@@ -295,6 +325,39 @@ def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path, make: bool, cap
     assert status == 1
     assert words.startswith("cannot start: --tokenizer leads nowhere: ")
     assert ("no tokenizer.json: save" if make else "neither a model directory") in words
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ 'x' * 10**10 }}", "more memory than it may have"),
+        (
+            "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+            "more than 0.5 s of a processor",
+        ),
+        ("{{ messages | nonsense }}", "No filter named 'nonsense'"),
+    ],
+)
+def test_a_chat_template_that_runs_away_holds_up_neither_the_start_nor_others(
+    template: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.5)
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(template)
+
+    async def body(running: Running) -> None:
+        attach(running.manager.engine, model(tmp_path))
+        await running.until_health(SERVING)
+        chat = asyncio.ensure_future(running.stub.Tokenize(pb.TokenizeRequest(prompt=as_chat(("user", "hi")))))
+        assert await running.health() == SERVING
+        assert (await running.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt("hi")))).token_ids
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await chat
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert (caught.value.details() or "").startswith("prompt.chat.messages: the")
+        assert words in (caught.value.details() or "")
+
+    assert run(config(tmp_path), body) == 0
 
 
 def test_the_log_names_a_tokenizer_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -56,3 +56,10 @@ class Keys:
                 # The terminal is gone; its end would come again and again.
                 source = None
         return False
+
+
+def pause(seconds: float) -> None:
+    """Sleeps in short pieces, so that a signal just before one of them is seen soon."""
+    deadline = time.monotonic() + seconds
+    while (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, _LONGEST_WAIT_S))

@@ -24,7 +24,6 @@ from pagekv.client.cli.commands import (
     replay,
     top,
     up,
-    version,
 )
 from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
@@ -63,7 +62,7 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     commands = parser.add_subparsers(
         prog="pagekv", metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS
     )
-    for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay, version):
+    for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay):
         module.add(commands)
     completion.add(commands, parser)
     for each in (parser, *commands.choices.values()):

@@ -52,20 +52,13 @@ def add_beams(parser: CommandParser) -> None:
 def options_of(args: argparse.Namespace) -> GenerateOptions:
     """The options given on the command line; not every command has the flags of beam search."""
     options: GenerateOptions = {}
-    for name in ("max_tokens", "stop", *(flag.replace("-", "_") for flag, _, _ in (*_FLAGS, *_BEAM_FLAGS))):
+    # A switch that is off, and a name that is empty, say nothing.
+    for name in GenerateOptions.__annotations__:
         value = getattr(args, name, None)
-        if value is not None:
+        if value is not None and value is not False and value != "":
             options[name] = value  # type: ignore[literal-required]  # the flags are named as the options
-    if args.ignore_eos:
-        options["ignore_eos"] = True
-    if getattr(args, "early_stopping", False):
-        options["early_stopping"] = True
     if args.namespace:
         options["cache"] = CacheControls(namespace=args.namespace)
-    if args.adapter:
-        options["adapter"] = args.adapter
-    if args.timeout is not None:
-        options["timeout"] = args.timeout
     return options
 
 

@@ -30,6 +30,8 @@ _OTHER_LINES = 13
 _ENDLESS = 10_000
 # From these widths on there is room for spark lines, and for sums beside them.
 _NARROW, _WIDE = 56, 80
+# Columns of the table of requests besides id and state, those that a screen below _TABLE leaves out, and that width.
+_COLUMNS, _LEAST, _TABLE = ("prompt", "cached", "output", "blocks", "preempted"), ("cached", "preempted"), 72
 # Colours of the states, as on the live page; they differ in lightness too.
 _FREE, _CACHED, _HELD = "grey35", "steel_blue", "sky_blue2"
 
@@ -112,7 +114,7 @@ class TopFrame:
         room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)
         # The lowest screens show a request instead.
         has_footer = bool(self.footer) and room > 2
-        yield from self._requests(stats, self.look.requests, max(1, room - 2 if has_footer else room))
+        yield from self._requests(stats, self.look.requests, max(1, room - 2 if has_footer else room), width)
         if has_footer:
             yield Text()
             yield Text(self.footer, "dim", no_wrap=True, overflow="ellipsis")
@@ -146,20 +148,25 @@ class TopFrame:
             table.add_row(*cells)
         return table
 
-    def _requests(self, stats: Stats, listed: RequestList, room: int) -> RenderResult:
+    def _requests(self, stats: Stats, listed: RequestList, room: int, width: int) -> RenderResult:
+        so_far = f"; {stats.requests_total} requests so far, {stats.preemptions_total} preemptions"
         yield Text.assemble(
             ("Requests", "bold"),
-            (f"  {stats.running_sequences} sequences run, {stats.waiting_sequences} wait; "
-             f"{stats.requests_total} requests so far, {stats.preemptions_total} preemptions", "dim"),
+            (f"  {stats.running_sequences} sequences run, {stats.waiting_sequences} wait", "dim"),
+            (so_far if width >= _WIDE else "", "dim"),
             no_wrap=True, overflow="ellipsis",
         )  # fmt: skip  # several entries a line: one each would fill a screen
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-        table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=32)
+        table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=32 if width >= _NARROW else width - 34)
         table.add_column("state")
-        for name in ("prompt", "cached", "output", "blocks", "preempted"):
+        # A narrow screen has no room for those that matter least.
+        shown = [name for name in _COLUMNS if width >= _TABLE or name not in _LEAST]
+        for name in shown:
             table.add_column(name, justify="right", no_wrap=True)
         for request in listed.requests[:room]:
-            table.add_row(*_row(request), style="" if request.state == "running" else "dim")
+            cells = dict(zip(_COLUMNS, _row(request), strict=True))
+            style = "" if request.state == "running" else "dim"
+            table.add_row(request.request_id, request.state, *(cells[name] for name in shown), style=style)
         if listed.requests:
             yield table
         if listed.total > room:
@@ -167,8 +174,9 @@ class TopFrame:
 
 
 def _row(request: RequestInfo) -> list[str]:
+    """Of _COLUMNS."""
     return [
-        request.request_id, request.state, str(request.prompt_tokens), str(request.cached_tokens),
+        str(request.prompt_tokens), str(request.cached_tokens),
         str(request.generated_tokens), str(request.num_blocks), str(request.preemptions or ""),
     ]  # fmt: skip  # several entries a line: one each would fill a screen
 
@@ -202,10 +210,11 @@ def _pool_lines(stats: Stats, width: int) -> RenderResult:
 
 def _pool(name: str, total: int, parts: list[tuple[str, int, str]], beside: str, width: int) -> RenderResult:
     """A line of numbers, and a bar."""
-    line = Text.assemble((name, "bold"), f"  {total}: ", no_wrap=True, overflow="ellipsis")
+    gap = "  " if width >= _NARROW else " "
+    line = Text.assemble((name if width >= _NARROW else name.split()[0], "bold"), f"{gap}{total}: ", no_wrap=True)
     for word, number, style in parts:
-        line.append("■ ", style).append(f"{number} {word}  ")
-    yield line.append(beside, "dim")
+        line.append("■ " if line.plain.endswith(" ") else f"{gap}■ ", style).append(f"{number} {word}")
+    yield line.append(f"  {beside}" if width >= _WIDE else "", "dim")
     bar, drawn, so_far = Text(no_wrap=True), 0, 0
     for _, number, style in parts:
         so_far += number

@@ -16,6 +16,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FrameType
 from typing import Any, Self
 
 import grpc
@@ -26,7 +27,7 @@ from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
-MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager.server")
+MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
 # Exit status of a process whose command line is wrong.
@@ -126,6 +127,8 @@ class Child:
         """How the process ended, and its last log lines."""
         status = self.popen.wait()
         self._reader.join(timeout=2)
+        if reason := self.listening.get("cannot_start"):
+            return StackError(f"the {self.name} cannot start: {reason}")
         how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
             # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
@@ -156,13 +159,15 @@ class Stack:
         self.executor_targets = [
             target(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
         ]
+        # Addresses of the first pair.
+        self.target, self.executor_target = self.targets[0], self.executor_targets[0]
         # Where the gateway serves and where Prometheus reads it; empty without one.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
             self.gateway_metrics_target = target(0, "--gateway-port")
-        # Whether the page is not at the port asked for, which is taken.
-        self.page_moved = False
+        # Whether the managers were asked to serve the page, and not at the port asked for, which is taken.
+        self.has_page, self.page_moved = config.page_port is not None, False
         if config.page_port is not None:
             try:
                 target(config.page_port, "--http-port")
@@ -180,21 +185,6 @@ class Stack:
         self.children: list[Child] = []
         # Names of processes whose death was reported.
         self._reported: set[str] = set()
-
-    @property
-    def target(self) -> str:
-        """Address of the first manager."""
-        return self.targets[0]
-
-    @property
-    def executor_target(self) -> str:
-        """Address of the first executor."""
-        return self.executor_targets[0]
-
-    @property
-    def has_page(self) -> bool:
-        """Whether the managers were asked to serve the page."""
-        return self._config.page_port is not None
 
     def __enter__(self) -> Self:
         self._directory = TemporaryDirectory(prefix="pagekv-up-")
@@ -307,10 +297,38 @@ class Stack:
         """The values of this key in the managers' port files, where it is there."""
         return [child.listening[key] for child in self._of("manager") if key in child.listening]
 
+    def phases(self) -> list[tuple[str, str, int | None]]:
+        """The parts of their starts that take the processes time now: process, part, and percent where counted."""
+        found = [(child.name, child.listening.get("phase")) for child in self.children]
+        return [(name, phase["name"], phase["percent"]) for name, phase in found if phase]
+
     def kill(self) -> None:
         """Kills all at once; may be called from a signal handler while `stop` waits."""
         for child in self.children:
             child.popen.kill()
+
+
+class StopSignals:
+    """SIGINT, SIGTERM and SIGHUP set `asked`; the second one kills the stack. For the main thread, in `with`."""
+
+    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self, stack: Stack) -> None:
+        self._stack = stack
+        self.asked = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._before = {signum: signal.signal(signum, self._handle) for signum in self._SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        if self.asked.is_set():
+            self._stack.kill()
+        self.asked.set()
 
 
 def _environment() -> dict[str, str]:

@@ -161,8 +161,15 @@ def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhe
         overhead=overhead,
         request_bytes=-(-request.numerator // request.denominator),
         full_context_requests=int(memory / request),
-        table_bytes=int(memory / request) * blocks_for(geometry.context, block_size) * TABLE_ENTRY_BYTES,
+        table_bytes=table_bytes(geometry, block_size, int(memory / request)),
     )
+
+
+def table_bytes(geometry: KvGeometry, block_size: int, requests: int) -> int:
+    """Bytes of the block tables of so many requests of full context: `TABLE_ENTRY_BYTES` for each block of each, shared
+    blocks too.
+    """
+    return requests * blocks_for(geometry.context, block_size) * TABLE_ENTRY_BYTES
 
 
 def sharing_requests(geometry: KvGeometry, block_size: int, fits: KvBudget, prefix_tokens: int) -> int:

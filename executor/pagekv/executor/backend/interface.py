@@ -5,6 +5,7 @@ The session checks a step against every `SequenceState` before launching it, so 
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import ClassVar, NamedTuple, Protocol
@@ -85,7 +86,8 @@ class SequenceState:
     """
 
     seq_id: int
-    token_ids: list[int]
+    # int32 in an array where it comes from a message.
+    token_ids: MutableSequence[int]
     num_prompt_tokens: int
     block_table: list[int]
     computed_tokens: int

@@ -249,8 +249,5 @@ def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPref
 
 def _common(tables: list[list[int]]) -> int:
     """How many leading blocks all tables have in common: as many as the least and the greatest of them have."""
-    low, high = min(tables), max(tables)
-    for index, (left, right) in enumerate(zip(low, high, strict=False)):
-        if left != right:
-            return index
-    return min(len(low), len(high))
+    pairs = list(zip(min(tables), max(tables), strict=False))
+    return next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from pagekv.common.phases import phase
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import (
     BackendDescription,
@@ -22,6 +23,7 @@ from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
 from pagekv.executor.model.loading import load_model
+from pagekv.executor.model.start_check import check_cpu_dtype
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Device and host pool together never take more of what is available than this.
@@ -46,8 +48,7 @@ class CpuBackend:
 
         `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
         """
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype: must be one of {', '.join(DTYPES)} with the cpu backend, got {dtype!r}")
+        check_cpu_dtype(dtype)
         keep_freed_memory()
         torch.set_num_threads(threads or usable_cores())
         fingerprint = model_fingerprint(model_path)
@@ -71,7 +72,8 @@ class CpuBackend:
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         info, key = self._info, (block_size, token_budget)
         if key not in info.profiles:
-            info.add_profile(key, profile_step(self._loaded, block_size, token_budget))
+            with phase(f"profiling a step of {token_budget} tokens"):
+                info.add_profile(key, profile_step(self._loaded, block_size, token_budget))
         if block_size not in self._swap_rates:
             self._swap_rates[block_size] = measure_swap_rates(info.geometry, block_size)
         host_bytes = max(0, min(info.device_kv_bytes, int(MAX_MEMORY_SHARE * info.left) - info.device_kv_bytes))

@@ -10,6 +10,7 @@ import torch
 
 from pagekv.common.errors import OutOfMemory
 from pagekv.common.logs import Log
+from pagekv.common.phases import phase
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import (
     BackendDescription,
@@ -99,7 +100,8 @@ class CudaBackend:
             if larger:
                 return larger[0]
         try:
-            profile = self._measure(block_size, token_budget)
+            with phase(f"profiling a step of {token_budget} tokens"):
+                profile = self._measure(block_size, token_budget)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error
         if self._runner is None:

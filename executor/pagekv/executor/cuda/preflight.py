@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pagekv.executor.model.files import StoredModel, read_model_files
+from pagekv.executor.model.start_check import check_kv_memory
 from pagekv.kernels.variants import (
     DTYPE_BYTES,
     DTYPE_PAIRS,
@@ -196,10 +197,13 @@ def served_dtypes(directory: Path, stored: StoredModel, dtype: str, kv_dtype: st
     return served, kept
 
 
-def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu) -> None:
-    """`dtype`, `kv_dtype`: as the flags. Raises ValueError, naming the model, the reason and what to do."""
+def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory: int = 0) -> None:
+    """The strings and `kv_memory` are those of the flags. Raises ValueError, naming the model, the reason and what to
+    do.
+    """
     stored = read_model_files(directory)
-    served, _ = served_dtypes(directory, stored, dtype, kv_dtype)
+    served, kept = served_dtypes(directory, stored, dtype, kv_dtype)
+    check_kv_memory(directory, stored, DTYPE_BYTES[kept], kv_memory)
     try:
         # An unknown head size is not judged.
         Variant(served, served, stored.head_size or HEAD_SIZES[0])

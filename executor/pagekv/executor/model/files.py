@@ -47,6 +47,14 @@ class StoredModel:
     head_size: int | None
     num_weights: int | None
     """Elements that are certain to be loaded."""
+    num_layers: int | None = None
+
+    def token_bytes(self, element_bytes: int) -> int | None:
+        """Bytes of one token's keys and values over all layers."""
+        heads = self.num_kv_heads or self.num_heads
+        if not (self.num_layers and heads and self.head_size):
+            return None
+        return 2 * self.num_layers * heads * self.head_size * element_bytes
 
 
 def read_model_files(directory: Path) -> StoredModel:
@@ -63,6 +71,7 @@ def read_model_files(directory: Path) -> StoredModel:
         num_kv_heads=_count(text, "num_key_value_heads"),
         head_size=_head_size(text, heads),
         num_weights=_num_weights(directory, config, text),
+        num_layers=_count(text, "num_hidden_layers", "n_layer"),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from pagekv.common.phases import Phase, phase
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
@@ -54,6 +57,38 @@ def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str =
     missing.
     """
     transformers_logging.disable_progress_bar()
+    with phase("loading the weights") as loading, _progress_of(loading):
+        return _load(directory, dtype, device)
+
+
+@contextmanager
+def _progress_of(loading: Phase) -> Iterator[None]:
+    """Tells the phase how many of the weights transformers has loaded; releases before 5.5 do not say."""
+    set_hook = getattr(transformers_logging, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+
+    def counted(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        found = args[0] if args else kwargs.get("iterable")
+        if not isinstance(found, Sized) or not isinstance(found, Iterable):
+            return factory(*args, **kwargs)
+
+        def each() -> Iterator[Any]:
+            for done, one in enumerate(found):
+                loading.progress(done, len(found))
+                yield one
+
+        return each()
+
+    before = set_hook(counted)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def _load(directory: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
     model, report = AutoModelForCausalLM.from_pretrained(

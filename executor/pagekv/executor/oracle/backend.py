@@ -230,7 +230,7 @@ class OracleBackend:
         if reader is None or reader.state is not state:
             self.finish([state])
             reader = self._readers[state.seq_id] = _Reader(state)
-        tokens = state.token_ids[len(reader.tokens) : item.start + item.count]
+        tokens = list(state.token_ids[len(reader.tokens) : item.start + item.count])
         # Only the last can be unknown: those before were taken in when it was sampled.
         if tokens[-1] == UNKNOWN_TOKEN:
             tokens[-1] = reader.latest

@@ -10,6 +10,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pagekv.common.errors import InvalidRequest, PageKVError
+from pagekv.common.large_messages import SMALL_BYTES
 from pagekv.common.logs import Log
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.session import Session, StepFailed
@@ -42,7 +43,9 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
         return pb.AttachResponse(epoch=await self._session.attach(wire.attach_order(request)))
 
-    async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
+    async def Run(  # type: ignore[override]  # the server's interceptor hands on the bytes of several requests
+        self, request_iterator: AsyncIterator[bytes], context: Any
+    ) -> AsyncIterator[pb.StepResult]:
         stream = self._session.open_stream()
         # A client that goes away while a result is being written would keep the `finally` below from running soon.
         context.add_done_callback(lambda _: self._session.close_stream(stream))
@@ -55,19 +58,27 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
             reader.cancel()
             self._session.close_stream(stream)
 
-    async def _read(self, requests: AsyncIterator[pb.StepRequest], stream: StepStream) -> None:
+    async def _read(self, requests: AsyncIterator[bytes], stream: StepStream) -> None:
         """Takes steps in until there are no more; an error ends the stream."""
+        session = self._session
         try:
-            async for request in requests:
-                await self._session.submit(stream, wire.step(request))
-            self._session.finish_input(stream)
-        except InvalidRequest as error:
-            self._session.finish_input(stream, error)
+            async for data in requests:
+                if len(data) <= SMALL_BYTES:
+                    request = pb.StepRequest.FromString(data)
+                else:
+                    request = await wire.read_step(
+                        data, session.limits, lambda epoch: session.check_epoch(stream, epoch)
+                    )
+                await session.submit(stream, wire.step(request))
+            session.finish_input(stream)
         except DecodeError as error:
             refusal = InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}")
-            self._session.finish_input(stream, refusal)
+            session.finish_input(stream, refusal)
         except PageKVError as error:
-            stream.deliver(error)
+            if stream.epoch is None and not isinstance(error, InvalidRequest):
+                stream.deliver(error)
+            else:
+                session.finish_input(stream, error)
         except Exception as error:
             log.exception("cannot read steps")
             stream.deliver(StepFailed(f"steps cannot be read: {type(error).__name__}: {error}"))

@@ -4,6 +4,7 @@ rule of executor_service.proto that it breaks.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Sequence
 
 from pagekv.common.errors import InvalidRequest
@@ -34,10 +35,23 @@ def check_size(path: str, entries: Sequence[object], most: int, rule: str) -> No
 
 
 def check_ids(path: str, ids: Sequence[int], kind: str, bound: int, rule: str) -> None:
-    """Every id of this kind (token, block) must be below `bound`."""
-    if ids and max(ids) >= bound:
+    """Every id of this kind (token, block) must be below `bound`. In an array they are uint32, whatever it is of."""
+    if isinstance(ids, array):
+        _check_array(path, ids, kind, bound, rule)
+    elif ids and max(ids) >= bound:
         index = next(index for index, number in enumerate(ids) if number >= bound)
         raise InvalidRequest(f"{path}[{index}]", f"must be a {kind} id below {bound}, got {ids[index]}", rule)
+
+
+def _check_array(path: str, ids: array[int], kind: str, bound: int, rule: str) -> None:
+    # Not with the module, which the checks before a start import.
+    import numpy as np
+
+    # Of a million ids in a list the largest takes 10 ms, during which no other thread runs.
+    numbers = np.frombuffer(ids, np.uint32)
+    if len(numbers) and int(numbers.max()) >= bound:
+        index = int((numbers >= bound).argmax())
+        raise InvalidRequest(f"{path}[{index}]", f"must be a {kind} id below {bound}, got {numbers[index]}", rule)
 
 
 def check_distinct(path: str, blocks: Sequence[int], rule: str) -> None:

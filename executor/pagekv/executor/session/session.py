@@ -27,13 +27,13 @@ from pagekv.common.errors import (
     ComputationFailed,
     Draining,
     FailedPrecondition,
-    InvalidRequest,
     OutOfMemory,
     PageKVError,
     StaleEpoch,
     Unavailable,
 )
 from pagekv.common.logs import Log
+from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
@@ -128,9 +128,10 @@ class Session:
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
         """Runs after the step under way, if any: the worker thread takes one job at a time."""
         try:
-            await self._ask(
-                backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
-            )
+            with phase(f"allocating {order.num_device_blocks + order.num_host_blocks} blocks"):
+                await self._ask(
+                    backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
+                )
         except MemoryError as error:
             raise OutOfMemory(
                 f"num_device_blocks {order.num_device_blocks}, num_host_blocks {order.num_host_blocks}: {error}"
@@ -179,14 +180,25 @@ class Session:
         self._streams.add(stream)
         return stream
 
+    @property
+    def limits(self) -> EpochLimits | None:
+        """Of the epoch that is open."""
+        return None if self._current is None else self._current.limits
+
+    def check_epoch(self, stream: StepStream, number: int) -> None:
+        """Raises StaleEpoch or FailedPrecondition unless the stream may have a step of the epoch with this number."""
+        epoch = stream.epoch or self._bind(stream, number)
+        if epoch.epoch != number:
+            raise StaleEpoch(f"epoch: {number} is over, the epoch now is {epoch.epoch}: attach again (P6)")
+
     async def submit(self, stream: StepStream, step: Step) -> None:
         """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
         epoch = stream.epoch or self._bind(stream, step.epoch)
         await stream.wait_for_room()
         self._compute.post(lambda: self._run(epoch, stream, step))
 
-    def finish_input(self, stream: StepStream, refusal: InvalidRequest | None = None) -> None:
-        """Ends the stream after its last result: no more steps will come, or one that cannot be read."""
+    def finish_input(self, stream: StepStream, refusal: PageKVError | None = None) -> None:
+        """Ends the stream after its last result: no more steps will come, or one that is refused before it is read."""
         epoch = stream.epoch
 
         def end() -> None:

@@ -1,7 +1,7 @@
 // Every PTX instruction of the kernels, each in one wrapper.
 //
-// With PAGEKV_HOST the wrappers call host_ptx functions of the tests' emulation instead, which keep the layouts of
-// fragments, the moment when asynchronous copies arrive, and the rules that a warp must obey.
+// With PAGEKV_HOST the tests' emulation has them all, by the same names: it keeps the layouts of fragments, the moment when
+// asynchronous copies arrive, and the rules that a warp must obey.
 #pragma once
 
 typedef unsigned char u8;
@@ -11,20 +11,15 @@ typedef unsigned long long u64;
 typedef int i32;
 typedef long long i64;
 
-#ifdef PAGEKV_HOST
-// Shared memory whose size is given at launch, as `unsigned char* name`, aligned to 16 bytes.
-#define PAGEKV_DYNAMIC_SHARED(name) unsigned char* const name = host_ptx::dynamic_shared()
-#else
-#define PAGEKV_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
-#endif
-
 constexpr u32 kFullWarp = 0xffffffffu;
 
 #ifndef PAGEKV_HOST
+// Shared memory whose size is given at launch, as `unsigned char* name`, aligned to 16 bytes.
+#define PAGEKV_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
 __device__ __forceinline__ u32 shared_address(const void* shared) {
     return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
-#endif
 
 // --- asynchronous copies to shared memory
 
@@ -32,34 +27,22 @@ __device__ __forceinline__ u32 shared_address(const void* shared) {
 // must be aligned all the same, since the instruction is issued with it and PTX excepts no ignored source.
 // The destination holds neither old nor new bytes until a wait of this thread; other threads need a barrier after that.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, bool valid = true) {
-#ifdef PAGEKV_HOST
-    host_ptx::cp_async(shared, global, valid);
-#else
     // As a predicate, not as a size of 0: a size costs instructions that allow for those between 0 and 16.
     asm volatile(
         "{\n.reg .pred ignore;\nsetp.eq.u32 ignore, %2, 0;\n"
         "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, ignore;\n}" ::"r"(shared_address(shared)),
         "l"(global), "r"(static_cast<u32>(valid))
         : "memory");
-#endif
 }
 
 // Closes the group of this thread's copies since the last commit; a group may be empty.
 __device__ __forceinline__ void cp_async_commit() {
-#ifdef PAGEKV_HOST
-    host_ptx::cp_async_commit();
-#else
     asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
 }
 
 // Waits until at most `pending` of this thread's newest groups are under way.
 template <int pending> __device__ __forceinline__ void cp_async_wait() {
-#ifdef PAGEKV_HOST
-    host_ptx::cp_async_wait(pending);
-#else
     asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
-#endif
 }
 
 // --- tensor cores. Layouts: "row, column pair" of lane l, each register two 16-bit elements, the lower column lower.
@@ -67,26 +50,18 @@ template <int pending> __device__ __forceinline__ void cp_async_wait() {
 // Four 8x8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes, aligned to 16).
 // registers[i]: matrix i, row l / 4, columns 2 * (l % 4) and the next.
 __device__ __forceinline__ void ldmatrix_x4(u32 (&registers)[4], const void* row) {
-#ifdef PAGEKV_HOST
-    host_ptx::ldmatrix_x4(registers, row, false);
-#else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
                  : "r"(shared_address(row))
                  : "memory");
-#endif
 }
 
 // ldmatrix_x4 with each matrix transposed: registers[i] holds rows 2 * (l % 4) and the next of column l / 4.
 __device__ __forceinline__ void ldmatrix_x4_trans(u32 (&registers)[4], const void* row) {
-#ifdef PAGEKV_HOST
-    host_ptx::ldmatrix_x4(registers, row, true);
-#else
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(registers[0]), "=r"(registers[1]), "=r"(registers[2]), "=r"(registers[3])
                  : "r"(shared_address(row))
                  : "memory");
-#endif
 }
 
 // d[16x8] += a[16x16] * b[16x8], products of 16-bit elements summed in float. With g = l / 4 and t = 2 * (l % 4):
@@ -99,111 +74,72 @@ struct f16;
 struct bf16;
 
 template <> __device__ __forceinline__ void mma_m16n8k16<f16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#ifdef PAGEKV_HOST
-    host_ptx::mma_m16n8k16(d, a, b0, b1, false);
-#else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
 }
 
 template <> __device__ __forceinline__ void mma_m16n8k16<bf16>(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-#ifdef PAGEKV_HOST
-    host_ptx::mma_m16n8k16(d, a, b0, b1, true);
-#else
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-#endif
 }
 
 // --- arithmetic
 
 // 2^x to about two units in the last place; 2^-infinity is 0.
 __device__ __forceinline__ float exp2_approx(float x) {
-#ifdef PAGEKV_HOST
-    return host_ptx::exp2_approx(x);
-#else
     float result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
     return result;
-#endif
 }
 
 // Bytes of a (0 to 3) and b (4 to 7) picked by the four lowest digits of `selector`.
 __device__ __forceinline__ u32 byte_permute(u32 a, u32 b, u32 selector) {
-#ifdef PAGEKV_HOST
-    return host_ptx::byte_permute(a, b, selector);
-#else
     u32 result;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
     return result;
-#endif
 }
 
 // Products of two pairs, each rounded once: a multiply-add with -0, which sm_80 has and which keeps signs of zeros.
 __device__ __forceinline__ u32 bf16x2_multiply(u32 a, u32 b) {
-#ifdef PAGEKV_HOST
-    return host_ptx::bf16x2_multiply(a, b);
-#else
     u32 result;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(0x80008000u));
     return result;
-#endif
 }
 
 // --- conversions, to nearest, ties to even
 
 __device__ __forceinline__ float f16_to_float(u16 bits) {
-#ifdef PAGEKV_HOST
-    return host_ptx::f16_to_float(bits);
-#else
     float result;
     asm("cvt.f32.f16 %0, %1;" : "=f"(result) : "h"(bits));
     return result;
-#endif
 }
 
 __device__ __forceinline__ u16 float_to_f16(float value) {
-#ifdef PAGEKV_HOST
-    return host_ptx::float_to_f16(value);
-#else
     u16 result;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(result) : "f"(value));
     return result;
-#endif
 }
 
 __device__ __forceinline__ u16 float_to_bf16(float value) {
-#ifdef PAGEKV_HOST
-    return host_ptx::float_to_bf16(value);
-#else
     u16 result;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result) : "f"(value));
     return result;
-#endif
 }
 
 // Two at once; the instruction takes the upper half first.
 __device__ __forceinline__ u32 floats_to_f16x2(float low, float high) {
-#ifdef PAGEKV_HOST
-    return host_ptx::float_to_f16(low) | static_cast<u32>(host_ptx::float_to_f16(high)) << 16;
-#else
     u32 result;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
-#endif
 }
 
 __device__ __forceinline__ u32 floats_to_bf16x2(float low, float high) {
-#ifdef PAGEKV_HOST
-    return host_ptx::float_to_bf16(low) | static_cast<u32>(host_ptx::float_to_bf16(high)) << 16;
-#else
     u32 result;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
-#endif
 }
+#endif

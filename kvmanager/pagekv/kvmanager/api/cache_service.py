@@ -23,12 +23,13 @@ class CacheService(pb_grpc.CacheServiceServicer):
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
         prompt, identity = await read_lookup(request, self._served_model.served())
-        return self._queries.lookup_prefix(prompt, identity)
+        return self._queries.lookup_prefix(prompt, identity, await self._queries.prepare(prompt, identity))
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         page_size = read_page_size(request.page_size)
         prompt, identity = await read_lookup(request, self._served_model.served())
-        return self._queries.explain_prefix(prompt, identity, page_size, request.page_token)
+        prepared = await self._queries.prepare(prompt, identity)
+        return await self._queries.explain_prefix(prompt, identity, page_size, request.page_token, prepared)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         lease = request.lease_seconds
@@ -37,7 +38,8 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if request.pin_id:
             check_request_id("pin_id", request.pin_id)
         prompt, identity = await read_lookup(request, self._served_model.served())
-        return self._queries.pin_prefix(prompt, identity, lease, request.pin_id)
+        prepared = await self._queries.prepare(prompt, identity)
+        return self._queries.pin_prefix(prompt, identity, lease, request.pin_id, prepared)
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
         return self._queries.list_pins()

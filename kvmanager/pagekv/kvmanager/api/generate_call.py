@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -45,14 +46,17 @@ class GenerateCall:
         self._stream: RequestStream | None = None
 
     async def run(self, write: Callable[[bytes], Awaitable[None]]) -> None:
-        """Writes the messages in order, each as `serialise` makes it. Raises what `EngineLoop.queue` raises, and what
-        the engine fails the stream with.
+        """Writes the messages in order, each as `serialise` makes it. Raises what `OutputProcessor.resume` and
+        `EngineLoop.queue` raise, and what the engine fails the stream with.
 
         `write` instead of asynchronous generators: three layers of them took 8 of the 45 microseconds of a message.
         """
-        ended = self._outputs[0].end_of_resumed(self._eos)
+        first = self._outputs[0]
+        for _ in first.resume():
+            await asyncio.sleep(0)
+        ended = first.end_of_resumed(self._eos)
         if ended is not None:
-            await write(self._serialise(self._complete(SequenceDelta(0), self._outputs[0], ended)))
+            await write(self._serialise(self._complete(SequenceDelta(0), first, ended)))
             return
         stream = self._stream = await self._engine.queue(self._command)
         self._open = set(range(self._command.n))

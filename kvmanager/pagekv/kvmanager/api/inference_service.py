@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.api.generate_call import GenerateCall
-from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, token_array
+from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, decode, token_array
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
 from pagekv.kvmanager.engine.capacity import longest_sequence
@@ -18,8 +18,8 @@ from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
 # Token ids that Tokenize answers with and Detokenize takes at most.
 MAX_CODEC_TOKENS = 2**20
-# Longer lists of ids are decoded in a thread.
-INLINE_TOKENS = 1024
+# Ids of Tokenize's answer that are written between two turns of the event loop.
+ANSWERED_AT_ONCE = 16 * 2**10
 
 
 class InferenceService(pb_grpc.InferenceServiceServicer):
@@ -43,14 +43,23 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         ids = read_abort_ids(request.request_ids)
         return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name)])
 
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
+    async def Tokenize(  # type: ignore[override]  # the answer is serialised here
+        self, request: pb.TokenizeRequest, context: Any
+    ) -> bytes:
         served = self._served_model.served()
         reader = PromptReader(
             served.tokenizer, served.model.vocab_size, MAX_CODEC_TOKENS, "what Tokenize answers with at most"
         )
         prompt = await reader.read(request.prompt)
-        # A list fills a field in half the time of an array.
-        return pb.TokenizeResponse(token_ids=prompt.tolist())
+        parts = []
+        # Serialised messages one behind the other are one message; the event loop turns between them.
+        for start in range(0, len(prompt), ANSWERED_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            # A list fills a field in half the time of an array.
+            part = pb.TokenizeResponse(token_ids=prompt[start : start + ANSWERED_AT_ONCE].tolist())
+            parts.append(part.SerializeToString())
+        return b"".join(parts)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
         served = self._served_model.served()
@@ -63,11 +72,14 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         if not ids:
             return pb.DetokenizeResponse()
         check_token_ids("token_ids", ids, served.model.vocab_size)
-        text = tokenizer.decode(ids) if len(ids) <= INLINE_TOKENS else await asyncio.to_thread(tokenizer.decode, ids)
-        return pb.DetokenizeResponse(text=text)
+        return pb.DetokenizeResponse(text=await decode(tokenizer, ids))
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:
-        served = self._served_model.served()
+        try:
+            served = self._served_model.served()
+        except Unavailable as error:
+            error.server_version = pagekv_version()
+            raise
         tokenizer = served.tokenizer
         return pb.GetModelInfoResponse(
             has_tokenizer=tokenizer is not None,

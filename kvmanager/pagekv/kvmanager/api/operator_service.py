@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,9 +15,14 @@ from pagekv.kvmanager.engine.paging import read_page_size
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
 
+# Blocks that are listed before others have a turn: each takes some microseconds.
+LISTED_AT_ONCE = 512
+
 
 class OperatorService(pb_grpc.OperatorServiceServicer):
-    """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
+    """Every answer is a snapshot between two steps, of many blocks one for each slice of them. Errors are raised as
+    `PageKVError`.
+    """
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries = engine.queries
@@ -39,12 +45,20 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         page_size = read_page_size(request.page_size)
         if request.state not in pb.BlockState.values():
             raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
-        return self._queries.list_blocks(page_size, request.page_token, request.state)
+        answer = self._queries.list_blocks(min(page_size, LISTED_AT_ONCE), request.page_token, request.state)
+        while answer.next_page_token and (left := page_size - len(answer.blocks)):
+            await asyncio.sleep(0)
+            more = self._queries.list_blocks(min(left, LISTED_AT_ONCE), answer.next_page_token, request.state)
+            answer.blocks.MergeFrom(more.blocks)
+            answer.next_page_token = more.next_page_token
+        return answer
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:
         reset = self._queries.reset_prefix_cache(request.force)
         if reset is None:
-            held = "running requests or pins hold blocks: wait for them to end, or use force"
+            held = (
+                "running requests or pins hold blocks: wait for them to end, or set force (pagekv reset-cache --force)"
+            )
             raise FailedPrecondition(held, "BLOCKS_HELD", "prefix cache")
         return reset
 

@@ -1,17 +1,23 @@
-"""Turns a prompt (text, token ids or a conversation) into checked token ids, off the event loop if long."""
+"""Turns a prompt (text, token ids or a conversation) into checked token ids, off the event loop if long.
+
+Text is measured before it is encoded. A short one is encoded at once; a longer one in one of two threads, a long one in
+a process of its own, one after the other, since encoding takes hundreds of bytes of memory for each token.
+"""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.text.chat_template import ChatTemplateError
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
+from pagekv.kvmanager.text.worker_process import WorkerStopped
 
 if TYPE_CHECKING:
     from pagekv.v1 import types_pb2
@@ -19,9 +25,17 @@ if TYPE_CHECKING:
 # The field that refusals name, by kind of prompt.
 PROMPT_FIELDS = {"text": "prompt.text", "token_ids": "prompt.token_ids.ids", "chat": "prompt.chat.messages"}
 MAX_TEXT_BYTES = 8 * 2**20
+# Bytes of text for each token that a prompt may have: no text has so many in a token all the way through, except one
+# of white space or the like.
+BYTES_PER_TOKEN = 32
 MAX_CHAT_MESSAGES = 4096
 # Texts longer than this are encoded in a thread: 4096 characters take about a millisecond.
 INLINE_CHARACTERS = 4096
+# Texts longer than this are encoded in a process of its own, lists of ids longer than this decoded there.
+THREAD_CHARACTERS = 64 * 2**10
+INLINE_IDS, THREAD_IDS = 1024, 16 * 2**10
+
+_threads = ThreadPoolExecutor(2, "text")
 
 
 class PromptReader:
@@ -50,8 +64,8 @@ class PromptReader:
         tokenizer = self._need_tokenizer(field)
         if not text:
             raise InvalidRequest(field, "must not be empty")
-        _check_text_bytes(field, len(text.encode()))
-        return await self._encode(field, len(text), lambda: text, tokenizer, special_tokens=True)
+        self._check_text_bytes(field, len(text.encode()))
+        return await self._encode(field, text, tokenizer, special_tokens=True)
 
     async def _chat(self, field: str, chat: types_pb2.Chat) -> array[int]:
         """Token ids of a conversation through the chat template."""
@@ -66,16 +80,14 @@ class PromptReader:
             if not message["role"]:
                 raise InvalidRequest(f"{field}[{index}].role", "must not be empty")
         size = sum(len(message["role"].encode()) + len(message["content"].encode()) for message in messages)
-        _check_text_bytes(field, size)
-
-        def render() -> str:
-            try:
-                return template.render(messages)
-            except ChatTemplateError as error:
-                raise InvalidRequest(field, str(error)) from error
-
+        self._check_text_bytes(field, size)
+        try:
+            text = await template.render(messages)
+        except ChatTemplateError as error:
+            raise InvalidRequest(field, str(error)) from error
+        self._check_text_bytes(field, len(text.encode()), "rendered with the chat template ")
         # The template writes the special tokens itself.
-        return await self._encode(field, size + 64 * len(messages), render, tokenizer, special_tokens=False)
+        return await self._encode(field, text, tokenizer, special_tokens=False)
 
     def _checked_ids(self, field: str, ids: Sequence[int]) -> array[int]:
         if not ids:
@@ -85,30 +97,39 @@ class PromptReader:
         check_token_ids(field, prompt, self._vocab_size)
         return prompt
 
-    async def _encode(
-        self, field: str, size: int, source: Callable[[], str], tokenizer: Tokenizer, *, special_tokens: bool
-    ) -> array[int]:
-        """Encodes the text that `source` gives, in a thread if it is long (`size` is a guess in characters)."""
-
+    async def _encode(self, field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool) -> array[int]:
         def work() -> array[int]:
-            ids = token_array(tokenizer.encode(source(), special_tokens=special_tokens, limit=self._max_tokens))
-            if ids:
-                check_token_ids(field, ids, self._vocab_size)
-            return ids
+            return token_array(tokenizer.encode(text, special_tokens=special_tokens, limit=self._max_tokens))
 
         try:
-            ids = work() if size <= INLINE_CHARACTERS else await asyncio.to_thread(work)
+            if len(text) <= INLINE_CHARACTERS:
+                ids = work()
+            elif len(text) <= THREAD_CHARACTERS:
+                ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
+            else:
+                ids = await tokenizer.encode_long(text, special_tokens=special_tokens, limit=self._max_tokens)
         except TooManyTokens as error:
             self._check_count(field, error.num_tokens)
             raise
+        except WorkerStopped as error:
+            raise InvalidRequest(field, f"must be text that the tokenizer can encode: {error}") from error
         if not ids:
             raise InvalidRequest(field, "must have at least one token; this prompt has none")
+        check_token_ids(field, ids, self._vocab_size)
         return ids
 
     def _need_tokenizer(self, field: str) -> Tokenizer:
         if self._tokenizer is None:
             raise InvalidRequest(field, "this deployment has no tokenizer; give token ids")
         return self._tokenizer
+
+    def _check_text_bytes(self, field: str, size: int, what: str = "") -> None:
+        most, why = MAX_TEXT_BYTES, "8 MiB"
+        if self._max_tokens * BYTES_PER_TOKEN < most:
+            most = self._max_tokens * BYTES_PER_TOKEN
+            why = f"{BYTES_PER_TOKEN} for each of {self._max_tokens} tokens, {self._limit_name}"
+        if size > most:
+            raise InvalidRequest(field, f"must be at most {most} bytes of UTF-8 ({why}), {what}has {size}")
 
     def _check_count(self, field: str, num_tokens: int) -> None:
         if num_tokens > self._max_tokens:
@@ -133,6 +154,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         )
 
 
-def _check_text_bytes(field: str, size: int) -> None:
-    if size > MAX_TEXT_BYTES:
-        raise InvalidRequest(field, f"must be at most {MAX_TEXT_BYTES} bytes (8 MiB) of UTF-8, has {size}")
+async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> str:
+    """Text of checked token ids, uint32. Raises InvalidRequest, and Overloaded."""
+    if len(token_ids) <= INLINE_IDS:
+        return tokenizer.decode(token_ids)
+    if len(token_ids) <= THREAD_IDS:
+        return await asyncio.get_running_loop().run_in_executor(_threads, tokenizer.decode, token_ids)
+    try:
+        return await tokenizer.decode_long(token_ids)
+    except WorkerStopped as error:
+        raise InvalidRequest("token_ids", f"must be ids that the tokenizer can decode: {error}") from error

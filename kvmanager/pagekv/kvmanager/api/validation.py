@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import secrets
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
@@ -105,11 +107,10 @@ async def read_generate(
         max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
-    ends = sampling.end_ids(model.eos_token_ids)
-    for position in range(max(0, params.min_tokens - 1), len(resumed) - 1):
-        if (token_id := resumed[position]) in ends:
-            words = f"must be the last of them, since {token_id} ends the output; {len(resumed)} were given"
-            raise InvalidRequest(f"resumed_token_ids[{position}]", words)
+    position = _first_end(resumed[:-1], max(0, params.min_tokens - 1), sampling.end_ids(model.eos_token_ids))
+    if position >= 0:
+        words = f"must be the last of them, since {resumed[position]} ends the output; {len(resumed)} were given"
+        raise InvalidRequest(f"resumed_token_ids[{position}]", words)
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
@@ -152,12 +153,11 @@ def check_request_id(field: str, request_id: str) -> None:
 
 def read_abort_ids(request_ids: Sequence[str]) -> list[str]:
     """The ids of an Abort call, each once. Raises InvalidRequest."""
-    ids = list(dict.fromkeys(request_ids))
-    if not 1 <= len(ids) <= MAX_ABORT_IDS:
-        raise InvalidRequest("request_ids", f"must have from 1 to {MAX_ABORT_IDS} ids, has {len(ids)}")
+    if not 1 <= len(request_ids) <= MAX_ABORT_IDS:
+        raise InvalidRequest("request_ids", f"must have from 1 to {MAX_ABORT_IDS} ids, has {len(request_ids)}")
     for index, request_id in enumerate(request_ids):
         check_request_id(f"request_ids[{index}]", request_id)
-    return ids
+    return list(dict.fromkeys(request_ids))
 
 
 def _context(model: EngineInfo) -> str:
@@ -166,6 +166,7 @@ def _context(model: EngineInfo) -> str:
 
 def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> SamplingParams:
     """All parameters but max_tokens and min_tokens, whose bounds depend on the prompt."""
+    check_sampling_lists(params)
     elsewhere = ("n", "stop", "max_tokens", "min_tokens")
     found = ((descriptor.name, value) for descriptor, value in params.ListFields())
     given: dict[str, Any] = {name: value for name, value in found if name not in elsewhere}
@@ -185,11 +186,19 @@ def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model:
     if given and (n != 1 or sampling.beam_width):
         name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
         raise InvalidRequest(field, f"must be empty with sampling_params.{name} of {value}, has {len(given)} ids")
-    _check_count(field, len(given), model.max_model_len - 1)
+    check_count(field, len(given), model.max_model_len - 1)
     resumed = token_array(given)
     if resumed:
         check_token_ids(field, resumed, model.vocab_size)
     return resumed
+
+
+def _first_end(token_ids: array[int], start: int, ends: Collection[int]) -> int:
+    """The first position from `start` on that has one of these tokens, -1 for none: vector operations, since there may
+    be as many tokens as the context has.
+    """
+    found = np.isin(np.frombuffer(token_ids, np.uint32)[start:], [*ends])
+    return start + int(found.argmax()) if found.any() else -1
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:
@@ -223,14 +232,12 @@ def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: 
 
 def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> tuple[int, ...]:
     field = "sampling_params.stop_token_ids"
-    _check_count(field, len(params.stop_token_ids), MAX_STOP_TOKEN_IDS)
     if params.stop_token_ids:
         check_token_ids(field, token_array(params.stop_token_ids), vocab_size)
     return tuple(params.stop_token_ids)
 
 
 def _read_stops(params: types_pb2.SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
-    _check_count("sampling_params.stop", len(params.stop), MAX_STOPS)
     for index, stop in enumerate(params.stop):
         check_length(f"sampling_params.stop[{index}]", stop, MAX_STOP_CHARACTERS)
     if params.stop and tokenizer is None:
@@ -240,7 +247,6 @@ def _read_stops(params: types_pb2.SamplingParams, tokenizer: Tokenizer | None) -
 
 def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[int, float]:
     field = "sampling_params.logit_bias"
-    _check_count(field, len(params.logit_bias), MAX_LOGIT_BIASES)
     for token_id, bias in params.logit_bias.items():
         if token_id >= vocab_size:
             raise InvalidRequest(field, f"token ids must be from 0 to {vocab_size - 1}, got {token_id}")
@@ -284,13 +290,26 @@ def _check(field: str, value: float, low: float, high: float, above: bool = Fals
         raise InvalidRequest(field, f"must be {bounds}, got {value}")
 
 
+def check_sampling_lists(params: types_pb2.SamplingParams) -> None:
+    """Raises InvalidRequest where a list of the sampling parameters, of which only the length is asked, has too many
+    entries.
+    """
+    for name, entries, most in (
+        ("stop", params.stop, MAX_STOPS),
+        ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", params.logit_bias, MAX_LOGIT_BIASES),
+    ):
+        check_count(f"sampling_params.{name}", len(entries), most)
+
+
 def check_length(field: str, text: str, most: int) -> None:
     """Raises InvalidRequest unless `text` has from 1 to `most` characters."""
     if not 1 <= len(text) <= most:
         raise InvalidRequest(field, f"must be from 1 to {most} characters, has {len(text)}")
 
 
-def _check_count(field: str, count: int, most: int) -> None:
+def check_count(field: str, count: int, most: int) -> None:
+    """Raises InvalidRequest unless a list has at most so many entries."""
     if count > most:
         raise InvalidRequest(field, f"must have at most {most} entries, has {count}")
 

@@ -6,22 +6,26 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-import numpy as np
-
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.engine.packed import packed_field
+from pagekv.kvmanager.engine.prefix_match import PrefixMatch, match_prefix
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.pins import PinLease, Pins
 from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import Admitted
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
+
+# Blocks looked up in the host pool together.
+_HOST_BLOCKS = 256
 
 
 class CacheAdmin:
@@ -102,35 +106,63 @@ class CacheAdmin:
                 totals.misses_diverged_total += bool(each.shared_tokens)
                 totals.misses_never_seen_total += not each.shared_tokens
 
-    # -- prefixes
+    # -- prefixes; `prepared` as in `match_prefix`
 
-    def lookup(self, token_ids: Sequence[int], identity: CacheIdentity, partial_hits: bool) -> pb.LookupPrefixResponse:
+    def lookup(
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        partial_hits: bool,
+        prepared: PreparedPrompt | None = None,
+    ) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing. `partial_hits`: with the start of another block, by copying."""
-        size = self.pool.block_size
-        root = self._root(identity, identity.adapter_id)
-        digests = chain_digests(root, token_bytes(token_ids), size, identity.media)
-        tokens = np.array(token_ids, np.uint32)
-        chunks = tokens[: len(digests) * size].reshape(-1, size)
-        hits = self.pool.match(root, digests, chunks)
+        size, root = self.pool.block_size, self.root(identity)
+        match = self._match(token_ids, identity, prepared)
+        tokens, hits = match.tokens, match.hits
         found = len(hits) * size
-        parents = [*self.pool.table.digests(hits[-1:]), *digests[len(hits) :]] if hits else [root, *digests]
-        behind = self._host.find(digests[len(hits) :], chunks[len(hits) :], parents, hashed_anew=True)
-        kept = [*behind, NO_BLOCK].index(NO_BLOCK) * size
+        kept = self._kept_behind(match, root) * size
         partial = 0
         if partial_hits and not kept and not identity.media and found < len(tokens):
-            _, partial = self.pool.table.longest_run(hits[-1] if hits else root, tokens[found : found + size])
-        return pb.LookupPrefixResponse(
-            prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, block_ids=hits, partial_tokens=partial
+            before = int(hits[-1]) if len(hits) else root
+            _, partial = self.pool.table.longest_run(before, tokens[found : found + size])
+        answer = pb.LookupPrefixResponse(
+            prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, partial_tokens=partial
         )
+        answer.MergeFromString(packed_field(pb.LookupPrefixResponse.BLOCK_IDS_FIELD_NUMBER, hits))
+        return answer
 
-    def explain(
-        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str
-    ) -> pb.ExplainPrefixResponse:
-        """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
+    def _kept_behind(self, match: PrefixMatch, root: bytes) -> int:
+        """How many blocks behind the hits the host pool has, up to the first that it has not."""
+        table, host, begin = self.pool.table, self._host, len(match.hits)
+        parent = table.digests(match.hits[-1:].tolist())[0] if begin else root
+        kept = 0
+        while host.num_blocks and begin < len(match.digests):
+            part = slice(begin, begin + _HOST_BLOCKS)
+            digests = match.digests[part]
+            blocks = host.find(digests, match.chunks[part], [parent, *digests], hashed_anew=True)
+            found = [*blocks, NO_BLOCK].index(NO_BLOCK)
+            kept += found
+            if found < len(digests):
+                break
+            # The object by which the host pool knows what the next block follows.
+            parent = host.key(blocks[-1]) or digests[-1]
+            begin += found
+        return kept
+
+    def _match(self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None) -> PrefixMatch:
+        return match_prefix(self.pool, self.root(identity), token_ids, identity.media, prepared)
+
+    def explainer(
+        self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
+    ) -> PrefixExplainer:
+        """An explainer of why each of a prompt's blocks hits or misses now; changes nothing."""
         others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
-        root = self._root(identity, identity.adapter_id)
-        return PrefixExplainer(self.pool, self.log, root, token_ids, identity.media, roots).page(page_size, token)
+        return PrefixExplainer(self.pool, self.log, self.root(identity), token_ids, identity.media, roots, prepared)
+
+    def root(self, identity: CacheIdentity) -> bytes:
+        """Parent digest of the first block of this identity's prompts."""
+        return self._root(identity, identity.adapter_id)
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
         return root_digest(self._fingerprint, identity.namespace, adapter_id)
@@ -144,14 +176,15 @@ class CacheAdmin:
         lease_s: float,
         live: Iterable[GenerateCommand],
         pin_id: str = "",
+        prepared: PreparedPrompt | None = None,
     ) -> pb.PinPrefixResponse:
         """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
         held. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and
         LimitExceeded.
         """
         self.pins.check_id(pin_id, identity)
-        blocks = self.lookup(token_ids, identity, partial_hits=False).block_ids
-        if not blocks:
+        blocks = self._match(token_ids, identity, prepared).hits
+        if not len(blocks):
             self.unpin(pin_id)
             return pb.PinPrefixResponse()
         size, before = self.pool.block_size, len(self.pins)

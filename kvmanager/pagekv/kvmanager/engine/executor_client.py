@@ -10,6 +10,7 @@ from typing import cast
 
 import grpc
 
+from pagekv.common.logs import Log
 from pagekv.common.server import MAX_STEP_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
@@ -19,6 +20,8 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
+
+log = Log(__name__)
 
 # The latest revision of executor_service.proto that steps can be made by.
 CONTRACT_REVISION = 1
@@ -121,6 +124,10 @@ class ExecutorLink:
             self._error = error
         except grpc.aio.AioRpcError as error:
             self._error = ExecutorLost(_words(error, "Run"), _fault(error))
+        except Exception as error:
+            # A defect of this manager, which would show as a step without an answer.
+            log.exception("reading a result failed; opening a new epoch", reason=error)
+            self._error = ExecutorLost(f"Run: {type(error).__name__} while a result was read", Fault.STEP)
         self._wake()
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
@@ -130,6 +137,9 @@ class ExecutorLink:
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
+        if any(new.sequence.request.packed_prompt for new in plan.new):
+            # A prompt so long has taken its share of this turn of the event loop to be planned.
+            await asyncio.sleep(0)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(step_bytes(plan, self.epoch, self._step, self._eos))

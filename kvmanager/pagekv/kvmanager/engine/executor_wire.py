@@ -7,16 +7,21 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import replace
 
+import numpy as np
+
+from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan, StepResult
+from pagekv.kvmanager.scheduling.step_plan import CopyKind, CopyList, CopyRun, NewSeq, StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Twelve days: a step that is said to have taken longer is a lie, and sums of it would pass what a counter holds.
 MAX_US = 2**40
 # A probability of 1 may come out so much above it by rounding.
 MAX_LOGPROB = 1e-3
+# Block tables and copies of more blocks than this are packed by NumPy, which is faster from some hundreds on.
+_LONG_TABLE = 1024
 
 
 def step_request(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> pb.StepRequest:
@@ -41,31 +46,49 @@ _KINDS = {
 }
 
 
-def _memory_ops(copies: list[BlockCopy]) -> list[pb.MemoryOp]:
+def _memory_ops(copies: CopyList) -> list[pb.MemoryOp]:
     """Copies as operations, in order. Copies of one operation are of one kind and may all happen at once: a copy that
     writes a block which an earlier one reads or writes, or reads one which an earlier one writes, begins the next.
     """
-    operations: list[tuple[CopyKind, list[int], list[int]]] = []
-    last: CopyKind | None = None
+    return [_memory_op(*operation) for run in copies.runs for operation in _operations(run)]
+
+
+def _operations(run: CopyRun) -> list[CopyRun]:
+    kind, sources, destinations = run
+    # Only copies have sources and destinations in the same pool.
+    if kind is not CopyKind.COPY and not _repeats(destinations):
+        return [run]
+    operations: list[CopyRun] = []
     read: set[int] = set()
     written: set[int] = set()
-    for kind, source, destination in copies:
-        # Only copies have sources and destinations in the same pool.
+    for source, destination in zip(sources, destinations, strict=True):
         meets = destination in written or (kind is CopyKind.COPY and (destination in read or source in written))
-        if kind is not last or meets:
-            sources: list[int] = []
-            destinations: list[int] = []
-            operations.append((kind, sources, destinations))
-            last, read, written = kind, set(), set()
-        sources.append(source)
-        destinations.append(destination)
+        if not operations or meets:
+            operations.append(CopyRun(kind, array("I"), array("I")))
+            read, written = set(), set()
+        operations[-1].sources.append(source)
+        operations[-1].destinations.append(destination)
         read.add(source)
         written.add(destination)
-    # Each field is filled at once: growing it in the message takes more than twice as long.
-    return [
-        pb.MemoryOp(kind=_KINDS[kind], sources=sources, destinations=destinations)
-        for kind, sources, destinations in operations
-    ]
+    return operations
+
+
+def _repeats(blocks: array[int]) -> bool:
+    """Whether a block is named twice."""
+    if len(blocks) > _LONG_TABLE:
+        ordered = np.sort(np.frombuffer(blocks, np.uint32))
+        return bool((ordered[1:] == ordered[:-1]).any())
+    return len(set(blocks)) < len(blocks)
+
+
+def _memory_op(kind: CopyKind, sources: array[int], destinations: array[int]) -> pb.MemoryOp:
+    if len(sources) <= _LONG_TABLE:
+        # Each field is filled at once: growing it in the message takes more than twice as long.
+        return pb.MemoryOp(kind=_KINDS[kind], sources=sources.tolist(), destinations=destinations.tolist())
+    message = pb.MemoryOp(kind=_KINDS[kind])
+    message.MergeFromString(packed_field(pb.MemoryOp.SOURCES_FIELD_NUMBER, np.frombuffer(sources, np.uint32)))
+    message.MergeFromString(packed_field(pb.MemoryOp.DESTINATIONS_FIELD_NUMBER, np.frombuffer(destinations, np.uint32)))
+    return message
 
 
 def step_bytes(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> bytes:
@@ -99,21 +122,24 @@ def _varint(number: int) -> bytes:
 
 def pack_token_ids(token_ids: array[int]) -> bytes:
     """Token ids of a new sequence as its message has them; those that follow are put behind, packed likewise."""
-    return pb.NewSequence(token_ids=token_ids.tolist()).SerializeToString()
+    return packed_field(pb.NewSequence.TOKEN_IDS_FIELD_NUMBER, np.frombuffer(token_ids, np.uint32))
 
 
 def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int], first: int = 0) -> pb.NewSequence:
     """The message, with the token ids from `first` on."""
-    sequence = new.sequence
-    return pb.NewSequence(
+    sequence, table = new.sequence, new.block_ids
+    message = pb.NewSequence(
         seq_id=new.seq_id,
         # A list fills a field in half the time of an array.
         token_ids=new.token_ids[first:].tolist(),
         num_prompt_tokens=sequence.num_prompt,
-        block_ids=new.block_ids.tolist(),
+        block_ids=table.tolist() if len(table) <= _LONG_TABLE else (),
         computed_tokens=new.computed_tokens,
         sampling=_sampling(sequence, eos_token_ids),
     )
+    if len(table) > _LONG_TABLE:
+        message.MergeFromString(packed_field(pb.NewSequence.BLOCK_IDS_FIELD_NUMBER, np.frombuffer(table, np.int32)))
+    return message
 
 
 def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:

@@ -10,17 +10,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
-
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
-from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests, token_bytes
+from pagekv.kvmanager.engine.prefix_match import match_prefix
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.v1 import cache_service_pb2 as pb
 
 
 class PrefixExplainer:
-    """Compares one prompt with the present table."""
+    """Compares one prompt with the table as it is now; its pages may be made later."""
 
     def __init__(
         self,
@@ -30,21 +30,21 @@ class PrefixExplainer:
         token_ids: Sequence[int],
         media: Sequence[MediaSpan],
         other_roots: Sequence[tuple[str, bytes]],
+        prepared: PreparedPrompt | None = None,
     ) -> None:
         """`root` is the digest before the first block, `other_roots` are adapters ("": none) and the roots that the
-        prompt would have with them.
+        prompt would have with them, `prepared` as in `match_prefix`.
         """
         size = pool.block_size
         self._pool, self._log, self._root, self._media = pool, log, root, media
-        self._tokens = np.array(token_ids, np.uint32)
-        chunks = self._tokens[: len(token_ids) // size * size].reshape(-1, size)
-        self._digests = chain_digests(root, token_bytes(token_ids), size, media)
-        self._hits = pool.match(root, self._digests, chunks)
+        self._tokens, chunks, self._digests, self._hits = match_prefix(pool, root, token_ids, media, prepared)
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(token_ids)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
         reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
+        # Now, since the hits may be blocks of anything when a later page is made.
+        self._near = self._nearest(len(self._hits))
 
     def page(self, page_size: int, token: str = "") -> pb.ExplainPrefixResponse:
         """Explains a page of the prompt's blocks. Raises InvalidRequest for a token that is not of this prompt."""
@@ -64,7 +64,7 @@ class PrefixExplainer:
         size, digest = self._pool.block_size, self._digests[index]
         explanation = partial(pb.BlockExplanation, start=index * size, end=(index + 1) * size, block_hash=digest.hex())
         if index < len(self._hits):
-            block = self._hits[index]
+            block = int(self._hits[index])
             reason = f"cached in block {block}"
             if (index + 1) * size == len(self._tokens):
                 reason += "; a request still computes its last token"
@@ -83,7 +83,7 @@ class PrefixExplainer:
             return explanation(
                 outcome=pb.BLOCK_OUTCOME_NEVER_SEEN, reason="never stored; it follows a block that misses"
             )
-        near, shared = self._nearest(index)
+        near, shared = self._near
         if shared:
             reason = (
                 f"block {near} follows the same prefix and shares {shared} of {size} tokens; "
@@ -96,7 +96,7 @@ class PrefixExplainer:
         size, index = self._pool.block_size, len(self._digests)
         tail = len(self._tokens) - index * size
         reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
-        near, shared = self._nearest(index) if index == len(self._hits) else (-1, 0)
+        near, shared = self._near if index == len(self._hits) else (-1, 0)
         if shared:
             reason += f"; block {near} begins with the first {shared}"
         return pb.BlockExplanation(
@@ -114,7 +114,7 @@ class PrefixExplainer:
         tokens = self._tokens[start : start + self._pool.block_size]
         if any(span.position < start + len(tokens) and span.position + span.length > start for span in self._media):
             return -1, 0
-        return self._pool.table.longest_run(self._hits[-1] if self._hits else self._root, tokens)
+        return self._pool.table.longest_run(int(self._hits[-1]) if len(self._hits) else self._root, tokens)
 
 
 # Pairs of namespace and adapter that are kept, and adapters of one namespace that are compared.

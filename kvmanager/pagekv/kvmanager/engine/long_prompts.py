@@ -1,31 +1,35 @@
-"""Long prompts on their way to the scheduler: the event loop is never held for a whole one."""
+"""Long prompts on their way to the scheduler or to a question: the event loop is never held for a whole one."""
 
 from __future__ import annotations
 
 import asyncio
 from array import array
+from collections.abc import Callable, Sequence
 
-from pagekv.kvmanager.engine.executor_wire import pack_token_ids
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
-from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt, slice_blocks
 
 
 class LongPrompts:
     """Prepares prompts of more than one slice, one after the other, with a turn of the event loop behind each slice."""
 
-    def __init__(self) -> None:
-        # Held by the request that is entering; given in the order in which it is asked for, so requests keep theirs.
+    def __init__(self, pack: Callable[[array[int]], bytes]) -> None:
+        """`pack` as in `PreparedPrompt.slices`."""
+        self._pack = pack
+        # Held by the call that is entering; given in the order in which it is asked for, so calls keep theirs.
         self.turn = asyncio.Lock()
 
-    async def prepare(self, command: GenerateCommand, root: bytes, table: PrefixTable) -> PreparedPrompt | None:
-        """A prepared prompt for the command; None, at once, for a prompt that fits into a slice. `root`: the parent
-        digest of its first block.
+    async def prepare(
+        self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable
+    ) -> PreparedPrompt | None:
+        """A prepared prompt; None, at once, for a prompt that fits into a slice. `root`: the parent digest of its first
+        block.
         """
-        media, num_tokens = command.identity.media, len(command.prompt_ids)
-        if num_tokens <= slice_blocks(table.block_size, len(media)) * table.block_size:
+        if len(token_ids) <= slice_blocks(table.block_size, len(media)) * table.block_size:
             return None
         prepared = PreparedPrompt(root)
-        for _ in prepared.slices(array("I", command.prompt_ids), media, table, pack_token_ids):
+        tokens = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        for _ in prepared.slices(tokens, media, table, self._pack):
             await asyncio.sleep(0)
         return prepared

@@ -23,6 +23,7 @@ from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import check_description
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, UnfitExecutor
+from pagekv.kvmanager.engine.executor_wire import pack_token_ids
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
@@ -70,7 +71,7 @@ class EngineLoop:
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._live = LiveRequests(config.priority_aging)
-        self._long_prompts = LongPrompts()
+        self._long_prompts = LongPrompts(pack_token_ids)
         cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
         self._state = EngineState(config, cache, self._live)
         self._totals = self._state.totals
@@ -87,19 +88,23 @@ class EngineLoop:
 
         Raises AttachRefused when the very first executor does not go with the flags; later ones are waited out.
         """
-        reconnect = Reconnect()
+        reconnect, told = Reconnect(), ""
         state = self._state
         while not state.stopping:
             link = ExecutorLink(self._config.executor, self._wake.set)
             steps, epochs = self._totals.steps_total, state.epochs
             try:
                 await self._attach(link)
+                told = ""
                 await self._drive(link)
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
                 state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
-                log.warning("no executor", executor=self._config.executor, reason=error)
+                # Asked four times a second while an executor loads: a reason is news once.
+                if str(error) != told:
+                    log.warning("no executor", executor=self._config.executor, reason=error)
+                told = str(error)
                 self._fail_after_attempts(Fault.NONE if isinstance(error, AttachRefused) else error.fault)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)
@@ -295,8 +300,9 @@ class EngineLoop:
         """
         async with self._long_prompts.turn:
             self._check_admissible(command)
-            table = self._state.serving().pool.table
-            return self.submit(command, await self._long_prompts.prepare(command, self._root(command), table))
+            table, media = self._state.serving().pool.table, command.identity.media
+            root = self._root(command)
+            return self.submit(command, await self._long_prompts.prepare(command.prompt_ids, media, root, table))
 
     def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
         """Queues a request, whose prompt may have been prepared. Raises AlreadyExists, Overloaded, Unavailable,

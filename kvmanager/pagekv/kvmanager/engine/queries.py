@@ -1,12 +1,13 @@
 """Questions to the engine beside requests: statistics, looks into the cache, pins, resets and watches.
 
-Every call takes effect, or is a snapshot, between two awaits of the engine loop. Answers are messages of the contract,
-where it has them, so that each of their fields is written in one place. All are called by services, and raise
-Unavailable before the first attachment unless they say otherwise.
+Every call but `prepare` takes effect, or is a snapshot, between two awaits of the engine loop. Answers are messages of
+the contract, where it has them, so that each of their fields is written in one place. All are called by services, and
+raise Unavailable before the first attachment unless they say otherwise.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from itertools import islice
 
@@ -15,12 +16,15 @@ from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
+from pagekv.kvmanager.engine.prefix_match import pack_nothing
 from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
 from pagekv.v1 import cache_service_pb2 as pb
@@ -30,6 +34,8 @@ from pagekv.v1 import types_pb2
 # Bounds of a block's detail: blocks of its chain, and requests that hold it.
 MAX_CHAIN = 256
 MAX_HOLDERS_NAMED = 20
+# Blocks that are explained before others have a turn: each takes some microseconds.
+EXPLAINED_AT_ONCE = 256
 # In page tokens: the list of requests, and what is added to the place of those that do not run.
 _REQUESTS, _WAITING = b"requests", 2**62
 
@@ -39,6 +45,8 @@ class EngineQueries:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
+        # Other than those of requests, which wait for no question.
+        self._long_prompts = LongPrompts(pack_nothing)
 
     @property
     def _cache(self) -> CacheAdmin:
@@ -103,25 +111,55 @@ class EngineQueries:
         """
         return self._state.serving().pool.ref_counts
 
-    def lookup_prefix(self, token_ids: Sequence[int], identity: CacheIdentity) -> pb.LookupPrefixResponse:
+    async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
+        """The work that grows with a prompt, for the three questions about one: a long prompt is hashed and looked up
+        in slices, one prompt at a time, and None is returned at once for a short one.
+        """
+        cache = self._cache
+        async with self._long_prompts.turn:
+            table = cache.pool.table
+            return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
+
+    def lookup_prefix(
+        self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
+    ) -> pb.LookupPrefixResponse:
         """The cached part of a prompt; changes nothing."""
         limits = self._state.serving().limits
-        return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits)
+        return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits, prepared)
 
-    def explain_prefix(
-        self, token_ids: Sequence[int], identity: CacheIdentity, page_size: int, token: str = ""
+    async def explain_prefix(
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        page_size: int,
+        token: str = "",
+        prepared: PreparedPrompt | None = None,
     ) -> pb.ExplainPrefixResponse:
-        """Why each of a page of a prompt's blocks hits or misses; changes nothing. Raises InvalidRequest."""
-        return self._cache.explain(token_ids, identity, page_size, token)
+        """Why each of a page of a prompt's blocks hits or misses, when it is called; changes nothing. A long page is
+        made in slices, with a turn of the event loop between two. Raises InvalidRequest.
+        """
+        explainer = self._cache.explainer(token_ids, identity, prepared)
+        answer = explainer.page(min(page_size, EXPLAINED_AT_ONCE), token)
+        while answer.next_page_token and (left := page_size - len(answer.blocks)):
+            await asyncio.sleep(0)
+            more = explainer.page(min(left, EXPLAINED_AT_ONCE), answer.next_page_token)
+            answer.blocks.MergeFrom(more.blocks)
+            answer.next_page_token = more.next_page_token
+        return answer
 
     def pin_prefix(
-        self, token_ids: Sequence[int], identity: CacheIdentity, lease_s: int, pin_id: str = ""
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        lease_s: int,
+        pin_id: str = "",
+        prepared: PreparedPrompt | None = None,
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
         Raises AlreadyExists and LimitExceeded, with nothing changed.
         """
         live = (request.command for request in self._state.live.all())
-        return self._cache.pin(token_ids, identity, lease_s, live, pin_id)
+        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared)
 
     def list_pins(self) -> pb.ListPinsResponse:
         """The pins whose lease runs, the one that expires first standing first."""

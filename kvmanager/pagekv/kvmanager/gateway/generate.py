@@ -66,6 +66,7 @@ def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.Generat
         read.prompt.text = request.text
     elif request.WhichOneof("input") == "tokenized":
         ids = request.tokenized.input_ids
+        validation.check_count("tokenized.input_ids", len(ids), model.max_model_len)
         read.prompt.token_ids.ids.extend(ids)
         left = longest_sequence(model, 0) - len(ids)
         # vLLM's default is all the room the prompt leaves. Without room the prompt is refused by its own field.
@@ -90,6 +91,8 @@ async def read_generate(
 
 
 def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
+    # Before anything is copied.
+    validation.check_sampling_lists(params)
     # Without fields that are 0 and have no presence: 0 and absent mean the same to PageKV then, too.
     given = {field.name: value for field, value in params.ListFields()}
     for name, why in _UNSUPPORTED_SAMPLING.items():

@@ -24,6 +24,13 @@ from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, Names, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 
+# Evictions of at least so many blocks at once retire them, see `digest_map`.
+RETIRED_TOGETHER = 1024
+
+
+def _ignore(digests: Sequence[bytes]) -> None:
+    pass
+
 
 class BlockPool:
     """Fixed pool of `num_blocks` blocks of `block_size` tokens. No structure grows with the number of requests."""
@@ -141,7 +148,7 @@ class BlockPool:
         )
         self.hash_alarms += collided
         if superseded:
-            self._free.supersede(np.array(superseded, np.int32), np.array(heirs, np.int32))
+            self._free.supersede(superseded, heirs)
         if entered and self._log is not None and self._log.watched:
             parents = [parent, *digests[:-1]]
             self._log.stored(
@@ -172,6 +179,19 @@ class BlockPool:
         self._free.invalidate(removed)
         if self._log is not None:
             self._log.removed(digests)
+
+    def _evict(self, blocks: Blocks) -> None:
+        """`_remove` for free blocks that are taken for something else."""
+        log = self._log
+        removed = None
+        if len(blocks) >= RETIRED_TOGETHER:
+            removed = self.table.retire(blocks, _ignore if log is None else log.removal_note())
+        if removed is None:
+            self._remove(blocks)
+            return
+        self._free.invalidate(removed)
+        if log is not None and log.watched:
+            log.left(self.table.digests(removed.tolist()))
 
     def clear_prefix_table(self) -> int:
         """Removes every block from the prefix table; returns how many. Held blocks stay held and become private."""
@@ -206,7 +226,7 @@ class BlockPool:
             self.evictions += len(cached)
             if on_evict is not None:
                 on_evict(cached)
-            self._remove(cached)
+            self._evict(cached)
         self.ref_counts[blocks] = 1
         return blocks
 
@@ -223,5 +243,5 @@ class BlockPool:
         if len(unheld):
             if self.table.has_twins:
                 superseded, heirs = self.table.let_go(unheld.tolist())
-                self._free.supersede(np.array(superseded, np.int32), np.array(heirs, np.int32))
+                self._free.supersede(superseded, heirs)
             self._free.append(unheld)

@@ -6,7 +6,7 @@ before it, no block goes before the cached ones that follow it. No clock is look
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import numpy as np
@@ -210,7 +210,10 @@ class EvictionOrder:
             self._protected.remove(fallen)
             self._probation.append(fallen)
 
-    def supersede(self, blocks: Blocks, heirs: Blocks) -> None:
+    def supersede(self, blocks: Sequence[int], heirs: Sequence[int]) -> None:
         """Held blocks `heirs` have the content of these from now on, and count as proven where it was."""
-        self._proven[heirs] |= self._proven[blocks]
-        self.invalidate(blocks)
+        # One or two, most often the last block of a prompt that came again, which is never proven.
+        proven = [at for at, block in enumerate(blocks) if self._proven[block]]
+        if proven:
+            self._proven[[heirs[at] for at in proven]] = True
+            self.invalidate(np.array([blocks[at] for at in proven], np.int32))

@@ -200,15 +200,17 @@ class HostPool:
         self.ref_counts[taken] = 1
         blocks: list[int] = taken.tolist()
         keyed: list[int] = []
-        block_of, log = self._block_of, self._log
+        block_of, log, keys = self._block_of, self._log, self._key
+        if log is not None and not log.watched:
+            log = None
         for position, (block, digest) in enumerate(zip(blocks, digests, strict=False)):
-            evicted = self._remove_key(block)
-            if evicted is not None:
+            if keys[block] is not None:
+                evicted = self._remove_key(block)
                 self.evictions += 1
-                if log is not None:
+                if log is not None and evicted is not None:
                     log.host_removed(evicted)
             if digest is not None and block_of.setdefault(digest, block) == block:
-                self._key[block] = digest
+                keys[block] = digest
                 self._parent[block] = parents[position]
                 keyed.append(position)
                 named = names[position] if names is not None else None

@@ -83,7 +83,7 @@ class Pins:
 
     def pin(
         self,
-        blocks: Sequence[int],
+        blocks: Sequence[int] | Blocks,
         lease_s: float,
         largest_need: int,
         pin_id: str = "",

@@ -24,7 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.digest_map import DigestMap
 from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
+from pagekv.kvmanager.kvcache.retired_blocks import Note
 
 Blocks = NDArray[np.int32]
 # Token ids of several blocks, [n, block_size].
@@ -76,8 +78,9 @@ class PrefixTable:
         self._ref_count = ref_count
         # Whether a block is in the table, as a column for vector operations.
         self.published = np.zeros(num_blocks, np.bool_)
-        self._block_of: dict[bytes, int] = {}
-        self._digest: list[bytes | None] = [None] * num_blocks
+        self._published_at = self.published.data
+        self.map = DigestMap(num_blocks)
+        self._block_of, self._digest, self._retired = self.map.block_of, self.map.column, self.map.retired
         self._tokens = np.zeros((num_blocks, block_size), np.uint32)
         self._trie = PrefixTrie(num_blocks, self._tokens)
         # Blocks from the first medium of their chain on.
@@ -93,38 +96,42 @@ class PrefixTable:
         self._entered_at = np.zeros(num_blocks if clock is not None else 0)
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self.map)
 
     # -- reading
 
     def lookup(self, digest: bytes) -> int | None:
         """The block with this digest."""
-        return self._block_of.get(digest)
+        return self.map.lookup(digest)
 
     def digest(self, block: int) -> bytes | None:
         """The block's digest; None unless it is in the table."""
-        return self._digest[block]
+        return self._digest[block] if self._published_at[block] else None
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
-        """The digests of blocks that are in the table."""
-        return list(map(self._digest.__getitem__, blocks))  # type: ignore[arg-type]  # only other blocks have None
+        """The digests of blocks that are in the table, or were just retired."""
+        return self.map.digests(blocks)
 
     def digest_objects(self, blocks: Blocks, digests: Sequence[bytes]) -> list[bytes]:
         """The table's own objects for digests of held blocks; the one given where a block is not entered."""
         found = list(map(self._digest.__getitem__, blocks.tolist()))
-        if not self.published[blocks].all():
-            for at, block in enumerate(blocks.tolist()):
-                digest = self._twin_of.get(block)
-                if digest is not None:
-                    found[at] = self._digest[self._block_of[digest]]
-                elif found[at] is None:
-                    found[at] = digests[at]
+        for at in np.flatnonzero(~self.published[blocks]).tolist():
+            digest = self._twin_of.get(int(blocks[at]))
+            found[at] = digests[at] if digest is None else self._digest[self._block_of[digest]]
         return found  # type: ignore[return-value]  # none is None any more
 
     def parent(self, block: int) -> bytes | None:
         """Digest of the block or chain root before it; None unless it is in the table."""
         parent = self._trie.parent(block)
         return self._digest[parent] if isinstance(parent, int) else parent
+
+    def parents(self, blocks: Blocks) -> list[bytes]:
+        """Digests of the blocks or chain roots before blocks in the table."""
+        before = self._trie.parents(blocks)
+        found = self.digests(before.tolist())
+        for at in np.flatnonzero(before < 0).tolist():
+            found[at] = self.parent(int(blocks[at])) or b""
+        return found
 
     def token_ids(self, block: int) -> list[int]:
         """The token ids of a block in the table, [block_size]."""
@@ -141,20 +148,20 @@ class PrefixTable:
 
     def age_s(self, block: int) -> float | None:
         """Seconds since the block's content entered the table; None for other blocks, and where blocks have no age."""
-        if self._clock is None or self._digest[block] is None:
+        if self._clock is None or not self._published_at[block]:
             return None
         return self._clock() - float(self._entered_at[block])
 
     def newest_digests(self) -> Iterator[bytes]:
         """Every digest in the table, the one that entered last first."""
-        return reversed(self._block_of)
+        return self.map.newest()
 
     def columns(self) -> TableColumns:
         """A copy of everything, made in a few vector operations so that nobody waits long for it."""
         return TableColumns(
             self.published.copy(),
             self._digest[:],
-            self._trie.parents(),
+            self._trie.parents(slice(None)),
             self._trie.roots(),
             self._media.copy(),
             self._tokens.copy(),
@@ -182,6 +189,8 @@ class PrefixTable:
             if block is None:
                 break
             blocks.append(block)
+        if self._retired.count:
+            blocks = self.map.leading(blocks)
         if not blocks:
             return blocks, False
         same = (self._tokens[blocks] == tokens[: len(blocks)]).all(axis=1)
@@ -198,7 +207,7 @@ class PrefixTable:
 
     def is_entered(self, block: int) -> bool:
         """Whether a held block, or one that it is a twin of, is in the table."""
-        return self._digest[block] is not None or block in self._twin_of
+        return bool(self._published_at[block]) or block in self._twin_of
 
     # -- changing
 
@@ -216,6 +225,8 @@ class PrefixTable:
         returned.
         """
         block_of, column = self._block_of, self._digest
+        if self._retired.count:
+            self.map.make_way(blocks, (*parent_digests, *digests))
         left_out: list[int] = []
         for position, (block, digest, parent) in enumerate(zip(blocks, digests, parents, strict=True)):
             parent_known = block_of.get(parent_digests[position]) == parent or isinstance(parent, bytes)
@@ -257,6 +268,8 @@ class PrefixTable:
         """
         added = Added([], [], [], False)
         ids = blocks.tolist()
+        if self._retired.count:
+            self.map.make_way(ids, (parent, *digests))
         before: Node | None = parent if first else self._block_of.get(parent)
         position = 0
         while position < len(ids):
@@ -384,8 +397,24 @@ class PrefixTable:
         self.published[removed] = False
         return removed, digests
 
+    def retire(self, blocks: Blocks, note: Note) -> Blocks | None:
+        """`remove` for many blocks, in vector operations alone: their digests are cleared later, and given to `note`
+        then. Returns all that left the table; None, and nothing changed, where each needs a look at more than that.
+        """
+        if self._twins or self._media:
+            return None
+        followers = self._trie.remove(blocks)
+        removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
+        self.published[removed] = False
+        if self._names:
+            for block in removed.tolist():
+                self._names.pop(block, None)
+        self.map.retire(removed, note)
+        return removed
+
     def clear(self) -> int:
         """Removes everything; returns how many blocks were in the table."""
+        self.map.settle()
         removed = len(self._block_of)
         for block in self._block_of.values():
             self._digest[block] = None

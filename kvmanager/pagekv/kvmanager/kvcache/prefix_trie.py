@@ -35,6 +35,8 @@ _NONE = -1
 _SEVERAL = -2
 # Blocks that `match` walks along before it compares their tokens, all at once.
 _STRIDE = 256
+# Blocks whose tokens `verify` compares at once.
+_COMPARED = 2048
 
 # A block id, or the digest of a chain's root.
 Node = int | bytes
@@ -76,9 +78,15 @@ class PrefixTrie:
         """Enters an absent block after its parent. Raises InvariantError, and changes nothing, when the block is in the
         trie or the parent is a block that is not.
         """
-        if block in self:
+        parent_at, child_at = self._parent_at, self._child_at
+        if parent_at[block] != _ABSENT:
             raise InvariantError(f"block {block} is in the prefix trie already")
-        self._attach(block, parent, apart=False)
+        if isinstance(parent, int) and parent_at[parent] != _ABSENT and child_at[parent] == _NONE:
+            # A sequence goes on, as almost always.
+            parent_at[block] = parent
+            child_at[parent] = block
+        else:
+            self._attach(block, parent, apart=False)
 
     def add_chain(self, blocks: NDArray[np.int32], parent: Node, *, apart: bool = False) -> None:
         """Enters absent blocks, at least one: the first after `parent`, where `match` and `longest_run` find it unless
@@ -159,9 +167,10 @@ class PrefixTrie:
         parent = self._parent_at[block]
         return parent if parent >= 0 else self._root_of.get(block)
 
-    def parents(self) -> NDArray[np.int32]:
-        """The parent block of every block, [num_blocks]; -1 where that is a root or the block is not in the trie."""
-        return np.maximum(self._parent, _ROOT)
+    def parents(self, blocks: NDArray[np.int32] | slice) -> NDArray[np.int32]:
+        """The parent block of each of these; -1 where that is a root or the block is not in the trie."""
+        found: NDArray[np.int32] = np.maximum(self._parent[blocks], _ROOT)
+        return found
 
     def follow(self, blocks: NDArray[np.int32], parent: Node) -> NDArray[np.bool_]:
         """Whether the first of these blocks, at least one, follows `parent`, and each other one the block before it."""
@@ -206,8 +215,14 @@ class PrefixTrie:
         run = int(strangers[0]) + 1 if len(strangers) else most
         if self._apart:
             run = next((at for at, block in enumerate(blocks[:run].tolist()) if block in self._apart), run)
-        differs = self._tokens.take(blocks[:run], axis=0) != tokens[:run]
-        return int(differs.argmax()) // differs.shape[1] if differs.any() else run
+        # Piece by piece: what is gathered stays in the cache.
+        for start in range(0, run, _COMPARED):
+            piece = slice(start, min(start + _COMPARED, run))
+            differs = self._tokens.take(blocks[piece], axis=0) != tokens[piece]
+            if differs.any():
+                same: int = start + int(differs.argmax()) // differs.shape[1]
+                return same
+        return run
 
     def longest_run(self, parent: Node, tokens: NDArray[np.uint32]) -> tuple[int, int]:
         """The child of `parent` that shares most leading tokens with `tokens`, and how many; (-1, 0) when no child

@@ -1,27 +1,36 @@
 """The manager's HTTP port: which requests are answered, and an orderly start and end. Routes come from elsewhere.
 
 Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
-(against DNS rebinding), and a request that another site's page makes is refused. Metrics are not for browsers: where
-other machines can ask, /metrics is answered under any name. There is no login: the port is on loopback unless a flag
-says otherwise, and everybody who can reach the port can read all of it.
+(against DNS rebinding), and a request that another site's page makes is refused. Metrics and health are for machines:
+where others than this one can ask, they are answered under any name. There is no login: the port is on loopback unless
+a flag says otherwise, and everybody who can reach the port can read all of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import socket
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 
-# Bytes of a request's body at most: a prompt to explain.
-MAX_BODY_BYTES = 4 * 2**20
+# Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 4 ms.
+MAX_BODY_BYTES = 128 * 2**10
+# Connections at most, and seconds that a connection gets for the headers of its next request, for a body, and to take
+# something of an answer.
+MAX_CONNECTIONS = 128
+HEADERS_S = 15.0
+BODY_S = 15.0
+ANSWER_S = 30.0
 # Seconds that open responses get to end.
 SHUTDOWN_S = 1.0
 # Errors below this path are JSON, as answers are.
 API = "/api/"
-METRICS = "/metrics"
+# Not for browsers: nothing in them is of use to a page of another site.
+FOR_MACHINES = frozenset(("/metrics", "/health", "/ready"))
 
 # Subclasses stand before their bases: the first match wins.
 _STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
@@ -47,22 +56,49 @@ class HttpServer:
         self._app = web.Application(middlewares=[self._guard], client_max_size=MAX_BODY_BYTES)
         self._app.add_routes(routes)
         self._app.on_response_prepare.append(_add_headers)
-        self._runner = web.AppRunner(self._app, access_log=None, shutdown_timeout=SHUTDOWN_S)
+        self._runner = web.AppRunner(
+            self._app, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=HEADERS_S
+        )
+        self._listening: asyncio.Server | None = None
+        # Connections with a request that is being answered.
+        self._answering: set[asyncio.BaseProtocol] = set()
 
     async def start(self) -> int:
         """Binds and listens; returns the port. Raises OSError when the address is taken."""
         await self._runner.setup()
-        await web.TCPSite(self._runner, self._host, self._port).start()
-        return int(self._runner.addresses[0][1])
+        loop = asyncio.get_running_loop()
+        self._listening = await loop.create_server(self._connection, self._host, self._port)
+        for listener in self._listening.sockets:
+            # Inherited by connections: one that takes nothing of what is written to it is closed (tcp(7)).
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ANSWER_S * 1000))
+        return int(self._listening.sockets[0].getsockname()[1])
 
     async def stop(self) -> None:
         """Ends open responses and closes the port. Idempotent."""
+        if self._listening is not None:
+            self._listening.close()
         await self._runner.cleanup()
+
+    def _connection(self) -> asyncio.BaseProtocol:
+        """Serves a new connection. When there are too many, the one that has been idle for longest makes room, or the
+        new one is closed where none is idle.
+        """
+        server = self._runner.server
+        assert server is not None
+        if len(server.connections) >= MAX_CONNECTIONS:
+            idle = next((each for each in server.connections if each not in self._answering), None)
+            if idle is None or idle.transport is None:
+                return _Closed()
+            idle.transport.abort()
+        return server()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._answering.add(request.protocol)
         try:
             self._check(request)
+            if request.can_read_body:
+                await _read_body(request)
             return await handler(request)
         except PageKVError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
@@ -74,6 +110,8 @@ class HttpServer:
             headers = {name: value for name, value in error.headers.items() if name != "Content-Type"}
             answer = {"error": (error.text or error.reason).strip()}
             return web.json_response(answer, status=error.status, headers=headers)
+        finally:
+            self._answering.discard(request.protocol)
 
     def _check(self, request: web.Request) -> None:
         """Raises HTTPForbidden."""
@@ -93,9 +131,27 @@ class HttpServer:
             return False
         if host.lower() in self._names:
             return True
-        # Prometheus asks by the names of its targets, whatever they are.
-        everywhere = request.path == METRICS and not is_loopback(self._host)
+        # Prometheus and load balancers ask by the names of their targets, whatever they are.
+        everywhere = request.path in FOR_MACHINES and not is_loopback(self._host)
         return everywhere or may_name(host, self._host)
+
+
+async def _read_body(request: web.Request) -> None:
+    """Reads the body, which handlers read again from memory. Raises HTTPRequestTimeout and
+    HTTPRequestEntityTooLarge.
+    """
+    try:
+        async with asyncio.timeout(BODY_S):
+            await request.read()
+    except TimeoutError as error:
+        raise web.HTTPRequestTimeout(text=f"the body must come within {BODY_S:g} s\n") from error
+
+
+class _Closed(asyncio.Protocol):
+    """A connection that is not served."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.close()
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from pagekv.v1 import cache_service_pb2 as pb
 
 # Blocks that are explained at most; the page says how many more there are.
 MAX_BLOCKS = 1000
+# Blocks whose text is made between two turns of the event loop.
+BLOCKS_AT_ONCE = 100
 _FIELDS = frozenset({"text", "token_ids", "namespace", "adapter"})
 
 
@@ -30,12 +33,18 @@ async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str
     identity = CacheIdentity(namespace=_name(asked, "namespace"))
     check_adapter(_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
-    found = engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS)
+    prepared = await engine.queries.prepare(prompt, identity)
+    found = await engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS, prepared=prepared)
+    blocks = []
+    for index, block in enumerate(found.blocks):
+        if index % BLOCKS_AT_ONCE == 0:
+            await asyncio.sleep(0)
+        blocks.append(_block(block, prompt, served.tokenizer))
     return {
         "prompt_tokens": len(prompt),
         "cached_tokens": found.cached_tokens,
         "num_blocks": -(-len(prompt) // served.model.block_size),
-        "blocks": [_block(block, prompt, served.tokenizer) for block in found.blocks],
+        "blocks": blocks,
     }
 
 
@@ -63,11 +72,13 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> Sequence[int]:
         reader = PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, limit)
         return await reader.text("text", asked["text"])
     ids = asked["token_ids"]
-    # type() and not isinstance(): a bool is an int to Python.
-    if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-        raise InvalidRequest("token_ids", "must be a list of whole numbers from 0 on")
-    if not 1 <= len(ids) <= model.max_model_len:
+    if isinstance(ids, list) and not 1 <= len(ids) <= model.max_model_len:
         raise InvalidRequest("token_ids", f"has {len(ids)} tokens, must have from 1 to {model.max_model_len}")
+    await asyncio.sleep(0)
+    # type() and not isinstance(): a bool is an int to Python.
+    if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
+        raise InvalidRequest("token_ids", "must be a list of whole numbers from 0 on")
+    await asyncio.sleep(0)
     check_token_ids("token_ids", ids, model.vocab_size)
     return ids
 

@@ -24,6 +24,9 @@ WRITE_TIMEOUT_S = 30.0
 # Seconds without a message after which a reader is written a comment.
 KEEP_ALIVE_S = 5.0
 STATIC = Path(__file__).with_name("static")
+# Fields of a device block, and of what is known beside it, that are shown.
+_BLOCK = ("block_id", "ref_count", "pins", "block_hash", "parent_hash")
+_DETAIL = ("cached_s", "chain", "chain_complete", "requests")
 
 
 class Page:
@@ -114,17 +117,8 @@ async def _next_lines(viewer: Viewer) -> bytes:
 def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_tokens: bool) -> dict[str, Any]:
     """A device block. `with_tokens`: with its content, as text too where there is a tokenizer."""
     block, tokens = detail.block, detail.token_ids
-    shown: dict[str, Any] = {
-        "block_id": block.block_id,
-        "ref_count": block.ref_count,
-        "pins": block.pins,
-        "block_hash": block.block_hash,
-        "parent_hash": block.parent_hash,
-        "cached_s": detail.cached_s,
-        "chain": detail.chain,
-        "chain_complete": detail.chain_complete,
-        "requests": detail.requests,
-    }
+    shown: dict[str, Any] = {name: getattr(block, name) for name in _BLOCK}
+    shown |= {name: getattr(detail, name) for name in _DETAIL}
     if with_tokens and tokens is not None:
         shown |= {"token_ids": tokens, "text": tokenizer.decode(tokens) if tokenizer is not None else None}
     return shown

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pagekv.common.error_line import FAILED, error_line
 from pagekv.common.flags import FlagParser, add_flags, from_args, integer, number, power_of_two
@@ -90,42 +90,21 @@ def make_parser() -> FlagParser:
         default="timed",
         choices=MODES,
     )
-    flag(
-        "blocks",
-        "capacities in blocks, such as 1000,2000,all; all: a pool that never evicts",
-        default="all",
-        type=_listed(_capacity),
-        metavar="LIST",
-    )
-    flag(
-        "policy",
-        "slru, lru: the manager's eviction policies; none: without the prefix cache",
-        default=DEFAULT_POLICY,
-        type=_listed(_policy),
-        metavar="LIST",
-    )
-    flag(
-        "protected-share",
-        "share of the pool, 0 to 1, that slru protects at most",
-        default=DEFAULT_PROTECTED_SHARE,
-        type=number(0, 1),
-        metavar="SHARE",
-    )
-    flag(
-        "block-size",
-        "tokens in a block [16; in cache mode what a hash id covers]",
-        default=None,
-        type=power_of_two(1, 4096),
-        metavar="TOKENS",
-    )
-    flag(
-        "tokens-per-id",
-        f"prompt tokens behind one hash id [what the trace says, else {DEFAULT_TOKENS_PER_ID}]",
-        default=None,
-        type=power_of_two(1, 4096),
-        metavar="TOKENS",
-    )
-    flag("limit", "the first N requests only", default=None, type=integer(1, 10**9), metavar="N")
+    flags: tuple[tuple[str, Callable[[str], Any], Any, str, str], ...] = (
+        ("blocks", _listed(_capacity), "all", "LIST",
+         "capacities in blocks, such as 1000,2000,all; all: a pool that never evicts"),
+        ("policy", _listed(_policy), DEFAULT_POLICY, "LIST",
+         "slru, lru: the manager's eviction policies; none: without the prefix cache"),
+        ("protected-share", number(0, 1), DEFAULT_PROTECTED_SHARE, "SHARE",
+         "share of the pool, 0 to 1, that slru protects at most"),
+        ("block-size", power_of_two(1, 4096), None, "TOKENS",
+         "tokens in a block [16; in cache mode what a hash id covers]"),
+        ("tokens-per-id", power_of_two(1, 4096), None, "TOKENS",
+         f"prompt tokens behind one hash id [what the trace says, else {DEFAULT_TOKENS_PER_ID}]"),
+        ("limit", integer(1, 10**9), None, "N", "the first N requests only"),
+    )  # fmt: skip  # laid out as a table
+    for name, kind, default, metavar, text in flags:
+        flag(name, text, default=default, type=kind, metavar=metavar)
     add("--full-blocks", action="store_true", help="cache mode: count and cache full blocks only")
     add_flags(parser, TimedOptions, "timed mode")
     output = parser.add_argument_group("output")
@@ -140,7 +119,7 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m pagekv.kvmanager.replay`."""
+    """Entry point of `python -m pagekv.kvmanager.replay.cli`, which `pagekv replay` starts."""
     parser, given = make_parser(), list(sys.argv[1:] if argv is None else argv)
     parser.as_json = "--json" in given
     args = parser.parse(given)
@@ -235,3 +214,7 @@ def _progress(label: str, records: int) -> Callable[[int], None]:
         sys.stderr.flush()
 
     return show
+
+
+if __name__ == "__main__":
+    sys.exit(main())

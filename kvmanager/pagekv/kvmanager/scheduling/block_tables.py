@@ -21,7 +21,7 @@ from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_plan import Admitted, BlockCopy, CopyKind
+from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
 from pagekv.kvmanager.scheduling.swapping import Swapper
 
 _NO_BLOCKS = np.empty(0, np.int32)
@@ -60,7 +60,7 @@ class BlockTables:
         self.limits = limits
         self.counters = counters
         # Copies that the next step has to make, in order.
-        self._copies: list[BlockCopy] = []
+        self._copies = CopyList()
         self.swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
         self._on_evict = self.swapper.write_back if limits.write_back and limits.prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
@@ -72,12 +72,10 @@ class BlockTables:
         """Copies that the next step has to make, so far."""
         return len(self._copies)
 
-    def take_copies(self) -> list[BlockCopy]:
+    def take_copies(self) -> CopyList:
         """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
-        copies = self._copies[:]
-        self._copies.clear()
         self._being_computed.clear()
-        return copies
+        return self._copies.take()
 
     # -- taking
 
@@ -136,7 +134,8 @@ class BlockTables:
             if len(arrival.hits):
                 # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
                 (pool.touch if arrival.sequence.cached_tokens is None else pool.share)(arrival.hits)
-            self.host.hold(arrival.host_blocks)
+            if arrival.host_blocks:
+                self.host.hold(arrival.host_blocks)
         for arrival in arrivals:
             if arrival.copied and not pool.ref_count(arrival.source):
                 # The source of a copy is held until it is copied, which takes one more free block; without, no copy.
@@ -162,10 +161,14 @@ class BlockTables:
         if fresh is None:
             raise InvariantError(f"{arrival.num_fresh} blocks were free and could not be allocated")
         if arrival.copied:
-            self._copies.append(BlockCopy(CopyKind.COPY, arrival.source, int(fresh[0])))
+            self._copies.add(CopyKind.COPY, [arrival.source], [int(fresh[0])])
             pool.free(np.array([arrival.source], np.int32))
-        self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
-        self.host.release(arrival.host_blocks)
+        if arrival.host_blocks:
+            self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
+            self.host.release(arrival.host_blocks)
+        elif not arrival.shared:
+            # Blocks that were void, or met by a reset, are not among those that it has now.
+            sequence.publishes = sequence.request.command.identity.write
         self.swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
@@ -192,7 +195,7 @@ class BlockTables:
     def _match(self, sequence: Seq, most: int) -> Blocks:
         """Longest leading run of cached blocks, at most `most`; brings `sequence.digests` along."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
-        chunks = sequence.chunks(size, 0, most)
+        chunks = sequence.view(size, 0, most)
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
         # Tokens alone do not verify what follows a medium.
@@ -202,7 +205,8 @@ class BlockTables:
         found = known + len(blocks)
         # With a host pool the table's own objects, by which that pool tells what its blocks follow.
         begin = 0 if self.host.num_blocks else len(digests)
-        digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
+        if begin < found:
+            digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
@@ -212,7 +216,7 @@ class BlockTables:
                 digests[found : len(blocks)] = table.digests(blocks[found:])
             else:
                 self.pool.count_collision(digests[found])
-        hits = np.array(blocks, np.int32)
+        hits = np.fromiter(blocks, np.int32, len(blocks))
         sequence.hint = np.concatenate([hint, hits]) if known else hits
         return sequence.hint
 
@@ -248,7 +252,7 @@ class BlockTables:
             for index in range(shared, end):
                 child.block_table.append(next(copies))
                 if index * size < count:
-                    self._copies.append(BlockCopy(CopyKind.COPY, parent.block_table[index], child.block_table[index]))
+                    self._copies.add(CopyKind.COPY, [parent.block_table[index]], [child.block_table[index]])
             child.digests = parent.digests[: count // size]
             child.num_computed = count
             child.num_published = min(parent.num_published, shared)
@@ -375,6 +379,10 @@ class BlockTables:
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
                 self.publish(sequence)
+                last = sequence.num_published - 1
+                # A block that left the table as void, or in a reset, must not come back under its digest.
+                if last >= 0 and not self.pool.table.is_entered(sequence.block_table[last]):
+                    sequence.publishes = False
             if policy.swaps(*self.swapper.cost(group)):
                 self.swapper.swap_out(group)
 

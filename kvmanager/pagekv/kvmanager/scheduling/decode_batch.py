@@ -58,7 +58,7 @@ class DecodeBatch:
         self.pending = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
-        # Position of the last token that is ever computed; the token behind it is sampled and ends the sequence.
+        # Positions that are ever computed: one for each token but the last, which is sampled and ends the sequence.
         self.last_input = np.zeros(0, np.int32)
         # Known tokens from which a stop token, and end-of-sequence, end the sequence.
         self.stops_from = np.zeros(0, np.int32)

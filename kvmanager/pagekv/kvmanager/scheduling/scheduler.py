@@ -113,6 +113,7 @@ class Scheduler:
         for sequence in under_way:
             step.add_chunk(sequence)
         self._admission.plan_admissions(step)
+        self.pool.table.map.sweep()
         plan = step.finish()
         if plan is not None:
             plan.preempted = self.preemption.take_preempted()

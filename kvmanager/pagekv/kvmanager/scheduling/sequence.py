@@ -118,7 +118,8 @@ class Seq:
     max_total: int
     # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
-    # Full blocks go into the prefix table.
+    # Full blocks go into the prefix table. False for a request that does not write to the cache; and, once a block left
+    # the table as void or in a reset, until an admission that brings nothing back and shares nothing with a sibling.
     publishes: bool = True
     # First position that stands for a medium: from that block on, tokens alone do not tell blocks apart.
     first_media: int = NEVER
@@ -195,8 +196,11 @@ class Seq:
 
     def chunks(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
         """Token ids of the full blocks `first` to `end`, which is left out: [end - first, block_size], as a copy."""
-        view = np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size]
-        return view.reshape(-1, block_size).copy()
+        return self.view(block_size, first, end).copy()
+
+    def view(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
+        """`chunks` without the copy: must be gone before the sequence gets another token."""
+        return np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size].reshape(-1, block_size)
 
 
 def key(sequence: Seq) -> tuple[int, int, int]:
@@ -221,7 +225,6 @@ def live_request(
     request = LiveRequest(command, stream, arrival, Root(root))
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
     num_prompt = len(command.prompt_ids) - command.resumed_tokens
-    tokens = array("I", command.prompt_ids)
     if prepared is None:
         prepared = PreparedPrompt(root)
     request.packed_prompt = prepared.packed
@@ -230,7 +233,7 @@ def live_request(
         Seq(
             request=request,
             index=index,
-            _token_ids=tokens[:],
+            _token_ids=array("I", command.prompt_ids),
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),

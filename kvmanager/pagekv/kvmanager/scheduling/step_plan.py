@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -31,6 +33,49 @@ class BlockCopy(NamedTuple):
     kind: CopyKind
     source: int
     destination: int
+
+
+class CopyRun(NamedTuple):
+    """Copies of one kind, one after the other; sources and destinations pair by position."""
+
+    kind: CopyKind
+    # uint32.
+    sources: array[int]
+    destinations: array[int]
+
+
+class CopyList:
+    """Copies in order, as runs: a million tokens that are swapped out are two columns, not 62,500 objects."""
+
+    def __init__(self, copies: Iterable[BlockCopy] = ()) -> None:
+        self.runs: list[CopyRun] = []
+        for kind, source, destination in copies:
+            self.add(kind, [source], [destination])
+
+    def add(self, kind: CopyKind, sources: list[int], destinations: list[int]) -> None:
+        """Adds copies of blocks into as many others; the lists stay the caller's."""
+        if not sources:
+            return
+        if not self.runs or self.runs[-1].kind is not kind:
+            self.runs.append(CopyRun(kind, array("I"), array("I")))
+        self.runs[-1].sources.extend(sources)
+        self.runs[-1].destinations.extend(destinations)
+
+    def __len__(self) -> int:
+        return sum(len(run.sources) for run in self.runs)
+
+    def __bool__(self) -> bool:
+        return bool(self.runs)
+
+    def __iter__(self) -> Iterator[BlockCopy]:
+        for kind, sources, destinations in self.runs:
+            yield from map(BlockCopy, repeat(kind), sources, destinations)
+
+    def take(self) -> CopyList:
+        """All copies, of which none is left here."""
+        taken = CopyList()
+        taken.runs, self.runs = self.runs, []
+        return taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +107,7 @@ class StepPlan:
 
     finished: list[int] = field(default_factory=list)
     # Blocks to copy, one after the other, before anything is computed.
-    copies: list[BlockCopy] = field(default_factory=list)
+    copies: CopyList = field(default_factory=CopyList)
     new: list[NewSeq] = field(default_factory=list)
     append_seq_ids: list[int] = field(default_factory=list)
     append_blocks: list[int] = field(default_factory=list)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
+from pagekv.kvmanager.scheduling.step_plan import CopyKind, CopyList
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -33,9 +32,9 @@ class Swapper:
     """Lists copies between the pools of one epoch."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, copies: list[BlockCopy], counters: SchedulerCounters, *, shared: bool
+        self, pool: BlockPool, host: HostPool, copies: CopyList, counters: SchedulerCounters, *, shared: bool
     ) -> None:
-        """Copies are added to the caller's list `copies`. `shared`: contents are kept under their digests, for every
+        """Copies are added to the caller's `copies`. `shared`: contents are kept under their digests, for every
         sequence with the same prefix; else each for the sequence that held them.
         """
         self.host = host
@@ -81,7 +80,7 @@ class Swapper:
             blocks = blocks if len(found) == len(places) else blocks[: places[len(found)]]
             self.host.hold([kept[block] for block in blocks if kept.get(block, NO_BLOCK) != NO_BLOCK])
             sources = [blocks[place] for place in places[: len(found)]]
-            self._copy(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
+            self._copies.add(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
             self._counters.swapped_out += len(fresh)
             kept.update(zip(sources, found, strict=True))
             held = [kept[block] for block in blocks]
@@ -122,20 +121,16 @@ class Swapper:
         """Keeps the contents of published device blocks that are about to be given away."""
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
-        tokens, parents = table.tokens(blocks), [table.parent(block) or b"" for block in sources]
+        tokens, parents = table.tokens(blocks), table.parents(blocks)
         names, begin = table.names(sources), 0
         # Each copy is held only as long as this takes: where there is not room for all, the last ones stay.
         while begin < len(sources) and (room := self.host.num_free):
             part = slice(begin, begin + room)
             found, fresh = self.host.keep(digests[part], tokens[part], parents[part], names[part] if names else None)
-            self._copy(CopyKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
+            self._copies.add(CopyKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
             self._counters.written_back += len(fresh)
             self.host.release(found)
             begin += room
-
-    def _copy(self, kind: CopyKind, sources: list[int], destinations: list[int]) -> None:
-        """Lists copies of blocks into as many others."""
-        self._copies += map(BlockCopy._make, zip(repeat(kind, len(sources)), sources, destinations, strict=True))
 
     # -- in
 
@@ -175,7 +170,7 @@ class Swapper:
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:
         """Lists copies into as many device blocks."""
-        self._copy(CopyKind.SWAP_IN, host_blocks, device_blocks)
+        self._copies.add(CopyKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
     def release(self, sequence: Seq) -> None:

@@ -3,76 +3,55 @@
 from __future__ import annotations
 
 import json
-import time
+import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from itertools import chain
 
-from jinja2 import TemplateError, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, check_syntax
+from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
 
-
-class ChatTemplateError(Exception):
-    """The template cannot be used, or refused a conversation; the message is fit for a client."""
+# Seconds of a processor, and bytes of address space, that compiling or rendering may take.
+RENDER_CPU_S = 2.0
+RENDER_MEMORY_BYTES = 512 * 2**20
 
 
 class ChatTemplate:
-    """A compiled template. Rendering is sandboxed: templates come with models and are not trusted."""
+    """A template, which is compiled and rendered in a process of its own: templates come with models and are not
+    trusted. The process begins with the first conversation, or with `warm`.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the variables a template may use: bos_token, eos_token and so on."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = time.strftime
-        try:
-            self._template = environment.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ChatTemplateError(f"the chat template is broken in line {error.lineno}: {error.message}") from error
-        self._special_tokens = dict(special_tokens)
+        """`special_tokens` are the variables a template may use: bos_token, eos_token and so on. Raises
+        ChatTemplateError for a source that is no template.
+        """
+        check_syntax(source)
+        setup = json.dumps({"source": source, "special_tokens": dict(special_tokens)}).encode()
+        self._worker = WorkerProcess("template", lambda: setup, RENDER_CPU_S, RENDER_MEMORY_BYTES)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError."""
+    async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError, and
+        Overloaded. Cancelling it ends the rendering.
+        """
+        return (await self._run("render", _pack(messages))).decode()
+
+    async def warm(self) -> None:
+        """Begins the process and compiles the template. Raises ChatTemplateError."""
+        await self._run("nothing", b"")
+
+    async def _run(self, job: str, body: bytes) -> bytes:
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens
-            )
-        except _Refused as error:
-            raise ChatTemplateError(f"the model's chat template refuses it: {error}") from error
-        except SecurityError as error:
-            raise ChatTemplateError(f"the model's chat template does what it must not: {error}") from error
-        except (TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
+            return await self._worker.run(job, body)
+        except JobRefused as error:
+            raise ChatTemplateError(str(error)) from error
+        except WorkerStopped as error:
             raise ChatTemplateError(f"the model's chat template fails on it: {error}") from error
 
-
-class _Refused(TemplateError):
-    """The template called raise_exception."""
-
-
-class _GenerationTag(Extension):
-    """`{% generation %}` marks what the assistant said, for training; here it is plain text."""
-
-    tags = {"generation"}  # noqa: RUF012 - the shape of the base class
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+    def close(self) -> None:
+        """Ends the process."""
+        self._worker.close()
 
 
-def _raise_exception(message: object) -> NoReturn:
-    raise _Refused(str(message))
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # jinja's own filter escapes for HTML, which is wrong in a prompt.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _pack(messages: Sequence[Mapping[str, str]]) -> bytes:
+    """Number of texts, their lengths in bytes, and the texts: role and content in turn."""
+    texts = [text.encode() for text in chain.from_iterable((each["role"], each["content"]) for each in messages)]
+    return struct.pack(f"<I{len(texts)}I", len(texts), *map(len, texts)) + b"".join(texts)

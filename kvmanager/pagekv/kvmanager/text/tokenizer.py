@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
-from pagekv.kvmanager.text.chat_template import ChatTemplate, ChatTemplateError
+from pagekv.kvmanager.text.chat_template import ChatTemplate
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
+from pagekv.kvmanager.text.worker_process import WorkerProcess
+
+TOKENIZER_FILE = "tokenizer.json"
+# Seconds of a processor that one long text may take, and bytes of address space with the tokenizer itself. Encoding
+# takes some 350 bytes for each token; 8 MiB of a million tokens fit.
+LONG_TEXT_CPU_S = 60.0
+LONG_TEXT_MEMORY_BYTES = 1280 * 2**20
+# Long texts that may wait for the one that is read.
+MAX_LONG_TEXTS = 32
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -49,11 +62,20 @@ class Tokenizer:
         self._bytes: dict[int, bytes | None] = {}
         # Texts of tokens that need no neighbours; filled by `Detokenizer`, for all sequences.
         self.whole_texts: dict[int, str] = {}
+        self._worker = WorkerProcess(
+            "tokenizer", self._setup, LONG_TEXT_CPU_S, LONG_TEXT_MEMORY_BYTES, max_waiting=MAX_LONG_TEXTS
+        )
+
+    def _setup(self) -> bytes:
+        """Path or content of the file that another process makes this tokenizer from."""
+        if self.directory is not None:
+            return os.fsencode((self.directory / TOKENIZER_FILE).resolve())
+        return str(self._backend.to_str()).encode()
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
         """Reads tokenizer.json, and chat template and special tokens where there are any. Raises TokenizerError."""
-        path = directory / "tokenizer.json"
+        path = directory / TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(
                 f"{directory} has no tokenizer.json: save the model's fast tokenizer there "
@@ -77,14 +99,34 @@ class Tokenizer:
     def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
         """Token ids of `text`; `special_tokens` adds those that the tokenizer puts around a text.
 
-        The interpreter lock is free while this runs, so long texts belong in a thread. Raises TooManyTokens beyond
-        `limit` tokens.
+        The interpreter lock is free while this runs, so it may run in a thread. Raises TooManyTokens beyond `limit`
+        tokens.
         """
         # encode() would hold the interpreter lock throughout; the batch form does not.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
         if len(encoding) > limit:
             raise TooManyTokens(len(encoding))
         return encoding.ids
+
+    async def encode_long(self, text: str, *, special_tokens: bool, limit: int) -> array[int]:
+        """As `encode`, in a process of its own, one text after the other; uint32. Cancelling it ends the encoding.
+        Raises TooManyTokens, WorkerStopped or Overloaded.
+        """
+        answer = await self._worker.run("encode", struct.pack("<?Q", special_tokens, limit) + text.encode())
+        (num_tokens,) = struct.unpack_from("<Q", answer)
+        if num_tokens > limit:
+            raise TooManyTokens(num_tokens)
+        return array("I", answer[struct.calcsize("<Q") :])
+
+    async def decode_long(self, token_ids: array[int]) -> str:
+        """As `decode`, of uint32, in a process of its own. Raises as `encode_long` does."""
+        return (await self._worker.run("decode", token_ids.tobytes())).decode()
+
+    def close(self) -> None:
+        """Ends the processes that long texts and the chat template have."""
+        self._worker.close()
+        if self.chat_template is not None:
+            self.chat_template.close()
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out; ids the tokenizer does not know are left out too."""

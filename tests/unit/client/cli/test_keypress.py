@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagekv.client.cli.keypress import Keys
+from pagekv.client.cli.keypress import Keys, pause
 
 
 @pytest.fixture
@@ -67,4 +67,18 @@ def test_no_wait_is_so_long_that_a_signal_before_it_seems_lost(
     with Keys() as keys:
         assert not keys.wait_for(b"q", 60)
     assert now == 60
+    assert max(slept) <= 0.5
+
+
+def test_a_pause_has_no_piece_longer_than_a_signal_may_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, slept = [0.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        clock[0] += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pause(1.7)
+    assert sum(slept) == pytest.approx(1.7)
     assert max(slept) <= 0.5

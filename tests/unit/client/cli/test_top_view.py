@@ -65,7 +65,7 @@ def test_no_slots_are_filled_of_no_block() -> None:
     assert any(line.rstrip().endswith("- of their slots filled") for line in drawn(rates, idle))
 
 
-@pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (40, 16)])
+@pytest.mark.parametrize(("width", "height"), [(100, 24), (60, 18), (50, 24), (40, 16)])
 def test_a_frame_fits_its_screen(width: int, height: int) -> None:
     now = look(0.0)
     looks = [look(at, generated_tokens_total=300 + at, steps_total=50 + at) for at in range(SPARKS + 1)]
@@ -76,6 +76,19 @@ def test_a_frame_fits_its_screen(width: int, height: int) -> None:
     assert len(lines) <= height
     assert any("more" in line for line in lines)
     assert (lines[-1].rstrip() == "the end") == (height > 16)
+
+
+def test_fifty_columns_show_what_matters_whole() -> None:
+    """Nothing of it is cut off; less important columns are left out."""
+    now = look(0.0)
+    lines = drawn([rates_between(None, now)], now, 50)
+    assert max(map(len, lines)) <= 50
+    assert not any("…" in line for line in lines)
+    text = "\n".join(lines)
+    for words in ("request-0", "prompt", "output", "blocks", " free", " cached", "sequences run"):
+        assert words in text
+    assert "preempted" not in text
+    assert "preempted" in "\n".join(drawn([rates_between(None, now)], now, 80))
 
 
 def test_a_spark_line_leaves_out_what_is_not_known() -> None:

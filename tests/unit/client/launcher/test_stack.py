@@ -65,6 +65,29 @@ def test_a_process_that_dies_at_the_start_is_reported_with_its_last_words(journa
     assert journal.read_text().splitlines()[-1] == "executor stopped"
 
 
+def test_the_reason_that_a_process_gives_is_told_without_its_log(journal: Path) -> None:
+    with Stack(config(journal, manager="refuse")) as stack:
+        stack.start()
+        with pytest.raises(StackError) as caught:
+            stack.wait_ready(120)
+    assert str(caught.value) == "the manager cannot start: --some-flag 7: must be less"
+
+
+def test_the_part_of_a_start_that_is_under_way(journal: Path) -> None:
+    with Stack(config(journal, executor="slow")) as stack:
+        stack.start()
+        seen: list[tuple[str, str, int | None]] = []
+
+        def on_wait(name: str, seconds: float) -> None:
+            if stack.phases() and not seen:
+                seen.extend(stack.phases())
+                with journal.open("a") as file:
+                    file.write("go on\n")
+
+        assert stack.wait_ready(120, on_wait=on_wait)
+    assert seen == [("executor", "loading the weights", 34)]
+
+
 def test_a_process_that_dies_later_is_noticed(journal: Path) -> None:
     with Stack(config(journal, executor="dielater")) as stack:
         stack.start()

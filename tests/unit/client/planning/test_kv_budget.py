@@ -15,6 +15,7 @@ from pagekv.client.planning.kv_budget import (
     prefix_saving,
     shard_kv_heads,
     sharing_requests,
+    table_bytes,
     tail_of,
     waste,
 )
@@ -134,7 +135,8 @@ def test_a_shared_prefix_is_held_once_by_all_that_fit() -> None:
 
 
 def test_block_tables_take_four_bytes_an_entry() -> None:
-    assert capacity(GQA_80, 16, 2, 8 * GIB, 0.04).table_bytes == 6 * 512 * 4
+    assert capacity(GQA_80, 16, 2, 8 * GIB, 0.04).table_bytes == table_bytes(GQA_80, 16, 6) == 6 * 512 * 4
+    assert table_bytes(GQA_80, 256, 11) == 11 * 32 * 4
 
 
 def test_fp8_halves_the_bytes_of_float16() -> None:

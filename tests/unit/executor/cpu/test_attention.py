@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -122,16 +123,23 @@ def test_attend(dtype: torch.dtype, cap: float | None, kind: str) -> None:
     torch.testing.assert_close(lse.double(), expected_lse, atol=tolerance, rtol=tolerance)
 
 
-def test_parts_merge_to_the_whole() -> None:
-    torch.manual_seed(1)
-    query, key, value = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 40, 8) * 6, torch.randn(1, 2, 40, 8)
+@pytest.mark.parametrize("size", [1.0, 1e4])
+@pytest.mark.parametrize("seed", range(8))
+def test_parts_merge_to_the_whole(seed: int, size: float) -> None:
+    """Keys cut anywhere, parts of one key among them, merged in any order; logits of 1e4 and more do not overflow."""
+    torch.manual_seed(seed)
+    chance = random.Random(seed)
+    query, key, value = (torch.randn(1, 2, rows, 8, dtype=torch.float64) for rows in (5, 40, 40))
+    key *= size
     scores = Scores(1.0)
-    parts = [
-        attend(query, key[:, :, part], value[:, :, part], scores) for part in (slice(0, 7), slice(7, 8), slice(8, 40))
-    ]
-    out, lse = parts[0]
-    for other, other_lse in parts[1:]:
+    cuts = sorted(chance.sample(range(1, 40), chance.randint(1, 12)))
+    parts = [slice(begin, end) for begin, end in zip([0, *cuts], [*cuts, 40], strict=True)]
+    chance.shuffle(parts)
+    merged = [attend(query, key[:, :, part], value[:, :, part], scores) for part in parts]
+    out, lse = merged[0]
+    for other, other_lse in merged[1:]:
         out, lse = merge(out, lse, other, other_lse)
-    expected, expected_lse = attend(query, key, value, scores)
+    expected, expected_lse = plain_parts(query, key, value, scores, None)
+    assert expected_lse.abs().max() > size
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(lse, expected_lse)

@@ -20,7 +20,7 @@ def decode(world: World, seq_id: int, count: int) -> list[int]:
     for _ in range(count):
         world.run(scheduled_seqs=quiet, scheduled_tokens=[0] * len(quiet))
     state = world.epoch.live[seq_id]
-    return state.token_ids[state.num_prompt_tokens :]
+    return list(state.token_ids[state.num_prompt_tokens :])
 
 
 def test_generates_what_is_expected_across_blocks() -> None:

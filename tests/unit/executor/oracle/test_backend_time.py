@@ -61,7 +61,7 @@ def test_sequences_that_are_sampled_one_by_one_are_known_ahead_too(columns: dict
             launched.append(world.epoch.launch(world.step()))
         for step in launched:
             step.collect()
-        return world.epoch.live[1].token_ids[len(PROMPT) :]
+        return list(world.epoch.live[1].token_ids[len(PROMPT) :])
 
     assert generated(ahead=True) == generated(ahead=False)
 

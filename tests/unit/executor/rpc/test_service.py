@@ -154,7 +154,7 @@ def test_taking_over_fences_the_old_epoch(manager: str, take_over: bool) -> None
         await call.write(entering(old))
         for step in (2, 3):
             await call.write(pb.StepRequest(epoch=old, step=step))
-        await asyncio.to_thread(it.backend.begun.wait, 10)
+        await asyncio.to_thread(it.backend.begun.wait, 120)
         attaching = asyncio.create_task(it.attach(manager, take_over=take_over, num_device_blocks=40))
         assert (await end_of(call))[0] is Code.ABORTED  # at once, though its step is still under way
         assert it.backend.journal == ["allocate 50"]
@@ -213,7 +213,7 @@ def test_shut_down_finishes_the_step_and_reports_it() -> None:
         it.backend.gate.clear()
         await call.write(entering(epoch))
         await call.write(pb.StepRequest(epoch=epoch, step=2))
-        await asyncio.to_thread(it.backend.begun.wait, 10)
+        await asyncio.to_thread(it.backend.begun.wait, 120)
         closing = asyncio.create_task(it.session.shut_down())
         await asyncio.sleep(0.02)
         assert not closing.done()

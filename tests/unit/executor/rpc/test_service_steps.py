@@ -140,7 +140,7 @@ def test_bytes_that_are_no_step_of_this_contract_end_the_stream_after_good_resul
         )()
         await call.write(entering(epoch).SerializeToString())
         await call.write(pb.StepRequest(epoch=epoch, step=2).SerializeToString() + bad)
-        await asyncio.to_thread(it.backend.begun.wait, 10)
+        await asyncio.to_thread(it.backend.begun.wait, 120)
         it.backend.gate.set()
         assert (await read(call)).step == 1
         error = await refusal(call.read())
@@ -208,7 +208,7 @@ def test_a_half_closed_stream_is_answered_to_its_end() -> None:
         for step in (2, 3):
             await call.write(pb.StepRequest(epoch=epoch, step=step))
         await call.done_writing()
-        await asyncio.to_thread(it.backend.begun.wait, 10)
+        await asyncio.to_thread(it.backend.begun.wait, 120)
         it.backend.gate.set()
         assert [(await read(call)).step for _ in range(3)] == [1, 2, 3]
         assert await call.read() is grpc.aio.EOF
@@ -228,7 +228,7 @@ def test_as_many_steps_as_described_are_taken_in_before_the_first_is_answered() 
         await call.write(entering(epoch))
         for step in range(2, MAX_IN_FLIGHT + 1):
             await call.write(pb.StepRequest(epoch=epoch, step=step))
-        await asyncio.to_thread(it.backend.begun.wait, 10)
+        await asyncio.to_thread(it.backend.begun.wait, 120)
         # One is under way.
         await until(lambda: it.compute._jobs.qsize() == MAX_IN_FLIGHT - 1)
         assert MAX_IN_FLIGHT >= 2
@@ -244,7 +244,7 @@ def test_reading_stops_when_too_many_steps_are_in_flight() -> None:
         await call.write(entering(epoch))
         for step in range(2, 41):
             await call.write(pb.StepRequest(epoch=epoch, step=step, scheduled_seqs=[1], scheduled_tokens=[0]))
-        await asyncio.to_thread(it.backend.begun.wait, 10)
+        await asyncio.to_thread(it.backend.begun.wait, 120)
         await asyncio.sleep(0.05)
         assert it.compute._jobs.qsize() < MAX_IN_FLIGHT
         it.backend.gate.set()

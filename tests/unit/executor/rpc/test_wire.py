@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import fields
 
 import pytest
@@ -32,7 +33,7 @@ def test_a_step_has_every_field_of_its_message() -> None:
     assert (step.epoch, step.step) == (7, 8)
     assert {name: getattr(step, name) for name in columns} == columns
     (state,) = step.new_seqs
-    assert (state.seq_id, state.token_ids, state.num_prompt_tokens) == (4, [1, 2, 3], 2)
+    assert (state.seq_id, state.token_ids, state.num_prompt_tokens) == (4, array("i", [1, 2, 3]), 2)
     assert (state.block_table, state.computed_tokens, state.sampling) == ([6, 5], 1, SAMPLING)
     (found,) = step.memory_ops
     assert (found.direction, found.sources, found.destinations) == (CopyDirection.SWAP_IN, [1, 2], [3, 4])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.session.field_checks import check_sampling
+from pagekv.executor.session.field_checks import check_ids, check_sampling
 
 NAN, INF = math.nan, math.inf
 
@@ -75,3 +78,18 @@ def test_bounds_themselves_are_let_through() -> None:
     least = Sampling(0, 1e-9, 0, 0, 1e-9, -2, -2, 0, 0, 0, (), (0,), (-100.0,), 0)
     for sampling in (Sampling(), most, least):
         check_sampling("path", sampling, vocab_size=512, max_model_len=64)
+
+
+@pytest.mark.parametrize("number", [300, 2**31 - 1, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("as_array", [False, True])
+def test_an_id_that_is_too_large_is_named_in_a_list_and_in_an_array(number: int, as_array: bool) -> None:
+    """An array of a message's uint32 may be one of int32, so that a token can be unknown later."""
+    ids: Sequence[int] = [5, 299, number, number]
+    check_ids("ids", ids[:2], "token", 300, "R12")
+    check_ids("ids", [], "token", 300, "R12")
+    check_ids("ids", array("i"), "token", 300, "R12")
+    if as_array:
+        ids = array("i", np.array(ids, np.uint32).tobytes())
+        check_ids("ids", ids[:2], "token", 300, "R12")
+    with pytest.raises(InvalidRequest, match=rf"ids\[2\]: must be a token id below 300, got {number}"):
+        check_ids("ids", ids, "token", 300, "R12")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import grpc
@@ -35,7 +36,11 @@ def test_a_prompt_of_10_mb_is_refused_by_name() -> None:
     async def body(h: Harness) -> None:
         code, message, _ = await refusal(h.stub.Generate(pb.GenerateRequest(prompt=as_prompt("x" * 10_000_000))))
         assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert message.startswith("prompt.text: must be at most 8388608 bytes")
+        assert message.startswith("prompt.text: must be at most 2016 bytes")
+        prompt = as_prompt("x" * 10_000_000)
+        with pytest.raises(grpc.aio.AioRpcError, match="must be at most 8388608 bytes") as caught:
+            await h.stub.Tokenize(pb.TokenizeRequest(prompt=prompt))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
     run(body)
 
@@ -151,6 +156,7 @@ def test_tokenize_and_detokenize() -> None:
         ("Abort", pb.AbortRequest(), "request_ids"),
         ("Abort", pb.AbortRequest(request_ids=["ok", ""]), "request_ids[1]"),
         ("Abort", pb.AbortRequest(request_ids=[f"{i}" for i in range(1025)]), "request_ids"),
+        ("Abort", pb.AbortRequest(request_ids=["the same"] * 1025), "request_ids"),
     ],
 )
 def test_bad_fields_of_the_other_calls(method: str, message: Any, field: str) -> None:
@@ -159,6 +165,38 @@ def test_bad_fields_of_the_other_calls(method: str, message: Any, field: str) ->
             await getattr(h.stub, method)(message)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (caught.value.details() or "").startswith(f"{field}: ")
+
+    run(body)
+
+
+def test_ids_are_counted_before_they_are_read_and_the_event_loop_turns_meanwhile() -> None:
+    async def body(h: Harness) -> None:
+        turns = 0
+
+        async def beside() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        other = asyncio.create_task(beside())
+        message = pb.AbortRequest(request_ids=["a"] * 5_000_000)
+        turns = 0
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="request_ids: a message must have at most 16384 fields"
+        ) as caught:
+            await h.stub.Abort(message)
+        other.cancel()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert turns >= 16
+
+    run(body)
+
+
+def test_tokenizes_answer_comes_in_parts_that_are_one_message() -> None:
+    async def body(h: Harness) -> None:
+        ids = [n % 400 for n in range(2**20)]
+        assert (await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt(ids)))).token_ids == ids
 
     run(body)
 
@@ -179,6 +217,19 @@ def test_without_a_tokenizer_token_ids_still_work() -> None:
         assert not info.has_chat_template
 
     run(body, tokenizer=None)
+
+
+def test_the_version_is_told_before_there_is_a_model() -> None:
+    async def body(h: Harness) -> None:
+        for model in (None, MODEL):
+            h.engine.model = model
+            code, words, status = await refusal(h.stub.GetModelInfo(pb.GetModelInfoRequest()))
+            assert code is grpc.StatusCode.UNAVAILABLE
+            assert words == ("the tokenizer is being loaded" if model else "no executor is attached yet")
+            info = detail(status, error_details_pb2.ErrorInfo())
+            assert (info.reason, dict(info.metadata)) == ("NOT_SERVING", {"server_version": pagekv_version()})
+
+    run(body, opened=False)
 
 
 def test_model_info() -> None:

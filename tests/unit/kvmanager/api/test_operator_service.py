@@ -9,6 +9,7 @@ import pytest
 from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
 
+from pagekv.kvmanager.api import operator_service
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -77,6 +78,28 @@ def test_list_blocks_in_pieces_and_by_state() -> None:
         assert not answer.next_page_token
 
     run_operator(body)
+
+
+@pytest.mark.parametrize(("page_size", "pieces"), [(10, [3, 3, 3, 1]), (7, [3, 3, 1]), (3, [3])])
+def test_a_long_list_of_blocks_is_made_in_slices(
+    page_size: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operator_service, "LISTED_AT_ONCE", 3)
+    asked: list[int] = []
+    whole = FakeEngine.list_blocks
+
+    def watched(engine: FakeEngine, size: int, *more: Any) -> pb.ListBlocksResponse:
+        asked.append(size)
+        return whole(engine, size, *more)
+
+    monkeypatch.setattr(FakeEngine, "list_blocks", watched)
+
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        answer = await stub.ListBlocks(pb.ListBlocksRequest(page_size=page_size))
+        assert answer == whole(engine, page_size, "", pb.BLOCK_STATE_UNSPECIFIED)
+
+    run_operator(body)
+    assert asked == pieces
 
 
 def test_reset() -> None:

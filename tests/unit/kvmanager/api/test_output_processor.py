@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grpc
 import pytest
+from support.engine.generate_requests import TOKENIZER
 from support.engine.inference_harness import LENGTH, STOP, Harness, bytes_of, request, run, tokens_of
 
-from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.api import output_processor
+from pagekv.kvmanager.api.output_processor import SLICE_TOKENS, OutputProcessor
+from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import SequenceDelta
+from pagekv.kvmanager.text.detokenizer import Detokenizer
+from pagekv.kvmanager.text.stop_strings import StopStrings
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 def test_a_stop_token_is_reported_and_has_no_text() -> None:
@@ -147,5 +155,50 @@ def test_a_resumed_output_that_was_not_whole_goes_on(params: dict[str, Any]) -> 
         call = await h.start(request(resumed_token_ids=tokens_of("a</s>"), params=params))
         h.engine.push("r", 50, finish=FinishReason.LENGTH)
         assert (await call.read()).chunk.completion_tokens == 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, None])
+def test_resumed_tokens_are_taken_in_slices(monkeypatch: pytest.MonkeyPatch, tokenizer: Tokenizer | None) -> None:
+    """Without a tokenizer there is nothing to do for each."""
+    added: list[int] = []
+    add = Detokenizer.add
+
+    def counted(self: Detokenizer, token_id: int) -> str:
+        added.append(token_id)
+        return add(self, token_id)
+
+    monkeypatch.setattr(Detokenizer, "add", counted)
+    resumed = tokens_of("a") * (3 * SLICE_TOKENS + 1)
+    command = GenerateCommand("r", array("I", [5, *resumed]), SamplingParams(max_tokens=2000), 1, len(resumed))
+    output = OutputProcessor(command, StopStrings([]), tokenizer)
+    assert added == []
+    taken = [len(added) for _ in output.resume()]
+    assert taken == ([SLICE_TOKENS, 2 * SLICE_TOKENS, 3 * SLICE_TOKENS] if tokenizer else [])
+    assert output.num_tokens == len(resumed)
+
+
+def test_other_calls_run_between_the_slices_of_resumed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call of 16 slices has begun; 16 turns of the event loop go by before the engine knows it."""
+    monkeypatch.setattr(output_processor, "SLICE_TOKENS", 2)
+    turns: list[int] = []
+
+    async def body(h: Harness) -> None:
+        feed = OutputProcessor.resume
+
+        def resume(self: OutputProcessor) -> Iterator[None]:
+            asyncio.get_running_loop().call_soon(turn)
+            yield from feed(self)
+            turns.append(-1)
+
+        def turn() -> None:
+            if turns[-1:] != [-1]:
+                turns.append(1)
+                asyncio.get_running_loop().call_soon(turn)
+
+        monkeypatch.setattr(OutputProcessor, "resume", resume)
+        await h.start(request(resumed_token_ids=tokens_of("a") * 33, params={"max_tokens": 50}))
+        assert sum(turns[: turns.index(-1)]) >= 16
 
     run(body)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
+from array import array
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from support.engine import small_tokenizers
 from support.engine.fake_engine import MODEL
 from support.engine.generate_requests import (
     NO_TEMPLATE,
@@ -20,6 +23,14 @@ from support.engine.generate_requests import (
 from support.prompts import as_prompt
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.api.prompt_reader import (
+    INLINE_CHARACTERS,
+    INLINE_IDS,
+    THREAD_CHARACTERS,
+    THREAD_IDS,
+    PromptReader,
+    decode,
+)
 from pagekv.kvmanager.api.validation import read_generate
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
@@ -53,20 +64,60 @@ def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
         )
 
 
-@pytest.mark.parametrize(("text", "in_a_thread"), [("the earth", False), ("the earth " * 2000, True)])
-def test_long_texts_do_not_hold_up_the_event_loop(
-    text: str, in_a_thread: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Long texts are encoded in a thread, which leaves the interpreter to others."""
-    threads = []
+@pytest.mark.parametrize(
+    ("characters", "where"),
+    [
+        (INLINE_CHARACTERS, "here"),
+        (INLINE_CHARACTERS + 1, "thread"),
+        (THREAD_CHARACTERS, "thread"),
+        (THREAD_CHARACTERS + 1, "process"),
+    ],
+)
+def test_long_texts_do_not_hold_up_the_event_loop(characters: int, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
 
     def encode(tokenizer: Tokenizer, text: str, **how: Any) -> list[int]:
-        threads.append(threading.current_thread() is not threading.main_thread())
+        seen.append("here" if threading.current_thread() is threading.main_thread() else "thread")
         return [5]
 
+    async def encode_long(tokenizer: Tokenizer, text: str, **how: Any) -> array[int]:
+        seen.append("process")
+        return array("I", [5])
+
     monkeypatch.setattr(Tokenizer, "encode", encode)
-    assert list(read(pb.GenerateRequest(prompt=as_prompt(text)))[0].prompt_ids) == [5]
-    assert threads == [in_a_thread]
+    monkeypatch.setattr(Tokenizer, "encode_long", encode_long)
+    request = pb.GenerateRequest(prompt=as_prompt("x" * characters))
+    assert list(read(request, max_model_len=2**20)[0].prompt_ids) == [5]
+    assert seen == [where]
+
+
+@pytest.mark.parametrize("count", [INLINE_IDS, INLINE_IDS + 1, THREAD_IDS, THREAD_IDS + 1])
+def test_ids_become_the_same_text_wherever_they_are_decoded(count: int) -> None:
+    token_ids = array("I", [3 + n % 390 for n in range(count)])
+    assert asyncio.run(decode(TOKENIZER, token_ids)) == TOKENIZER.decode(token_ids)
+
+
+def test_long_texts_that_their_callers_gave_up_delay_nobody() -> None:
+    """Of six texts of 8 MiB, one is being encoded and the others wait when all are given up; then one is read whole."""
+    tokenizer = Tokenizer(small_tokenizers.byte_level())
+    reader = PromptReader(tokenizer, 400, 2**23, "a test")
+    huge, long = "ab c" * 2**21, "the earth " * 10_000
+
+    async def main() -> None:
+        first = await reader.text("text", long)
+        (process,) = tokenizer._worker._processes
+        given_up = [asyncio.create_task(reader.text("text", huge)) for _ in range(6)]
+        while tokenizer._worker._current is None:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0)
+        for task in given_up:
+            task.cancel()
+        await asyncio.gather(*given_up, return_exceptions=True)
+        assert all(task.cancelled() for task in given_up)
+        assert process.wait() == -signal.SIGKILL
+        assert await reader.text("text", long) == first
+
+    asyncio.run(main())
+    tokenizer.close()
 
 
 def test_huge_lists_of_ids_are_refused_by_their_number_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
+from support.engine.fake_engine import MODEL
 from support.engine.generate_requests import (
     IDS,
     beams,
@@ -34,15 +36,11 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
     (pb.GenerateRequest(), "prompt", "exactly one of text, token_ids and chat"),
     (pb.GenerateRequest(prompt=as_prompt("")), "prompt.text", "empty"),
     (
-        pb.GenerateRequest(prompt=as_prompt("x" * (8 * 2**20 + 1))),
+        pb.GenerateRequest(prompt=as_prompt("x" * 2017)),
         "prompt.text",
-        "at most 8388608 bytes .* has 8388609",
+        r"at most 2016 bytes of UTF-8 \(32 for each of 63 tokens, the context has 64 tokens\), has 2017",
     ),
-    (
-        pb.GenerateRequest(prompt=as_prompt("é" * (4 * 2**20 + 1))),
-        "prompt.text",
-        "at most 8388608 bytes .* has 8388610",
-    ),
+    (pb.GenerateRequest(prompt=as_prompt("é" * 1009)), "prompt.text", "at most 2016 bytes .* has 2018"),
     (
         pb.GenerateRequest(prompt=as_prompt("\x00" * 63)),
         "prompt.text",
@@ -55,7 +53,12 @@ REFUSED: list[tuple[pb.GenerateRequest, str, str]] = [
     (chat(), "prompt.chat.messages", "from 1 to 4096 messages, has 0"),
     (chat(*[("user", "")] * 4097), "prompt.chat.messages", "has 4097"),
     (chat(("user", "x"), ("", "y")), "prompt.chat.messages[1].role", "empty"),
-    (chat(("user", "x" * 5 * 2**20), ("user", "x" * 5 * 2**20)), "prompt.chat.messages", "at most 8388608 bytes"),
+    (chat(("user", "x" * 1500), ("user", "x" * 1500)), "prompt.chat.messages", "at most 2016 bytes .* has 3008"),
+    (
+        chat(("user", "x" * 2012)),
+        "prompt.chat.messages",
+        "at most 2016 bytes .* rendered with the chat template has 2023",
+    ),
     (chat(("pirate", "x")), "prompt.chat.messages", "refuses it: no pirates"),
     (chat(("user", "\x00" * 62)), "prompt.chat.messages", "has 64 tokens, must have from 1 to 63"),
     (pb.GenerateRequest(prompt=IDS, priority=101), "priority", "from -100 to 100, got 101"),
@@ -143,6 +146,16 @@ def test_refused(request_: pb.GenerateRequest, field: str, words: str) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    "request_",
+    [pb.GenerateRequest(prompt=as_prompt("é" * (4 * 2**20 + 1))), chat(*[("user", "x" * 2097150)] * 4)],
+    ids=["text", "chat"],
+)
+def test_text_is_refused_by_its_bytes_however_long_the_context(request_: pb.GenerateRequest) -> None:
+    with pytest.raises(InvalidRequest, match=r"at most 8388608 bytes of UTF-8 \(8 MiB\), has 83886(10|16)"):
+        read(request_, max_model_len=2**20)
+
+
 def test_an_adapter_is_looked_for_and_not_found() -> None:
     """The base model must not answer in its place."""
     with pytest.raises(NotFound, match="adapter: there is no 'lora', the model has no adapters") as caught:
@@ -209,3 +222,23 @@ def test_what_can_never_fit_is_refused_with_needed_and_available_blocks(
     with pytest.raises(InvalidRequest, match=words) as caught:
         read(request_, num_device_blocks=10)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_first_end_within_resumed_tokens_is_found(seed: int) -> None:
+    """Against a plain loop, in a few vector operations."""
+    chance = random.Random(seed)
+    tokens = [chance.randrange(30) for _ in range(chance.randrange(1, 20))]
+    params = types_pb2.SamplingParams(
+        max_tokens=30, min_tokens=chance.randrange(8), stop_token_ids=[chance.randrange(400) for _ in range(seed % 4)]
+    )
+    params.ignore_eos = bool(seed % 3)
+    ends = {*params.stop_token_ids, *(() if params.ignore_eos else MODEL.eos_token_ids)}
+    found = [at for at in range(max(0, params.min_tokens - 1), len(tokens) - 1) if tokens[at] in ends]
+    request = ids(5, resumed_token_ids=tokens, sampling_params=params)
+    if found:
+        with pytest.raises(InvalidRequest, match=f"{len(tokens)} were given") as refused:
+            read(request)
+        assert refused.value.field == f"resumed_token_ids[{found[0]}]"
+    else:
+        assert list(read(request)[0].prompt_ids) == [5, *tokens]

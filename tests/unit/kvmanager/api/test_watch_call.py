@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -66,7 +67,8 @@ def shown(message: pb.WatchEventsResponse) -> list[str]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if condition():
             return
         await asyncio.sleep(0.002)

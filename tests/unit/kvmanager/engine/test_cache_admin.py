@@ -18,6 +18,7 @@ from pagekv.kvmanager.engine.answer_check import AnswerCheck
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
 from pagekv.kvmanager.engine.observer import Observer
+from pagekv.kvmanager.kvcache import block_pool
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
@@ -116,7 +117,7 @@ class History:
             return
         if pin.pin_id:
             self.pins.append(pin.pin_id)
-            cached = [block.outcome for block in admin.explain(prompt, ANY, 99, "").blocks]
+            cached = [block.outcome for block in admin.explainer(prompt, ANY).page(99).blocks]
             assert cached[: pin.pinned_tokens // SIZE] == [pb.BLOCK_OUTCOME_HIT] * (pin.pinned_tokens // SIZE)
 
     def clock_goes_on(self, seconds: int) -> None:
@@ -142,10 +143,13 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_readers_hold_the_table_at_every_step_boundary_and_every_request_finishes(seed: int) -> None:
-    """A consumer that replays the events has exactly the manager's table, whatever happens to it;
-    and pins, which last to the end here, never keep a live request from finishing.
+def test_readers_hold_the_table_at_every_step_boundary_and_every_request_finishes(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """A consumer that replays the events has exactly the manager's table, whatever happens to it, also where all that
+    is evicted is cleared later; and pins, which last to the end here, never keep a live request from finishing.
     """
+    monkeypatch.setattr(block_pool, "RETIRED_TOGETHER", 1 if seed % 2 else 1000)
 
     async def main() -> None:
         history = History(random.Random(seed))

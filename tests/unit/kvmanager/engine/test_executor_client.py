@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -13,8 +15,11 @@ from support.engine.fake_engine import MODEL
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
+from pagekv.kvmanager.engine import executor_client
 from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
 from pagekv.kvmanager.engine.recovery import Fault
+from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -87,6 +92,37 @@ def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grpc.Stat
     asyncio.run(main())
 
 
+def test_a_defect_in_reading_a_result_ends_the_stream_with_its_traceback_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(message: pb.StepResult) -> StepResult:
+        raise KeyError(f"of step {message.step}")
+
+    class Answers(_Executor):
+        async def Run(self, request_iterator: AsyncIterator[pb.StepRequest], context: Any) -> Any:
+            yield pb.StepResult(epoch=self.epoch, step=3)
+            await asyncio.Event().wait()
+
+    async def main() -> None:
+        server = grpc.aio.server()
+        pb_grpc.add_ExecutorServiceServicer_to_server(Answers(grpc.StatusCode.OK), server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        woken = asyncio.Event()
+        link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
+        await link.attach("m", MODEL, "any", False)
+        await woken.wait()
+        with pytest.raises(ExecutorLost, match="KeyError while a result was read") as lost:
+            link.take_result()
+        assert lost.value.fault is Fault.STEP
+        await link.close()
+        await server.stop(None)
+
+    monkeypatch.setattr(executor_client, "step_result", broken)
+    asyncio.run(asyncio.wait_for(main(), 120))
+    assert "KeyError: 'of step 3'" in caplog.text
+
+
 @pytest.mark.parametrize("revision", [1, 7])
 def test_revision_and_features_are_agreed_upon(revision: int) -> None:
     """The earlier of both revisions, and the features that the model's epoch uses."""
@@ -147,5 +183,39 @@ def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch: pyte
             await link.describe(16, 16)
         await link.close()
         await server.stop(None)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("packed", [b"", b"x"])
+def test_the_message_of_a_long_prompt_is_made_in_a_turn_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, packed: bytes
+) -> None:
+    """Others run between the plan of its step, which took a share of the turn, and the message; not for other steps."""
+    made: list[StepPlan] = []
+
+    class Call:
+        async def write(self, data: bytes) -> None:
+            made.append(plan)
+
+    def step_bytes(plan: StepPlan, *others: object) -> bytes:
+        made.append(plan)
+        return b""
+
+    request = SimpleNamespace(packed_prompt=packed)
+    new = NewSeq(cast("Seq", SimpleNamespace(request=request)), 1, array("I"), array("i"), 0)
+    plan = StepPlan(new=[new])
+
+    async def main() -> None:
+        link = ExecutorLink("localhost:1", lambda: None)
+        link._call = cast("Any", Call())
+        monkeypatch.setattr(executor_client, "step_bytes", step_bytes)
+        sending = asyncio.create_task(link.send(plan, 5))
+        await asyncio.sleep(0)
+        assert len(made) == (0 if packed else 2)
+        await sending
+        assert made == [plan, plan]
+        link._call = None
+        await link.close()
 
     asyncio.run(main())

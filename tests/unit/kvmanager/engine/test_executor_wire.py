@@ -1,7 +1,9 @@
 """Step plans and results as messages, field by field."""
 
+import random
 from array import array
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -12,7 +14,7 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, CopyList, NewSeq, StepPlan
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
@@ -40,7 +42,7 @@ def test_a_step_with_everything() -> None:
         logit_bias={3: -1.0},
     )
     # 8 is read before it is written, so its writing begins another operation.
-    moves = [BlockCopy(CopyKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)]]
+    moves = CopyList(BlockCopy(CopyKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)])
     plan = StepPlan([1, 2], moves, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
     assert step_request(plan, 2**63, 7, (1, 4)) == pb.StepRequest(
         epoch=2**63,
@@ -86,7 +88,7 @@ def test_copies_of_one_operation_may_all_happen_at_once() -> None:
     """One that depends on an earlier one begins the next operation: the executor refuses it otherwise."""
 
     def operations(*copies: tuple[int, int]) -> list[list[tuple[int, int]]]:
-        message = step_request(StepPlan([1], [BlockCopy(CopyKind.COPY, *pair) for pair in copies]), 1, 1, ())
+        message = step_request(StepPlan([1], CopyList(BlockCopy(CopyKind.COPY, *pair) for pair in copies)), 1, 1, ())
         return [list(zip(op.sources, op.destinations, strict=True)) for op in message.memory_ops]
 
     assert operations((1, 2), (3, 4), (1, 5)) == [[(1, 2), (3, 4), (1, 5)]]
@@ -107,7 +109,7 @@ def test_moves_between_the_pools_keep_their_order() -> None:
         BlockCopy(back, 4, 1),
         BlockCopy(copy, 1, 5),
     ]
-    message = step_request(StepPlan([1], moves), 1, 1, ())
+    message = step_request(StepPlan([1], CopyList(moves)), 1, 1, ())
     assert [(op.kind, list(op.sources), list(op.destinations)) for op in message.memory_ops] == [
         (pb.MEMORY_OP_KIND_SWAP_OUT, [1, 2], [2, 1]),
         (pb.MEMORY_OP_KIND_SWAP_IN, [3, 3], [1, 2]),
@@ -118,7 +120,7 @@ def test_moves_between_the_pools_keep_their_order() -> None:
 
 def test_ends_that_do_not_count_are_not_banned() -> None:
     def banned(sampling: SamplingParams) -> list[int]:
-        message = step_request(StepPlan([], [], [new_sequence(sampling)]), 1, 1, (1, 4))
+        message = step_request(StepPlan([], new=[new_sequence(sampling)]), 1, 1, (1, 4))
         assert not message.new_seqs[0].sampling.HasField("logprobs")
         return list(message.new_seqs[0].sampling.banned_until_min)
 
@@ -206,7 +208,7 @@ def test_sequences_that_failed_and_why() -> None:
 def test_prompts_that_were_packed_ahead_travel_as_any_other(length: int) -> None:
     """In the order of the plan, with the tokens that were generated since, and whatever else the step has."""
     sampling = SamplingParams(logprobs=2)
-    plan = StepPlan([1, 2], [BlockCopy(CopyKind.COPY, 7, 12)], [], [3], [10], [41], [2])
+    plan = StepPlan([1, 2], CopyList([BlockCopy(CopyKind.COPY, 7, 12)]), [], [3], [10], [41], [2])
     for place, packed in enumerate([False, True, False, True, True]):
         new = new_sequence(sampling, index=place)
         request = new.sequence.request
@@ -224,5 +226,26 @@ def test_prompts_that_were_packed_ahead_travel_as_any_other(length: int) -> None
 
 
 def test_a_step_without_packed_prompts_is_the_message_itself() -> None:
-    plan = StepPlan([1], [], [new_sequence(SamplingParams())], [3], [10], [41], [2])
+    plan = StepPlan([1], CopyList(), [new_sequence(SamplingParams())], [3], [10], [41], [2])
     assert step_bytes(plan, 1, 2, ()) == step_request(plan, 1, 2, ()).SerializeToString()
+
+
+@pytest.mark.parametrize("num", [100, 3000])
+def test_many_copies_are_split_where_a_few_are(num: int) -> None:
+    """Against the definition, one copy after the other: of each kind, where blocks are written twice and not."""
+    chance = random.Random(num)
+    for kind in CopyKind:
+        for blocks in (10 * num, num // 2):
+            twice = blocks < num
+            written = [chance.randrange(blocks) for _ in range(num)] if twice else chance.sample(range(blocks), num)
+            copies = [BlockCopy(kind, chance.randrange(blocks), each) for each in written]
+            plan = StepPlan([1], CopyList(copies))
+            found = step_request(plan, 1, 1, ()).memory_ops
+            pairs = [pair for op in found for pair in zip(op.sources, op.destinations, strict=True)]
+            assert pairs == [(copy.source, copy.destination) for copy in copies]
+            for op in found:
+                assert len(set(op.destinations)) == len(op.destinations)
+            if kind is not CopyKind.COPY:
+                assert (len(found) > 1) == twice
+                for before, after in pairwise(found):
+                    assert after.destinations[0] in before.destinations

@@ -10,7 +10,7 @@ import pytest
 from support.engine.engine_harness import Bench, command, described, expect, read, run
 
 from pagekv.common.errors import AlreadyExists, Draining, InvalidRequest
-from pagekv.kvmanager.engine import executor_wire, long_prompts
+from pagekv.kvmanager.engine import executor_wire, loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.kvcache.block_hash import chain_digests
@@ -31,7 +31,7 @@ def slices(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         done.append(len(token_ids))
         return executor_wire.pack_token_ids(token_ids)
 
-    monkeypatch.setattr(long_prompts, "pack_token_ids", pack)
+    monkeypatch.setattr(loop, "pack_token_ids", pack)
     return done
 
 

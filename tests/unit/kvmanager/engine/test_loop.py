@@ -10,6 +10,7 @@ from support.engine.engine_harness import VOCAB, Bench, Link, command, config, d
 
 from pagekv.common.errors import Draining, InvalidRequest, SequenceFailed, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
+from pagekv.kvmanager.engine.executor_client import ExecutorLost
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -17,6 +18,7 @@ from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, Samp
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
 RUNNING, WAITING = types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_WAITING
@@ -67,7 +69,8 @@ def test_a_step_without_an_answer_costs_an_epoch(monkeypatch: pytest.MonkeyPatch
         await until(lambda: bool(bench.plans))
         bench.step_s = 0
         assert await read(stream) == expect([1, 2, 3])
-        assert len(bench.attaches) == 2
+        # More where the test's process stands still for so long itself.
+        assert len(bench.attaches) >= 2
 
     run(monkeypatch, body, step_timeout_s=0.2)
 
@@ -227,14 +230,54 @@ def test_blocks_are_evicted_as_the_flags_say(
 
 
 def test_refused_steps_are_tried_again_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    pause = EngineLoop._pause
+
     async def body(engine: EngineLoop, bench: Bench) -> None:
+        async def noted(engine: EngineLoop, seconds: float) -> None:
+            asked.append(seconds)
+            bench.broken = len(asked) < 4
+            await pause(engine, seconds)
+
+        monkeypatch.setattr(EngineLoop, "_pause", noted)
         bench.broken = True
-        stream = engine.submit(command("a", [1, 2, 3]))
-        await until(lambda: len(bench.attaches) >= 5)
-        pauses = [later - sooner for sooner, later in zip(bench.attaches, bench.attaches[1:], strict=False)]
-        assert pauses == sorted(pauses)
-        assert pauses[-1] > 4 * pauses[0]
-        bench.broken = False
-        assert await read(stream) == expect([1, 2, 3])
+        assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
+        assert asked == [0.05, 0.1, 0.2, 0.4]
+        # On a busy machine later, and an event loop's timers go off up to its clock's resolution early.
+        for sooner, later, seconds in zip(bench.attaches[:-1], bench.attaches[1:], asked, strict=True):
+            assert later - sooner > seconds - 0.001
 
     run(monkeypatch, body)
+
+
+def test_a_reason_for_no_executor_is_logged_once_until_it_changes(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An executor that loads is asked four times a second, and its reason is the same for minutes."""
+    asked: list[int] = []
+
+    class Loading(Link):
+        async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
+            asked.append(1)
+            if len(asked) < 9:
+                raise ExecutorLost("still loading" if len(asked) < 6 else "still starting")
+            return await super().describe(block_size, token_budget)
+
+    async def main() -> None:
+        bench = Bench()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Loading(bench, wake))
+        monkeypatch.setattr("pagekv.kvmanager.engine.recovery.Reconnect.pause_s", lambda *_, **__: 0.0)
+        engine = EngineLoop(config())
+        task = asyncio.create_task(engine.run())
+        await engine.wait_ready()
+        assert bench.link is not None
+        bench.link.lose("still starting")
+        await until(lambda: len(bench.attaches) == 2)
+        await engine.stop(1)
+        await task
+
+    asyncio.run(main())
+    reasons = [
+        str(vars(record)["fields"]["reason"]) for record in caplog.records if record.getMessage() == "no executor"
+    ]
+    assert reasons == ["still loading", "still starting", "still starting"]

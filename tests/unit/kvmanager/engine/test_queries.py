@@ -26,8 +26,10 @@ def identified(name: str, prompt: list[int], identity: CacheIdentity) -> Generat
     return replace(command(name, prompt, 1), identity=identity)
 
 
-def outcomes(engine: EngineLoop, prompt: list[int], identity: CacheIdentity = ANY) -> list[pb.BlockOutcome.ValueType]:
-    return [block.outcome for block in engine.queries.explain_prefix(prompt, identity, 99).blocks]
+async def outcomes(
+    engine: EngineLoop, prompt: list[int], identity: CacheIdentity = ANY
+) -> list[pb.BlockOutcome.ValueType]:
+    return [block.outcome for block in (await engine.queries.explain_prefix(prompt, identity, 99)).blocks]
 
 
 def followed(watch: TableWatch) -> set[bytes]:
@@ -63,7 +65,7 @@ def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.
         assert reset.removed_blocks > 0
         assert listed(engine) == set()
         assert engine.queries.unpin_prefix(pin.pin_id) == 0
-        assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
+        assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
         assert engine.queries.stats().preemptions_total == 3
 
@@ -90,7 +92,7 @@ def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatc
         watch = engine.queries.watch_events()
         assert len(watch.take_snapshot(99)) == 2
         assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
-        told = await asyncio.wait_for(watch.take(), 2)
+        told = await asyncio.wait_for(watch.take(), 60)
         assert told.cleared
         assert not told.stored
         watch.close()
@@ -159,7 +161,7 @@ def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_roun
             engine.submit(command("x", [1, 2, 3], 38))
         assert refused.value.metadata == {"needed_blocks": "10", "available_blocks": "9", "pinned_blocks": "1"}
         assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
-        assert outcomes(engine, prompt)[0] is pb.BLOCK_OUTCOME_HIT
+        assert (await outcomes(engine, prompt))[0] is pb.BLOCK_OUTCOME_HIT
         assert pin.pinned_tokens == 4
         engine.queries.reset_prefix_cache(force=True)
 
@@ -178,7 +180,7 @@ def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch:
         assert engine.queries.stats().preemptions_total > 0
         assert engine.queries.stats().evicted_blocks_total > 0
         assert engine.queries.stats().active_blocks == engine.queries.stats().pinned_blocks == 2
-        assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
+        assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
         engine.queries.reset_prefix_cache(force=True)
 
     run(monkeypatch, body, num_device_blocks=8)
@@ -196,7 +198,7 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
         bench.link.lose()
         await until(lambda: len(bench.attaches) == 2)
         assert engine.queries.stats().pins == 0
-        assert outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
+        assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert await read(stream) == expect([7, *EIGHT], 30)
         engine._state.cache.log.step_boundary(engine.queries.stats().steps_total)
         assert followed(early) == followed(late) == listed(engine) != set()
@@ -229,8 +231,8 @@ def test_adapters_of_a_namespace_are_explained_to_it_alone(monkeypatch: pytest.M
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
         other = pb.BLOCK_OUTCOME_OTHER_IDENTITY
-        assert outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
-        assert outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
+        assert await outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
+        assert await outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
 
     run(monkeypatch, body)
 
@@ -249,7 +251,6 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
     async def main() -> None:
         engine = EngineLoop(config())
         for call in (
-            lambda: engine.queries.explain_prefix([1], ANY, 1),
             lambda: engine.queries.pin_prefix([1], ANY, 1),
             lambda: engine.queries.unpin_prefix("pin-1"),
             lambda: engine.queries.reset_prefix_cache(force=True),
@@ -258,6 +259,9 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
         ):
             with pytest.raises(Unavailable, match="no executor"):
                 call()
+        for asking in (engine.queries.prepare([1], ANY), engine.queries.explain_prefix([1], ANY, 1)):
+            with pytest.raises(Unavailable, match="no executor"):
+                await asking
         await engine.stop(0)
 
     asyncio.run(main())

@@ -12,6 +12,7 @@ from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -98,6 +99,28 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
     assert (everything, active, cached, pinned) == (list(range(12)), [0, 3], [1], [0])
     assert sorted(free + cached + active) == list(range(12))
     assert asked.list_blocks(2, "", pb.BLOCK_STATE_ACTIVE) == pb.ListBlocksResponse()
+
+
+def test_a_request_leads_from_logical_blocks_to_hashes_and_physical_ones() -> None:
+    """Of eleven tokens in blocks of four two are full and have a hash; the first is held by another request too."""
+    driver = Driver(num_blocks=9, block_size=4, depth=1)
+    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    prompt, root = [*range(1, 12)], root_digest("model", "", "")
+    for name, token_ids in (("first", prompt), ("second", [1, 2, 3, 4, 99])):
+        command = GenerateCommand(name, token_ids, SamplingParams(max_tokens=3))
+        driver.scheduler.add(asked._state.live.add(command, root))
+    driver.plan()
+    assert (asked.stats().block_size, asked.stats().num_device_blocks) == (4, 9)
+    hashes = [digest.hex() for digest in chain_digests(root, token_bytes(prompt), 4)]
+    tables = asked.block_tables("first")
+    assert tables is not None
+    (sequence,) = tables.sequences
+    assert (list(sequence.block_ids), list(sequence.block_hashes)) == ([0, 1, 2], hashes)
+    blocks = {block.block_id: block for block in asked.list_blocks(9, "", pb.BLOCK_STATE_UNSPECIFIED).blocks}
+    shown = [blocks[block] for block in sequence.block_ids]
+    assert [(block.block_hash, block.ref_count) for block in shown] == [(hashes[0], 2), (hashes[1], 1), ("", 1)]
+    assert shown[1].parent_hash == hashes[0]
+    assert asked.block_tables("unknown") is None
 
 
 def test_requests_are_listed_in_pages_running_ones_first() -> None:

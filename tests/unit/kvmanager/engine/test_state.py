@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import Bench, command, read, run
+from support.engine.engine_harness import Bench, command, read, run, until
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 
@@ -16,9 +15,8 @@ def test_idle_time_counts_only_while_there_is_work(monkeypatch: pytest.MonkeyPat
         bench.bend = lambda result: replace(result, idle_us=1000)
         for count in (1, 2):
             await read(engine.submit(command(f"r{count}", [count, 2, 3])))
-            await asyncio.sleep(0.05)
             # Of a request's six steps all but the first; that its sequence leaves takes one more, with nothing to do.
-            assert engine.queries.stats().steps_total == 7 * count
+            await until(lambda count=count: engine.queries.stats().steps_total == 7 * count)  # type: ignore[misc]  # a lambda with a default
             assert engine.queries.stats().executor_idle_us_total == 5 * 1000 * count
 
     run(monkeypatch, body)

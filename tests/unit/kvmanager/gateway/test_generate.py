@@ -67,11 +67,15 @@ def test_parameters_arrive_as_they_were_given() -> None:
         (request(prompt_logprobs=1), "sampling_params.prompt_logprobs"),
         (request(json_schema="{}"), "sampling_params.json_schema"),
         (request(logit_bias={-1: 1.0}), "sampling_params.logit_bias"),
+        (request(logit_bias=dict.fromkeys(range(-1025, 0), 1.0)), "sampling_params.logit_bias"),
+        (request(stop=["x"] * 17), "sampling_params.stop"),
+        (request(stop_token_ids=[1] * 65), "sampling_params.stop_token_ids"),
+        (vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[1] * 65)), "tokenized.input_ids"),
         (vllm.GenerateRequest(mm_inputs=vllm.MultimodalInputs()), "mm_inputs"),
         (vllm.GenerateRequest(data_parallel_rank=1), "data_parallel_rank"),
     ],
 )
-def test_what_pagekv_lacks_is_refused_by_its_name(wrong: vllm.GenerateRequest, field: str) -> None:
+def test_what_pagekv_lacks_and_long_lists_are_refused_by_name(wrong: vllm.GenerateRequest, field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read_request(wrong, MODEL)
     assert caught.value.field == field

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+import time
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -31,7 +32,8 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(5000):
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
         if condition():
             return
         await asyncio.sleep(0.002)

@@ -69,7 +69,7 @@ def test_slru_agrees_with_plain_lists(data: st.DataObject) -> None:
         if move == "supersede":
             heirs = [block for block in held if block not in blocks][: len(blocks)]
             del blocks[len(heirs) :]
-            order.supersede(ids(blocks), ids(heirs))
+            order.supersede(blocks, heirs)
             model.supersede(blocks, heirs)
         else:
             getattr(order, move)(ids(blocks))

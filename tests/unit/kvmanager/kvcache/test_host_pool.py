@@ -161,6 +161,8 @@ Event = tuple[str, bytes] | tuple[str, bytes, bytes, tuple[int, ...]]
 class Log(TableLog):
     """Keys that entered and left, in order."""
 
+    watched = True
+
     def __init__(self) -> None:
         self.events: list[Event] = []
 

@@ -141,3 +141,9 @@ def test_prometheus_asks_every_manager_where_it_listens() -> None:
     (gateway,) = jobs["gateway"]["dns_sd_configs"]
     assert gateway["names"] == ["gateway"]
     assert compose["gateway"]["expose"] == [str(gateway["port"])]
+
+
+def test_every_panel_says_what_it_shows() -> None:
+    panels = [panel for panel in json.loads(DASHBOARD.read_text())["panels"] if panel["type"] != "row"]
+    assert len(panels) == 24
+    assert [panel["title"] for panel in panels if not panel.get("description", "").endswith(".")] == []

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 
@@ -10,6 +12,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from pagekv.kvmanager.observe import http_server
 from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, is_loopback, may_name
 
 
@@ -149,6 +152,112 @@ def test_refusals_carry_what_answers_do_and_are_json_where_answers_are() -> None
                     assert response.content_type == "text/plain"
 
     run(check)
+
+
+def connect(url: str, says: bytes = b"") -> socket.socket:
+    host, port = url.removeprefix("http://").strip("/").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    connection.sendall(says)
+    connection.setblocking(False)
+    return connection
+
+
+async def answer(connection: socket.socket) -> bytes:
+    """Everything until the other side closes."""
+    read = b""
+    with contextlib.suppress(ConnectionError):
+        while more := await asyncio.get_running_loop().sock_recv(connection, 4096):
+            read += more
+    return read
+
+
+@pytest.mark.parametrize(
+    ("limit", "says", "answered"),
+    [
+        ("HEADERS_S", b"", b""),
+        ("HEADERS_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b""),
+        ("HEADERS_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 200 OK"),
+        ("BODY_S", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nslow", b"HTTP/1.1 408 "),
+    ],
+)
+def test_connections_that_are_slow_or_idle_are_closed(
+    limit: str, says: bytes, answered: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HEADERS_S", "BODY_S"):
+        monkeypatch.setattr(http_server, name, 0.3 if name == limit else 3600.0)
+    if limit == "BODY_S":
+        says = says.replace(b"Host", b"Connection: close\r\nHost")
+
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        with connect(url, says) as connection:
+            read = await answer(connection)
+        assert read.startswith(answered)
+        assert bool(read) == bool(answered)
+
+    run(check)
+
+
+def test_a_connection_that_takes_nothing_of_an_answer_has_a_time_limit() -> None:
+    """The kernel keeps it, 30 seconds."""
+
+    async def limit(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        connection = request.transport.get_extra_info("socket")
+        return web.Response(text=str(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
+
+    async def main() -> None:
+        server = HttpServer("127.0.0.1:0", [web.get("/", limit)])
+        url = f"http://127.0.0.1:{await server.start()}/"
+        async with aiohttp.ClientSession() as session, session.get(url) as response:
+            assert await response.text() == "30000"
+        await server.stop()
+
+    asyncio.run(main())
+
+
+def test_the_longest_idle_make_room_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+
+    async def check(session: aiohttp.ClientSession, url: str) -> None:
+        with contextlib.ExitStack() as slow:
+            first = slow.enter_context(connect(url))
+            for _ in range(40):
+                slow.enter_context(connect(url, b"GET / HTTP/1.1\r\n"))
+                async with session.get(url, headers={"Connection": "close"}) as response:
+                    assert response.status == 200
+            assert await answer(first) == b""
+
+    run(check)
+
+
+def test_where_all_are_being_answered_a_newcomer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 3)
+    begun, over = asyncio.Semaphore(0), asyncio.Event()
+
+    async def streams(request: web.Request) -> web.Response:
+        begun.release()
+        await over.wait()
+        return web.Response(text="over")
+
+    async def main() -> None:
+        server = HttpServer("127.0.0.1:0", [web.get("/", streams)])
+        url = f"http://127.0.0.1:{await server.start()}/"
+        async with aiohttp.ClientSession() as session:
+
+            async def get() -> str:
+                async with session.get(url) as response:
+                    return await response.text()
+
+            answers = [asyncio.create_task(get()) for _ in range(3)]
+            for _ in answers:
+                await begun.acquire()
+            with connect(url) as newcomer:
+                assert await answer(newcomer) == b""
+            over.set()
+            assert await asyncio.gather(*answers) == ["over"] * 3
+        await server.stop()
+
+    asyncio.run(main())
 
 
 def test_a_port_that_is_taken_is_an_error() -> None:

@@ -30,7 +30,7 @@ def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         served = Served(engine.model, None)
         prompt = [*range(10), 49, 48, 47]
         answer = await explain(engine, served, {"token_ids": prompt})
-        expected = engine.queries.explain_prefix(prompt, CacheIdentity(), 100)
+        expected = await engine.queries.explain_prefix(prompt, CacheIdentity(), 100)
         assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
         assert answer["num_blocks"] == 4
         assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [

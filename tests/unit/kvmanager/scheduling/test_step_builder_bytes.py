@@ -13,7 +13,7 @@ from pagekv.kvmanager.engine.executor_wire import step_request
 from pagekv.kvmanager.scheduling import step_builder
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_builder import ID_BYTES, MAX_ENTRY_BYTES, SEQUENCE_BYTES
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, NewSeq, StepPlan
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, CopyList, NewSeq, StepPlan
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # The largest that the wire has room for.
@@ -49,7 +49,7 @@ def test_what_is_reckoned_is_never_less_than_what_is_sent() -> None:
     assert len(message.sampling.banned_until_min) == len(message.sampling.biases) == MANY
     for tokens, blocks in ((1, 0), (5000, 5000)):
         assert size(StepPlan(new=[_new(sequence, tokens, blocks)])) < SEQUENCE_BYTES + ID_BYTES * (tokens + blocks)
-    copies = [BlockCopy(CopyKind.SWAP_OUT, ID - index, ID - index) for index in range(5000)]
+    copies = CopyList(BlockCopy(CopyKind.SWAP_OUT, ID - index, ID - index) for index in range(5000))
     assert size(StepPlan(copies=copies)) < 2 * ID_BYTES * 5000 + 100
 
 
@@ -61,7 +61,7 @@ def test_columns_of_all_sequences_have_room_beside_what_enters() -> None:
     """Each sequence leaves, gets a block, is scheduled, and a copy of its own kind."""
     ids, few = [MAX_RUNNING - 1] * MAX_RUNNING, 64
     kinds = (CopyKind.SWAP_OUT, CopyKind.SWAP_IN)
-    copies = [BlockCopy(kinds[index % 2], ID - index, ID - index) for index in range(few)]
+    copies = CopyList(BlockCopy(kinds[index % 2], ID - index, ID - index) for index in range(few))
     plan = StepPlan(
         finished=ids,
         append_seq_ids=ids,

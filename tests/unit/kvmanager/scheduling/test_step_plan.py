@@ -6,7 +6,7 @@ from support.engine.fake_executor import expected_output
 from support.engine.integrity import pending
 from support.engine.scheduler_driver import VOCAB, Driver, output
 
-from pagekv.kvmanager.scheduling.step_plan import Admitted
+from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
 
 
 def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
@@ -69,3 +69,21 @@ def test_a_plan_says_who_was_admitted_and_what_the_prefix_cache_lacked() -> None
     # The last block is cached, and computed all the same, for its last token is sampled from.
     whole = admitted([*range(8)])
     assert (whole.hit_blocks, whole.missed) == (1, None)
+
+
+def test_copies_are_runs_of_one_kind_in_order() -> None:
+    copies = CopyList()
+    assert (len(copies), list(copies), bool(copies)) == (0, [], False)
+    copies.add(CopyKind.SWAP_OUT, [1, 2], [7, 8])
+    copies.add(CopyKind.SWAP_OUT, [3], [9])
+    copies.add(CopyKind.COPY, [4], [5])
+    copies.add(CopyKind.SWAP_OUT, [], [])
+    assert [run.kind for run in copies.runs] == [CopyKind.SWAP_OUT, CopyKind.COPY]
+    assert len(copies) == 4
+    pairs = [(copy.kind, copy.source, copy.destination) for copy in copies]
+    out, copy = CopyKind.SWAP_OUT, CopyKind.COPY
+    assert pairs == [(out, 1, 7), (out, 2, 8), (out, 3, 9), (copy, 4, 5)]
+    taken = copies.take()
+    assert (list(CopyList(taken)), list(copies)) == (list(taken), [])
+    copies.add(copy, [1], [2])
+    assert (len(taken), len(copies)) == (4, 1)

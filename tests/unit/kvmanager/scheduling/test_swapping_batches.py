@@ -20,7 +20,7 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped, live_request
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, CopyList
 from pagekv.kvmanager.scheduling.swapping import Swapper
 
 ROOT = root_digest("model", "", "")
@@ -83,7 +83,7 @@ class CheckedSwapper(Swapper):
         return cost
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        host, moves, copies = deepcopy(self.host), self._copies[:], dict[int, int]()
+        host, moves, copies = deepcopy(self.host), list(self._copies), dict[int, int]()
         kept: dict[Seq, list[int]] = {sequence: [] for sequence in group}
         computed: dict[Seq, int] = {}
         full: set[Seq] = set()
@@ -107,7 +107,7 @@ class CheckedSwapper(Swapper):
             computed[w.sequence] = w.end
         super().swap_out(group)
         assert state(self.host) == state(host)
-        assert self._copies == moves
+        assert list(self._copies) == moves
         for sequence, blocks in kept.items():
             wanted = (blocks, computed[sequence]) if set(blocks) - {NO_BLOCK} else None
             swapped = sequence.swapped
@@ -117,7 +117,7 @@ class CheckedSwapper(Swapper):
             self.checks["elsewhere"] += NO_BLOCK in blocks
 
     def write_back(self, blocks: Blocks) -> None:
-        host, moves, table = deepcopy(self.host), self._copies[:], self._pool.table
+        host, moves, table = deepcopy(self.host), list(self._copies), self._pool.table
         for device in blocks.tolist():
             parent, tokens = table.parent(device), np.array([table.token_ids(device)], np.uint32)
             assert parent is not None
@@ -129,7 +129,7 @@ class CheckedSwapper(Swapper):
             host.release([block])
         super().write_back(blocks)
         assert state(self.host) == state(host)
-        assert self._copies == moves
+        assert list(self._copies) == moves
         self.checks["write_back"] += len(blocks) > 1
 
     def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
@@ -235,6 +235,6 @@ def test_a_return_finds_what_is_there_block_by_block() -> None:
         if own:
             computed = rng.randint((len(own) - 1) * size + 1, min(len(own) * size, len(tokens)))
             sequence.swapped = Swapped(host, own, computed)
-        swapper = CheckedSwapper(BlockPool(1, size), host, [], SchedulerCounters(), shared=rng.random() < 0.8)
+        swapper = CheckedSwapper(BlockPool(1, size), host, CopyList(), SchedulerCounters(), shared=rng.random() < 0.8)
         # Around the last of its own blocks most can go wrong.
         swapper.match(sequence, min(max(0, len(own) + rng.randint(-3, 2)), len(tokens) // size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -27,7 +28,7 @@ def save(directory: Path, **config: Any) -> Path:
 
 def render(tokenizer: Tokenizer, messages: list[dict[str, str]] = HELLO) -> str:
     assert tokenizer.chat_template is not None
-    return tokenizer.chat_template.render(messages)
+    return asyncio.run(tokenizer.chat_template.render(messages))
 
 
 def test_encode_adds_the_special_tokens_of_a_text_only_when_asked(tmp_path: Path) -> None:
@@ -110,6 +111,24 @@ def test_where_a_template_is_looked_for(tmp_path: Path) -> None:
 def test_a_broken_template_is_refused_when_loading(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match="broken in line 2"):
         Tokenizer.load(save(tmp_path, chat_template="fine\n{% if %}"))
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+def test_another_process_encodes_and_decodes_likewise(tmp_path: Path, from_file: bool) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path)) if from_file else Tokenizer(small_tokenizers.byte_level())
+    text = "the earth, Grüße 日本語 two words ✓ <|user|> " * 3000
+
+    async def main() -> None:
+        for special_tokens in (True, False):
+            ids = await tokenizer.encode_long(text, special_tokens=special_tokens, limit=10**6)
+            assert ids.tolist() == tokenizer.encode(text, special_tokens=special_tokens, limit=10**6)
+            assert await tokenizer.decode_long(ids) == tokenizer.decode(ids)
+        with pytest.raises(TooManyTokens) as caught:
+            await tokenizer.encode_long(text, special_tokens=False, limit=len(ids) - 1)
+        assert caught.value.num_tokens == len(ids)
+
+    asyncio.run(main())
+    tokenizer.close()
 
 
 def test_the_manager_imports_no_torch() -> None:

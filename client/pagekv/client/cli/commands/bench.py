@@ -36,6 +36,8 @@ The same --seed sends the same prompts, which are then cached already: for cold 
 --reset-cache. Times to first token and end to end count from when a request was due. The inter-token latency has
 one value per token after the first; tokens that arrive together share the time since the message before.
 """
+# Seconds between two lines of progress where there is no status line.
+_PROGRESS_S = 2.0
 
 
 def span(low: int, high: int) -> Callable[[str], tuple[int, int]]:
@@ -96,11 +98,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             }
         )
     else:
-        terminal.print(report_text(workload, info, report, terminal))
+        terminal.print(report_text(workload, info, report, _objectives(args)))
     if report.errors:
         failed = sum(report.errors.values())
         raise PageKVError(f"{failed} of {workload.requests} requests failed: {_errors_text(report)}")
     return 0
+
+
+def _objectives(args: argparse.Namespace) -> Objectives:
+    return Objectives(args.max_ttft_ms, args.max_inter_token_ms)
 
 
 def _errors_text(report: LoadReport) -> str:
@@ -124,14 +130,21 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
             raise UsageError(f"--text {args.text}: {error}") from error
         if args.reset_cache:
             await client.reset_prefix_cache()
-        begun = time.perf_counter()
+        if not args.json:
+            terminal.note(f"sending {workload.shape()}")
+        begun = said = time.perf_counter()
 
         def show(done: int, tokens: int) -> None:
-            rate = tokens / (time.perf_counter() - begun)
+            nonlocal said
+            now = time.perf_counter()
+            rate = tokens / (now - begun)
             terminal.progress(done, workload.requests, f"{rate:.0f} tok/s")
+            # A pipe has no status line.
+            if not (args.json or terminal.err_is_terminal) and now - said >= _PROGRESS_S:
+                said = now
+                terminal.note(f"{done} of {workload.requests} requests after {now - begun:.0f} s, {rate:.0f} tok/s")
 
-        objectives = Objectives(args.max_ttft_ms, args.max_inter_token_ms)
-        report = await run_jobs(client, workload, jobs, show, objectives)
+        report = await run_jobs(client, workload, jobs, show, _objectives(args))
     terminal.clear()
     return info, report
 
@@ -143,8 +156,8 @@ def _read(path: Path) -> str:
         raise UsageError(f"--text {path}: {error}") from error
 
 
-def report_text(workload: Workload, info: ModelInfo, report: LoadReport, terminal: Terminal) -> str:
-    """Workload, stack, latencies and rates."""
+def report_text(workload: Workload, info: ModelInfo, report: LoadReport, objectives: Objectives) -> str:
+    """Workload, stack, latencies, rates, and the verdict."""
     latencies = [
         (name, *_cells(spread))
         for name, spread in (
@@ -157,12 +170,41 @@ def report_text(workload: Workload, info: ModelInfo, report: LoadReport, termina
         ("throughput", f"{report.output_tokens_per_s:.1f} output tok/s, {report.total_tokens_per_s:.1f} with prompts, "
                        f"{report.requests_per_s:.2f} requests/s"),
         ("prefix cache", f"{report.hit_rate:.1%} hits: {report.cached_tokens} of {report.prompt_tokens} prompt tokens"),
-        ("objectives", ", ".join(f"{report.diagnoses.get(d.value, 0)} {d.value}" for d in Diagnosis)),
         ("requests", f"{report.completed} in {report.seconds:.2f} s, {report.output_tokens} tokens generated"),
         ("errors", _errors_text(report)),
     ]  # fmt: skip  # laid out as a table
     head = [("workload", workload.shape()), ("stack", describe(info))]
-    return "\n\n".join((table(head), table(latencies, ("", "p50", "p90", "p99", "mean", "max")), table(rates)))
+    tables = (table(head), table(latencies, ("", "p50", "p90", "p99", "mean", "max")), table(rates))
+    return "\n\n".join((*tables, "\n".join(verdict(workload, report, objectives))))
+
+
+def verdict(workload: Workload, report: LoadReport, objectives: Objectives) -> list[str]:
+    """Sentences that say whether the objectives were met and, where not, by how much and why most likely."""
+    bounds = f"first token within {objectives.ttft_ms:g} ms, then {objectives.inter_token_ms:g} ms a token"
+    judged = sum(report.diagnoses.values())
+    late, slow = (report.diagnoses.get(each.value, 0) for each in (Diagnosis.PREFILL, Diagnosis.DECODE))
+    if not judged:
+        return []
+    if not late + slow:
+        return [f"{judged} of {judged} requests met the objectives: {bounds}."]
+    less = "a lower --rate" if workload.rate is not None else "a lower --concurrency"
+    lines = []
+    if late and report.ttft_s is not None:
+        lines.append(
+            f"{late} of {judged} requests missed the objective for the first token: up to "
+            f"{milliseconds(report.ttft_s.max)}, bound {objectives.ttft_ms:g}; likely cause: they waited for a place "
+            f"in the batch, or for long prompts to be computed ({less}, shorter prompts or a --shared-prefix show it)"
+        )
+    if slow and report.inter_token_s is not None:
+        lines.append(
+            f"{slow} of {judged} requests missed the objective between tokens: "
+            f"{milliseconds(report.inter_token_s.mean)} on average over all, bound {objectives.inter_token_ms:g}; "
+            f"likely cause: steps are slow because many sequences share them, or blocks run out and requests are "
+            f"preempted ({less} shows it; pagekv stats counts preemptions)"
+        )
+    if judged - late - slow:
+        lines.append(f"{judged - late - slow} of {judged} met both.")
+    return lines
 
 
 def _cells(spread: LatencySpread | None) -> tuple[str, ...]:

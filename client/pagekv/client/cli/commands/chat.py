@@ -17,7 +17,7 @@ EXAMPLES = """\
   pagekv chat --system "You answer in one sentence." --temperature 0.7
   echo "Who made the heavens?" | pagekv chat --json
 """
-HELP = "/reset begins a new conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+HELP = "/help shows this, /reset begins a new conversation, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
 
 
 def add(commands: Subparsers) -> None:
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
                 messages = list(first)
                 if interactive:
                     terminal.note("A new conversation begins.")
-            elif line.startswith("/") and interactive:
+            elif line == "/help" or (line.startswith("/") and interactive):
                 terminal.note(HELP)
             elif line:
                 _turn(client, messages, line, args, terminal, interactive)

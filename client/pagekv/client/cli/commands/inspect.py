@@ -1,16 +1,16 @@
-"""Small commands that look into a running stack: health, model, stats, lookup, blocks, tokenize and their like."""
+"""Small commands that look into a running stack: health, version, model, stats, lookup, blocks and their like."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
 
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
+from pagekv.client.cli.keypress import pause
 from pagekv.client.cli.parser import (
     Shown,
     Subparsers,
@@ -27,10 +27,11 @@ from pagekv.client.cli.parser import (
 )
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
-from pagekv.client.errors import Unavailable
+from pagekv.client.errors import PageKVError, Unavailable
 from pagekv.client.generation_types import ChatMessage
 from pagekv.client.types import BlockState, Stats
 from pagekv.common.flags import integer, number
+from pagekv.common.version import pagekv_version
 
 # The share of held blocks from which on the pool is called too small.
 HIGH_USAGE = 0.8
@@ -64,6 +65,8 @@ def add(commands: Subparsers) -> None:
         help="every S seconds until Ctrl-C: pagekv top, or JSON [1]",
     )
     add_query(commands, "health", "say whether the stack serves; exit status 3 if not", health)
+    parser = add_command(commands, "version", "show the versions of client and manager", version)
+    add_target(parser)
     add_query(commands, "model", "show the model served and its limits", model)
     parser = add_query(commands, "lookup", "say how much of a prompt is cached now", lookup, examples=LOOKUP_EXAMPLES)
     add_prompt(parser)
@@ -106,7 +109,7 @@ def stats(args: argparse.Namespace, terminal: Terminal) -> int:
             terminal.json(now)
             if not args.watch:
                 return 0
-            time.sleep(args.watch)
+            pause(args.watch)
 
 
 def stats_text(now: Stats, terminal: Terminal) -> str:
@@ -114,10 +117,12 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
     busy, idle = now.executor_busy_us_total, now.executor_idle_us_total
     # Blocks that are held cannot be evicted, so eviction has little left to take.
     pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
+    # Without a block in use there is no share to show.
+    filled = f"{now.utilization:.1%}" if now.active_blocks else "-"
     groups = {
         "KV pool": [
             ("blocks", f"{now.num_device_blocks} of {now.block_size} tokens"),
-            ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {now.utilization:.1%}{pressure}"),
+            ("in use", f"{now.active_blocks} ({now.kv_usage:.1%}), slots filled {filled}{pressure}"),
             ("pinned", f"{now.pinned_blocks} by {now.pins} pins"),
             ("free", f"{now.free_blocks}, of these {now.cached_free_blocks} still cached"),
             ("evicted", f"{now.evicted_blocks_total}"),
@@ -155,6 +160,26 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     serves = {"target": args.target, "status": status}
     failure = None if status == "serving" else Unavailable(f"PageKV at {args.target} is not serving")
     return Shown(serves, f"{args.target} {status}", failure=failure)
+
+
+def version(args: argparse.Namespace, terminal: Terminal) -> int:
+    """The client's version always; the manager's, or why it does not say. Exit status 0 either way."""
+    server, why = "", ""
+    try:
+        with connect(args) as client:
+            server = client.model_info().server_version
+    except PageKVError as error:
+        why = str(error)
+        if isinstance(error, Unavailable):
+            # A manager without an executor says its own.
+            server = error.server_version
+    if args.json:
+        terminal.json({"client": pagekv_version(), "server": server or None})
+        return 0
+    terminal.print(table([("client", pagekv_version()), ("server", server or "unknown")]))
+    if why:
+        terminal.note(why)
+    return 0
 
 
 def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

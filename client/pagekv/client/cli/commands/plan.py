@@ -15,7 +15,7 @@ from pagekv.client.planning import kv_budget, kv_geometry
 from pagekv.client.planning.kv_geometry import KvGeometry
 from pagekv.client.planning.runs_on import runs_on
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
-from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 
 EXAMPLES = """\
   pagekv plan demo --dtype float32
@@ -95,9 +95,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     prefix = args.shared_prefix
     saving = prefix and kv_budget.prefix_saving(args.requests, prefix, block_size)
     # A prefix as long as the context leaves nothing to a request.
-    sharing = None
+    sharing = tables = None
     if fits is not None and prefix and prefix < geometry.context:
         sharing = kv_budget.sharing_requests(geometry, block_size, fits, prefix)
+        tables = kv_budget.table_bytes(geometry, block_size, sharing)
     backends = runs_on(geometry, tp)
     if args.json:
         terminal.json(
@@ -116,6 +117,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
                 "waste": wasted and asdict(wasted),
                 "shared_prefix": saving and asdict(saving),
                 "full_context_requests_sharing": sharing,
+                "table_bytes_sharing": tables,
                 "backends": {name: {"runs": not reason, "reason": reason} for name, reason in backends.items()},
                 "notes": notes,
             }
@@ -126,7 +128,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         f"KV cache{of_rank}, by context and sequences": _grid_text(grid),
         f"memory{of_rank}": _memory_text(geometry, fits, weights, tp),
         "waste": wasted and _waste_text(wasted, geometry.context),
-        "shared prefix": saving and _saving_text(saving, block_size, sharing, geometry.context),
+        "shared prefix": saving and _saving_text(saving, block_size, geometry.context, sharing, tables),
         "PageKV runs this": table([(name, (reason and f"no: {reason}") or "yes") for name, reason in backends.items()],
                                   indent="  "),
     }  # fmt: skip  # laid out as a table
@@ -153,7 +155,9 @@ def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[st
     path = Path(args.model).expanduser()
     if not path.is_file():
         try:
-            path = resolve_model(args.model, weights=False) / "config.json"
+            directory = resolve_model(args.model, weights=False)
+            check_model_files(directory, weights=False)
+            path = directory / "config.json"
         except ModelNotFound as error:
             raise UsageError(str(error)) from error
     try:
@@ -274,7 +278,9 @@ def _waste_text(wasted: kv_budget.Waste, context: int) -> str:
     return f"{tails}\n\n{table(rows, indent='  ')}"
 
 
-def _saving_text(saving: kv_budget.PrefixSaving, block_size: int, sharing: int | None, context: int) -> str:
+def _saving_text(
+    saving: kv_budget.PrefixSaving, block_size: int, context: int, sharing: int | None, tables: int | None
+) -> str:
     rows = [
         ("requests", f"{saving.requests} with {_count(saving.prefix_tokens, 'token')} in common"),
         ("apart", _count(saving.blocks_unshared, "block")),
@@ -288,8 +294,11 @@ def _saving_text(saving: kv_budget.PrefixSaving, block_size: int, sharing: int |
              f"{_count(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
             ("aligned", f"a prefix of {aligned} tokens would save {saving.saved_if_tail_were_shared:.1%}"),
         ]  # fmt: skip  # laid out as a table
-    if sharing is not None:
-        rows.append(("that fit", f"{_count(sharing, 'request')} of {context} tokens, the prefix held once"))
+    if sharing is not None and tables is not None:
+        rows += [
+            ("that fit", f"{_count(sharing, 'request')} of {context} tokens, the prefix held once"),
+            ("tables", f"{size_text(tables)} of block tables for them, on top"),
+        ]
     return table(rows, indent="  ")
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import time
 from dataclasses import asdict
 
+from pagekv.client.cli.keypress import pause
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
 from pagekv.client.cli.terminal import Terminal
 from pagekv.common.flags import number
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             terminal.json({"stats": asdict(client.stats()), "requests": asdict(client.list_requests(REQUESTS))})
             if args.once:
                 return 0
-            time.sleep(args.every)
+            pause(args.every)
         console = Console(file=terminal.out)
         watcher = TopWatcher(client, args.target)
         try:

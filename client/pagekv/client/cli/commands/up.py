@@ -6,7 +6,9 @@ import argparse
 import os
 import shlex
 import threading
+import time
 from importlib.util import find_spec
+from pathlib import Path
 
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
@@ -14,10 +16,11 @@ from pagekv.client.cli.terminal import Terminal, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackConfig
-from pagekv.client.launcher.stop_signals import StopSignals
+from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
 from pagekv.client.types import ModelInfo
+from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, number
+from pagekv.common.models import DEMO, TOKENIZER
 
 EXAMPLES = """\
   pagekv up
@@ -34,6 +37,8 @@ _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
+# Seconds between two lines that say how far a part of the start is.
+_PROGRESS_S = 5.0
 # Seconds between two looks at the processes.
 _WATCH_S = 0.2
 
@@ -100,7 +105,9 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address."""
+    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address, or when a
+    process would not find its packages.
+    """
     for name in ("executor_args", "manager_args"):
         if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -112,6 +119,8 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     def show(process: str, line: str) -> None:
         terminal.note(f"{process:8} | {line}")
 
+    if missing := _missing(args):
+        raise UsageError(missing_words("serve", missing))
     gateway = _gateway(args)
     executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
@@ -133,6 +142,23 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     )
 
 
+def without_tokenizer(config: StackConfig) -> str:
+    """A sentence where the model directory that is to be served brings no tokenizer, and none is named; else empty."""
+    model = flag_value("model", config.executor_args, os.environ)
+    directory = Path(model or DEMO).expanduser()
+    if not model or model == DEMO or not directory.is_dir() or (directory / TOKENIZER).is_file():
+        return ""
+    if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
+        return ""
+    return f"{directory} has no {TOKENIZER}, so token ids alone can be served; --tokenizer names another"
+
+
+def _missing(args: argparse.Namespace) -> list[str]:
+    """Modules without which a process would not start."""
+    backend = args.backend or flag_value("backend", args.executor_args, os.environ)
+    return missing_modules("manager", *([] if backend == "oracle" else ["executor"]))
+
+
 def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
     """Raises UsageError where flags are for a gateway that is not asked for. `demo` has none of them."""
     if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
@@ -151,14 +177,19 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
-        terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[observe]'")
+        terminal.note(f"no live page: it needs {' and '.join(missing)}: pip install 'pagekv[serve]'")
         return None
     return port
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
-    stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
+    config = stack_config(args, terminal, args.host, args.port, args.executor_port)
+    if words := without_tokenizer(config):
+        if config.gateway is not None:
+            raise UsageError(f"--gateway needs a tokenizer: {words}")
+        terminal.note(words)
+    stack = Stack(config)
     with StopSignals(stack) as signals, stack:
         stack.start()
         if wait_ready(stack, args, terminal, signals.asked):
@@ -175,15 +206,36 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def wait_ready(
     stack: Stack, args: argparse.Namespace, terminal: Terminal, asked: threading.Event | None = None
 ) -> bool:
-    """Waits with a status line; False when a signal came first. Raises StackError."""
-    if not terminal.err_is_terminal and not args.json:
-        terminal.note("starting the executor and the KV-manager")
+    """Waits and says what the processes do, with the seconds since the start; False when a signal came first. Raises
+    StackError.
+    """
+    begun = time.monotonic()
+    said: dict[tuple[str, str], float] = {}
+
+    def say(text: str) -> None:
+        if not args.json:
+            terminal.note(f"{time.monotonic() - begun:7.1f} s  {text}")
 
     def show(name: str, waited_s: float) -> None:
-        terminal.status(f"starting: waiting for the {name}, {waited_s:.0f} s")
+        words = f"waiting for the {name}"
+        for process, part, percent in stack.phases():
+            words = f"{process}: {part}"
+            first = (process, part) not in said
+            if percent is not None:
+                words += f", {percent} %"
+            # A pipe gets no status line, so progress comes as lines, and not many.
+            if first or (
+                percent is not None and not terminal.err_is_terminal and waited_s - said[process, part] >= _PROGRESS_S
+            ):
+                said[process, part] = waited_s
+                say(words)
+        terminal.status(f"{waited_s:7.1f} s  {words}")
 
+    say("starting the executor and the KV-manager")
     ready = stack.wait_ready(args.start_timeout, asked, show)
     terminal.clear()
+    if ready:
+        say("ready")
     return ready
 
 

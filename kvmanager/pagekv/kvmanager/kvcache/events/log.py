@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import NamedTuple
 
@@ -78,7 +79,8 @@ class TableLog:
 
     def removed_ago(self, digest: bytes) -> Removal | None:
         """How long ago a digest last left the table, also if it is back by now; None when that is not remembered."""
-        removal = self._history.find(digest)
+        note = self._table.map.note(digest) if self._table is not None else None
+        removal = note.removal if isinstance(note, RemovalNote) else self._history.find(digest)
         if removal is None:
             return None
         return Removal(removal.cleared, self._step - removal.steps, self._clock() - removal.seconds)
@@ -104,11 +106,19 @@ class TableLog:
 
     def removed(self, digests: Sequence[bytes]) -> None:
         """Blocks were evicted from the device."""
+        self.removal_note()(digests)
+        if self.watched:
+            self.left(digests)
+
+    def removal_note(self) -> RemovalNote:
+        """A note that remembers digests, given to it now or later, as evicted now."""
         if self._removal is None:
             self._removal = Removal(False, self._step, self._clock())
-        self._history.add(digests, self._removal)
-        if self.watched:
-            self._pending.remove(Removed(Tier.DEVICE, digests))
+        return RemovalNote(self._history, self._removal)
+
+    def left(self, digests: Sequence[bytes]) -> None:
+        """The change for watches where blocks were evicted from the device."""
+        self._pending.remove(Removed(Tier.DEVICE, digests))
 
     def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None = None) -> None:
         """A block entered the host's table. Unlike on the device, its parent may be missing."""
@@ -123,6 +133,7 @@ class TableLog:
     def cleared(self) -> None:
         """Everything is about to leave the tables of both tiers, or has left the host's already."""
         if self._table is not None:
+            self._table.map.settle()
             self._history.add(self._table.newest_digests(), Removal(True, self._step, self._clock()))
         if self.watched:
             self._pending.clear()
@@ -188,6 +199,17 @@ class TableLog:
 
 # Digests in one generation. Two generations are kept: at least this many of the newest, at most twice as many.
 GENERATION = 32_768
+
+
+@dataclass(frozen=True, slots=True)
+class RemovalNote:
+    """A removal that the history gets to know by and by."""
+
+    history: RemovalHistory
+    removal: Removal
+
+    def __call__(self, digests: Sequence[bytes]) -> None:
+        self.history.add(digests, self.removal)
 
 
 class RemovalHistory:

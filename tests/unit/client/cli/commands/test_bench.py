@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from support.clients.scripted_server import LOST, Fails, ScriptedServer, chunk, complete
 
+from pagekv.client.cli.commands import bench
 from pagekv.client.cli.main import main
+from pagekv.client.planning.load_test import Diagnosis, LatencySpread, LoadReport, Objectives, Workload
 from pagekv.v1 import inference_service_pb2 as pb
 
 
@@ -66,7 +69,9 @@ def test_bench_reports_what_it_measured(
     assert sorted(prompts) == first
     for words in ("time to first token", "inter-token latency", "p99", "80.0% hits", "1 ConnectionLost", "seed 1"):
         assert words in out
-    assert err == f"pagekv: {failed}\n"
+    assert err.splitlines()[0].startswith("sending 4 requests, closed loop of 2")
+    assert err.endswith(f"pagekv: {failed}\n")
+    assert "3 of 3 requests met the objectives: first token within 500 ms, then 50 ms a token." in out
 
 
 def test_bench_refuses_what_does_not_fit(
@@ -83,3 +88,43 @@ def test_bench_refuses_what_does_not_fit(
     server.expect("Tokenize", pb.TokenizeResponse(token_ids=[1, 2]))
     assert main(["bench", "--text", str(text)]) == 2
     assert "the text has 2 tokens, and the longest prompt needs 256" in capsys.readouterr().err
+
+
+def report(diagnoses: dict[str, int]) -> LoadReport:
+    spread = LatencySpread(0.4, 0.7, 0.8, 0.5, 0.812)
+    return LoadReport(1.0, 8, {}, 8, 0, 8, 0.0, 8.0, 8.0, 16.0, spread, LatencySpread(*[0.061] * 5), spread, diagnoses)
+
+
+WORKLOAD = Workload(8, 4, None, (1, 1), (1, 1), 0, 0.0, 1)
+
+
+def test_the_verdict_says_how_many_missed_by_how_much_and_why() -> None:
+    (late,) = bench.verdict(WORKLOAD, report({Diagnosis.PREFILL.value: 8}), Objectives())
+    assert late.startswith(
+        "8 of 8 requests missed the objective for the first token: up to 812 ms, bound 500; likely cause: they waited"
+    )
+    assert "a lower --concurrency" in late
+    mixed = report({Diagnosis.PREFILL.value: 1, Diagnosis.DECODE.value: 2, Diagnosis.WITHIN.value: 5})
+    first, second, third = bench.verdict(replace(WORKLOAD, concurrency=None, rate=3.0), mixed, Objectives(200, 60))
+    assert first.startswith("1 of 8 requests missed the objective for the first token: up to 812 ms, bound 200;")
+    assert second.startswith(
+        "2 of 8 requests missed the objective between tokens: 61.0 ms on average over all, bound 60; likely"
+    )
+    assert "a lower --rate" in first
+    assert "a lower --rate" in second
+    assert third == "5 of 8 met both."
+    assert bench.verdict(WORKLOAD, report({}), Objectives()) == []
+
+
+def test_progress_is_told_into_a_pipe_too(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "_PROGRESS_S", 0.0)
+    info = pb.GetModelInfoResponse(max_sequence_tokens=100, vocab_size=50, block_size=16, num_device_blocks=7)
+    for flags in ([], ["--json"]):
+        server.expect("GetModelInfo", info)
+        server.expect("Generate", chunk(1, prompt=10), chunk(2, prompt=10, done=1), complete(1, 2, prompt=10))
+        assert main(["bench", "--requests", "1", "--prompt-tokens", "2", "--output-tokens", "2", *flags]) == 0
+        err = capsys.readouterr().err
+        assert ("1 of 1 requests after 0 s, " in err) == (not flags)
+        assert "\r" not in err

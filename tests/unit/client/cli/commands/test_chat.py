@@ -22,7 +22,7 @@ def test_chat_keeps_the_history(
     def check(request: pb.GenerateRequest) -> None:
         sent.append([(message.role, message.content) for message in request.prompt.chat.messages])
 
-    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n/reset\nthree\n/exit\nnever\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\n/help\ntwo\n/reset\nthree\n/exit\nnever\n"))
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
     for token in (4, 5, 6):
         server.expect("Generate", chunk(token, cached=token), complete(token, cached=token), check=check)
@@ -36,6 +36,7 @@ def test_chat_keeps_the_history(
     out, err = capsys.readouterr()
     assert out == "t4 \nt5 \nt6 \n"
     assert "(5 cached)" in err
+    assert "/reset begins a new conversation" in err
 
 
 def test_chat_json_and_a_failing_turn(

@@ -78,7 +78,15 @@ def test_stats_warn_of_a_pool_with_nothing_to_evict(
 ) -> None:
     server.expect("GetStats", operator_pb.GetStatsResponse(kv_usage=0.81))
     assert main(["stats"]) == 0
-    assert "0 (81.0%), slots filled 0.0%; above 80% new work preempts rather than evicts" in capsys.readouterr().out
+    assert "0 (81.0%), slots filled -; above 80% new work preempts rather than evicts" in capsys.readouterr().out
+
+
+def test_stats_show_no_share_of_slots_where_no_block_is_in_use(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.expect("GetStats", operator_pb.GetStatsResponse(num_device_blocks=100, block_size=16, utilization=1.0))
+    assert main(["stats"]) == 0
+    assert "in use     0 (0.0%), slots filled -\n" in capsys.readouterr().out
 
 
 def test_stats_watch_is_top_for_people_and_lines_for_scripts(

@@ -31,7 +31,7 @@ def announced(
 ) -> str:
     """The output of `up` for two pairs whose port files have `listening`; the first manager is the scripted one."""
     stack = Stack(StackConfig(port=0, executor_port=0, replicas=2, page_port=0))
-    stack.targets[0] = server.target
+    stack.target = stack.targets[0] = server.target
     monkeypatch.setattr(stack, "listening", lambda key: listening.get(key, []))
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
     up._announce(stack, make_parser().parse(["up", *flags]), Terminal())
@@ -136,6 +136,22 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
     assert page_port() is None
 
 
+def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{tmp_path} has no tokenizer.json, so token ids alone can be served; --tokenizer names another"
+    assert up.without_tokenizer(made("--model", str(tmp_path))) == words
+    for given in (["--tokenizer", "demo"], ["--tokenizer", "none"]):
+        assert up.without_tokenizer(made("--model", str(tmp_path), *given)) == ""
+    assert up.without_tokenizer(made()) == up.without_tokenizer(made("--model", "owner/model")) == ""
+    monkeypatch.setattr(up, "Stack", lambda _: pytest.fail("started"))
+    for command, why in (("up --gateway", "--gateway needs a tokenizer"), ("demo", "the demo shows text")):
+        assert main([*command.split(), "--model", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"pagekv: {why}: {words}\n"
+    (tmp_path / "tokenizer.json").touch()
+    assert up.without_tokenizer(made("--model", str(tmp_path))) == ""
+
+
 def run_up(
     monkeypatch: pytest.MonkeyPatch, wanted: StackConfig, on_ready: Callable[[Stack], None], ready: bool = True
 ) -> Stack:
@@ -176,6 +192,32 @@ def test_a_stack_runs_until_a_signal_and_is_stopped(
         "stopping: running streams may finish (Ctrl-C again kills)",
         "stopped",
     ]
+
+
+def test_a_start_says_what_the_processes_do_and_how_long_it_has_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into a pipe too."""
+    journal = tmp_path / "journal"
+    known = Stack.phases
+
+    def phases(stack: Stack) -> list[tuple[str, str, int | None]]:
+        found = known(stack)
+        if found:
+            with journal.open("a") as file:
+                file.write("go on\n")
+        return found
+
+    monkeypatch.setattr(Stack, "phases", phases)
+    run_up(monkeypatch, config(journal, executor="slow"), lambda stack: os.kill(os.getpid(), signal.SIGTERM))
+    lines = [line.split(" s  ", 1) for line in capsys.readouterr().err.splitlines() if " s  " in line]
+    assert [words for _, words in lines][:2] == [
+        "starting the executor and the KV-manager",
+        "executor: loading the weights, 34 %",
+    ]
+    assert lines[-1][1] == "ready"
+    seconds = [float(number) for number, _ in lines]
+    assert seconds == sorted(seconds)
 
 
 def test_a_stack_of_which_nothing_is_left_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

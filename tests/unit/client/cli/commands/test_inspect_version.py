@@ -6,9 +6,10 @@ import json
 from importlib.metadata import version
 
 import pytest
-from support.clients.scripted_server import ScriptedServer
+from support.clients.scripted_server import Fails, ScriptedServer
 
 from pagekv.client.cli.main import main
+from pagekv.common.errors import Unavailable
 from pagekv.conformance.main import main as judge
 from pagekv.executor.config import parse_config as parse_executor
 from pagekv.kvmanager.config import parse_config as parse_manager
@@ -26,6 +27,20 @@ def test_without_a_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capsys.readouterr().out) == {"client": version("pagekv"), "server": None}
     assert main(["version", "--target", "127.0.0.1:1"]) == 0
     assert "cannot reach PageKV" in capsys.readouterr().err
+
+
+def test_a_manager_without_an_executor_has_a_version(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for args in ([], ["--json"]):
+        for _ in range(3):  # the client asks again
+            server.expect("GetModelInfo", Fails(Unavailable("no executor is attached yet", server_version="9.8.7")))
+        assert main(["version", *args]) == 0
+    out, err = capsys.readouterr()
+    table, line = out.splitlines()[:-1], out.splitlines()[-1]
+    assert " ".join(table).split() == ["client", version("pagekv"), "server", "9.8.7"]
+    assert json.loads(line) == {"client": version("pagekv"), "server": "9.8.7"}
+    assert err.count("no executor is attached yet") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from support.clients.stand_ins import config
 
-from pagekv.client.launcher.stack import Stack
-from pagekv.client.launcher.stop_signals import StopSignals
+from pagekv.client.launcher.stack import Stack, StopSignals
 
 
 def test_signals_ask_first_and_kill_second(journal: Path) -> None:

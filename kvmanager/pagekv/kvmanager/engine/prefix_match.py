@@ -1,0 +1,57 @@
+"""The cached prefix of a prompt, as lookups, explanations and pins see it. Changes nothing but the alarm counter."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.kvcache.block_hash import MediaSpan
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
+
+
+class PrefixMatch(NamedTuple):
+    """A prompt beside the present table."""
+
+    # [tokens of the prompt].
+    tokens: NDArray[np.uint32]
+    # Token ids of its full blocks, [n, block_size].
+    chunks: BlockTokens
+    # Of the full blocks, [n].
+    digests: list[bytes]
+    # The cached blocks that hold the leading ones of these.
+    hits: Blocks
+
+
+def match_prefix(
+    pool: BlockPool,
+    root: bytes,
+    token_ids: Sequence[int],
+    media: Sequence[MediaSpan],
+    prepared: PreparedPrompt | None = None,
+) -> PrefixMatch:
+    """`root`: the parent digest of the first block. `prepared`: of the same prompt, whatever has become of the table
+    since; without, the prompt is prepared here, all at once.
+    """
+    size, table = pool.block_size, pool.table
+    if prepared is None or prepared.root != root:
+        prepared = PreparedPrompt(root)
+        ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+        for _ in prepared.slices(ids, media, table, pack_nothing):
+            pass
+    tokens: NDArray[np.uint32] = np.asarray(token_ids, np.uint32)
+    chunks = tokens[: len(tokens) // size * size].reshape(-1, size)
+    known = table.verify(root, prepared.cached, chunks)
+    before = int(prepared.cached[known - 1]) if known else root
+    more = pool.match(before, prepared.digests[known:], chunks[known:])
+    return PrefixMatch(tokens, chunks, prepared.digests, np.append(prepared.cached[:known], np.array(more, np.int32)))
+
+
+def pack_nothing(token_ids: array[int]) -> bytes:
+    """For prompts that no step has: packs to no bytes."""
+    return b""

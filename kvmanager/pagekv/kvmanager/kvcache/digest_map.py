@@ -1,0 +1,92 @@
+"""Which block has which digest, in both directions, and the digests of blocks that have just left the prefix table.
+
+A long prompt can evict a block for each of its own in one step. To clear a digest takes a third of a microsecond, most
+of it waiting for memory, so for 62,500 blocks everything else would wait for tens of milliseconds. Such blocks are
+retired instead, in a few vector operations; their digests are cleared when these blocks or digests enter again, and a
+few in every step. Until then nothing finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.retired_blocks import Note, RetiredBlocks
+
+Blocks = NDArray[np.int32]
+# Retired blocks whose digests are cleared in every step.
+SWEPT = 256
+
+
+class DigestMap:
+    """The digests of the blocks of one pool. Arrays of block ids are int32."""
+
+    def __init__(self, num_blocks: int) -> None:
+        # Both have the retired blocks, too. Changed by the prefix table, after `make_way`.
+        self.block_of: dict[bytes, int] = {}
+        self.column: list[bytes | None] = [None] * num_blocks
+        self.retired = RetiredBlocks(num_blocks)
+
+    def __len__(self) -> int:
+        return len(self.block_of) - self.retired.count
+
+    def lookup(self, digest: bytes) -> int | None:
+        """The block with this digest."""
+        block = self.block_of.get(digest)
+        return None if block is None or block in self.retired else block
+
+    def leading(self, blocks: list[int]) -> list[int]:
+        """The blocks before the first retired one."""
+        gone = self.retired.marked[blocks]
+        return blocks[: int(gone.argmax())] if gone.any() else blocks
+
+    def digests(self, blocks: Sequence[int]) -> list[bytes]:
+        """The digests of blocks that have one, retired or not."""
+        column = self.column
+        return [column[block] for block in blocks]  # type: ignore[misc]  # only other blocks have None
+
+    def newest(self) -> Iterator[bytes]:
+        """Every digest, the one that entered last first."""
+        if not self.retired.count:
+            return reversed(self.block_of)
+        return (digest for digest, block in reversed(self.block_of.items()) if block not in self.retired)
+
+    # -- retired blocks
+
+    def retire(self, blocks: Blocks, note: Note) -> None:
+        """Blocks that have a digest are to be found by it no more; `note` is called with the digests as they are
+        cleared.
+        """
+        self.retired.add(blocks, note)
+
+    def note(self, digest: bytes) -> Note | None:
+        """The note of the retired block with this digest."""
+        block = self.block_of.get(digest)
+        return self.retired.note(block) if block is not None and block in self.retired else None
+
+    def make_way(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Clears what is retired of these blocks and digests, which enter."""
+        holders = (block for digest in digests if (block := self.block_of.get(digest)) is not None)
+        self._clear(np.array(list(dict.fromkeys([*blocks, *holders])), np.int32))
+
+    def sweep(self) -> None:
+        """Clears some of what is retired; to be called in every step."""
+        if self.retired.count:
+            self._clear(self.retired.oldest(SWEPT))
+
+    def settle(self) -> None:
+        """Clears all that is retired."""
+        while self.retired.count:
+            self.sweep()
+
+    def _clear(self, blocks: Blocks) -> None:
+        for note, ids in self.retired.take(blocks):
+            digests = self.digests(ids)
+            for block, digest in zip(ids, digests, strict=True):
+                if self.block_of.pop(digest, None) != block:
+                    raise InvariantError(f"retired block {block} holds a digest that is mapped elsewhere")
+                self.column[block] = None
+            note(digests)

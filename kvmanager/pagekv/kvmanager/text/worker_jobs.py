@@ -1,0 +1,135 @@
+"""A worker process's side: reads jobs from its standard input, one after the other, and answers each.
+
+Started by `WorkerProcess`, which is the only one to know this format: a job is its name, the processor seconds it may
+take, and a body; an answer is a status and a body. The process ends with its input, and is killed by its own timer when
+a job takes too long, whatever the job is in the middle of.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+JOB = struct.Struct("<16sdQ")
+ANSWER = struct.Struct("<BQ")
+DONE, REFUSED = 0, 1
+# Bytes that a template may render to: twice what a prompt may have.
+MAX_RENDERED_BYTES = 16 * 2**20
+
+Job = Callable[[bytes], bytes]
+
+
+class NoAnswer(Exception):
+    """A job cannot be done; the message says why."""
+
+
+def template_jobs(setup: bytes) -> dict[str, Job]:
+    """Jobs of a chat template. `setup`: JSON with `source` and `special_tokens`. Raises NoAnswer."""
+    from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, TemplateSandbox
+
+    given = json.loads(setup)
+    try:
+        template = TemplateSandbox(given["source"], given["special_tokens"])
+    except ChatTemplateError as error:
+        raise NoAnswer(str(error)) from error
+
+    def render(body: bytes) -> bytes:
+        texts = _unpack(body)
+        messages = [{"role": role, "content": content} for role, content in zip(texts[::2], texts[1::2], strict=True)]
+        try:
+            text = template.render(messages)
+        except ChatTemplateError as error:
+            raise NoAnswer(str(error)) from error
+        try:
+            rendered = text.encode()
+        except UnicodeEncodeError as error:
+            raise NoAnswer(f"the model's chat template fails on it: {error}") from error
+        if len(rendered) > MAX_RENDERED_BYTES:
+            raise NoAnswer(
+                f"the model's chat template makes {len(rendered)} bytes of it, must be at most {MAX_RENDERED_BYTES}"
+            )
+        return rendered
+
+    return {"render": render}
+
+
+def _unpack(body: bytes) -> list[str]:
+    (count,) = struct.unpack_from("<I", body)
+    sizes = struct.unpack_from(f"<{count}I", body, 4)
+    texts, start = [], 4 + 4 * count
+    for size in sizes:
+        texts.append(body[start : start + size].decode())
+        start += size
+    return texts
+
+
+def tokenizer_jobs(setup: bytes) -> dict[str, Job]:
+    """Jobs of a tokenizer. `setup`: the path of tokenizer.json, or its content."""
+    import tokenizers
+
+    if setup.startswith(b"{"):
+        tokenizer = tokenizers.Tokenizer.from_str(setup.decode())
+    else:
+        tokenizer = tokenizers.Tokenizer.from_file(str(Path(os.fsdecode(setup))))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+
+    def encode(body: bytes) -> bytes:
+        """Number of tokens, and the token ids where there are no more than the limit."""
+        special_tokens, limit = struct.unpack_from("<?Q", body)
+        text = body[struct.calcsize("<?Q") :].decode()
+        encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+        ids = array("I", encoding.ids).tobytes() if len(encoding) <= limit else b""
+        return struct.pack("<Q", len(encoding)) + ids
+
+    def decode(body: bytes) -> bytes:
+        return tokenizer.decode(array("I", body), skip_special_tokens=True).encode()
+
+    return {"encode": encode, "decode": decode}
+
+
+_KINDS: dict[str, Callable[[bytes], dict[str, Job]]] = {"template": template_jobs, "tokenizer": tokenizer_jobs}
+
+
+def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
+    """Does jobs until there are no more. The first, `setup`, makes the others of its kind; `nothing` does nothing."""
+    jobs: dict[str, Job] = {"nothing": lambda _: b""}
+    while head := jobs_in.read(JOB.size):
+        name, cpu_s, size = JOB.unpack(head)
+        body = jobs_in.read(size)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        try:
+            if name.rstrip(b"\0") == b"setup":
+                jobs |= _KINDS[kind](body)
+                status, answer = DONE, b""
+            else:
+                status, answer = DONE, jobs[name.rstrip(b"\0").decode()](body)
+        except NoAnswer as error:
+            status, answer = REFUSED, str(error).encode("utf-8", "replace")
+        except MemoryError:
+            status, answer = REFUSED, b"it needs more memory than it may have"
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        del body
+        answers.write(ANSWER.pack(status, len(answer)))
+        answers.write(answer)
+        answers.flush()
+
+
+def main(kind: str, memory_bytes: int) -> None:
+    """Serves on standard input and output until the input ends, within so much address space."""
+    # Ctrl-C reaches every process of a terminal; this one goes with its parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    answers = os.fdopen(os.dup(1), "wb")
+    # Text that a library prints is no answer.
+    os.dup2(2, 1)
+    serve(kind, sys.stdin.buffer, answers)

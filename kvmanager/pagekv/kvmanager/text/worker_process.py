@@ -1,0 +1,198 @@
+"""A child process that does one job at a time: what may take long or much, and must be stoppable at any moment.
+
+Encoding holds megabytes of text in one call of a library that cannot be interrupted, and a chat template is somebody
+else's program. In a process of their own both have a bound on time and memory, leave the event loop its interpreter,
+and end at once when their caller has gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import IO
+
+from pagekv.common.errors import Overloaded
+from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
+
+# Jobs that may wait for the one that is done.
+MAX_WAITING = 1024
+RETRY_DELAY_S = 1.0
+# Processor seconds for the setup: libraries are imported, a template is compiled or a tokenizer loaded.
+SETUP_CPU_S = 10.0
+_START = "import sys; sys.path[:] = sys.argv[3:]; from pagekv.kvmanager.text.worker_jobs import main; "
+_START += "main(sys.argv[1], int(sys.argv[2]))"
+
+
+class JobRefused(Exception):
+    """The process says that a job cannot be done, and why."""
+
+
+class WorkerStopped(Exception):
+    """The process ended in the middle of a job; the message says why, as far as that is known."""
+
+
+@dataclass(slots=True)
+class _Ticket:
+    """One call of `run`."""
+
+    given_up: bool = False
+
+
+class WorkerProcess:
+    """States: not started ⇄ running. Started by the first job; it ends with `close`, with its parent, with a job that
+    takes too long or whose caller has gone, and starts anew with the next job. A setup that is refused or takes too
+    long is not tried again.
+    """
+
+    def __init__(
+        self, kind: str, setup: Callable[[], bytes], cpu_s: float, memory_bytes: int, max_waiting: int = MAX_WAITING
+    ) -> None:
+        """`kind` of jobs, as `worker_jobs` knows it; `setup` gives the body of the first job of each process. A job may
+        take `cpu_s` seconds of a processor, and the process `memory_bytes` of address space.
+        """
+        self._kind = kind
+        self._setup = setup
+        self._cpu_s = cpu_s
+        self._memory_bytes = memory_bytes
+        self._max_waiting = max_waiting
+        self._num_waiting = 0
+        # The thread that talks to the process. Jobs of callers that have gone are dropped before their turn.
+        self._thread = ThreadPoolExecutor(1, f"{kind} worker")
+        # Held by that thread, and by callers that give up, to look at what is running.
+        self._lock = threading.Lock()
+        self._current: _Ticket | None = None
+        # One at most.
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._broken: JobRefused | WorkerStopped | None = None
+        weakref.finalize(self, _reap, self._processes)
+
+    async def run(self, job: str, body: bytes) -> bytes:
+        """The answer to a job. Cancelling the call ends the job, and with it the process. Raises JobRefused,
+        WorkerStopped, or Overloaded when too many jobs wait.
+        """
+        if self._num_waiting >= self._max_waiting:
+            what = f"{self._num_waiting} texts wait to be read by the {self._kind}, at most {self._max_waiting}"
+            raise Overloaded(what, RETRY_DELAY_S, self._max_waiting)
+        ticket = _Ticket()
+        self._num_waiting += 1
+        try:
+            return await asyncio.wrap_future(self._thread.submit(self._do, ticket, job, body))
+        except asyncio.CancelledError:
+            with self._lock:
+                ticket.given_up = True
+                if self._current is ticket:
+                    self._kill()
+            raise
+        finally:
+            self._num_waiting -= 1
+
+    def close(self) -> None:
+        """Ends the process, in the middle of a job too."""
+        with self._lock:
+            self._kill()
+
+    def _kill(self) -> None:
+        """The thread finds out, and clears away."""
+        for process in self._processes:
+            process.kill()
+
+    def _do(self, ticket: _Ticket, job: str, body: bytes) -> bytes:
+        """On the thread."""
+        if self._broken is not None:
+            raise self._broken
+        with self._lock:
+            if self._processes and self._processes[0].poll() is not None:
+                _reap(self._processes)
+            new = not self._processes
+            if new and not ticket.given_up:
+                self._processes.append(self._start())
+            self._current = ticket
+        try:
+            if ticket.given_up:
+                return b""
+            if new:
+                self._set_up()
+            return self._ask(job, body, self._cpu_s)
+        except (OSError, EOFError) as error:
+            raise WorkerStopped(self._why(self._reaped(), self._cpu_s)) from error
+        finally:
+            with self._lock:
+                self._current = None
+                if ticket.given_up:
+                    _reap(self._processes)
+
+    def _set_up(self) -> None:
+        try:
+            self._ask("setup", self._setup(), SETUP_CPU_S)
+        except JobRefused as error:
+            self._broken = error
+            self._reaped()
+            raise
+        except (OSError, EOFError) as error:
+            status = self._reaped()
+            stopped = WorkerStopped(self._why(status, SETUP_CPU_S))
+            if status == -signal.SIGPROF:
+                self._broken = stopped
+            raise stopped from error
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-c", _START, self._kind, str(self._memory_bytes), *sys.path],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+    def _ask(self, job: str, body: bytes, cpu_s: float) -> bytes:
+        (process,) = self._processes
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(JOB.pack(job.encode(), cpu_s, len(body)))
+        process.stdin.write(body)
+        process.stdin.flush()
+        status, size = ANSWER.unpack(_read(process.stdout, ANSWER.size))
+        answer = _read(process.stdout, size)
+        if status != DONE:
+            raise JobRefused(answer.decode())
+        return answer
+
+    def _reaped(self) -> int:
+        """Ends the process for good; returns its status."""
+        with self._lock:
+            return _reap(self._processes)
+
+    def _why(self, status: int, cpu_s: float) -> str:
+        if status == -signal.SIGPROF:
+            return f"it takes more than {cpu_s:g} s of a processor"
+        return f"its process ended with status {status}; it may have {self._memory_bytes >> 20} MiB of memory"
+
+
+def _read(pipe: IO[bytes], size: int) -> bytes:
+    data = pipe.read(size)
+    if len(data) < size:
+        raise EOFError
+    return data
+
+
+def _reap(processes: list[subprocess.Popen[bytes]]) -> int:
+    """Ends the processes, closes what leads to them and empties the list; returns the last one's status."""
+    status = 0
+    while processes:
+        process = processes.pop()
+        process.kill()
+        status = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            # Bytes left to be written have no reader.
+            with suppress(OSError):
+                if pipe is not None:
+                    pipe.close()
+    return status

@@ -1,0 +1,31 @@
+"""Modules that the extras of the package bring. The bare package is the client alone; a server that starts without its
+extra says what is missing and how to get it.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+# By extra: the modules without which its process does not start, in the order of their distributions in pyproject.toml.
+MODULES = {
+    "manager": ("grpc_reflection", "tokenizers", "jinja2", "huggingface_hub", "msgpack", "numpy"),
+    "executor": ("grpc_reflection", "torch", "transformers", "safetensors", "numpy"),
+}
+
+
+def missing_modules(*extras: str) -> list[str]:
+    """Modules of these extras that are not installed; nothing is imported."""
+    modules = dict.fromkeys(name for extra in extras for name in MODULES[extra])
+    return [name for name in modules if find_spec(name) is None]
+
+
+def missing_words(extra_to_install: str, missing: list[str]) -> str:
+    """A sentence without a full stop: what is missing, and the command that brings it."""
+    return f"not installed: {', '.join(missing)}; pip install 'pagekv[{extra_to_install}]' brings all it needs"
+
+
+def refuse_without(prog: str, extra: str) -> None:
+    """Ends the process with status 1, and one line on standard error, where something of `extra` is missing."""
+    if missing := missing_modules(extra):
+        sys.exit(f"{prog}: {missing_words(extra, missing)}")

@@ -1,0 +1,291 @@
+"""The longest silence of an event loop, and the memory taken, beside the worst messages of each method: legal ones at
+their bounds, and illegal ones of as many bytes as a message may have. For both gRPC ports and the HTTP port.
+
+Each process runs with a clock in its event loop that ticks every millisecond. `silence` is the longest time between two
+ticks, `of its own` the processor time of the loop's thread in the longest such time: on a machine with other work the
+first has the others' time in it. `MiB` is what the process took at most beyond what it had before the call; messages
+are up to 16 MiB of that twice, once as gRPC's buffer and once as bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import aiohttp
+import grpc
+from support.clients.stack import EXECUTOR, MANAGER, ORACLE, ROOT, environment, port_of
+from support.prompts import as_chat, as_prompt
+
+from pagekv.client.cli.terminal import table
+from pagekv.common.port_file import read_port_file
+from pagekv.steps.v1 import executor_service_pb2 as steps_pb
+from pagekv.v1 import cache_service_pb2, operator_service_pb2, types_pb2
+from pagekv.v1 import inference_service_pb2 as pb
+
+TICK_S = 0.001
+TOKENS = 2**20
+MOST = 16 * 2**20 - 64
+CONTEXT = ["--max-model-len", str(TOKENS + 4096), "--kv-memory", "16MiB"]
+# Of one call: the answer, or the refusal, or what has come of a stream by then.
+TIMEOUT_S = 120.0
+
+
+def watched(module: str, argv: list[str]) -> int:
+    """Runs a server with a clock in its event loop. A line on standard input asks for the figures since the line before
+    it.
+    """
+    # Any: its `run_async` is set.
+    server: Any = importlib.import_module(module)
+    run_async, worst = server.run_async, [0.0, 0.0]
+
+    async def tick() -> None:
+        last, cpu = time.perf_counter(), time.thread_time()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now, used = time.perf_counter(), time.thread_time()
+            worst[:] = max(worst[0], now - last - TICK_S), max(worst[1], used - cpu)
+            last, cpu = now, used
+
+    def beside(main: Callable[[], Awaitable[int]]) -> int:
+        async def both() -> int:
+            ticking = asyncio.create_task(tick())
+            try:
+                return await main()
+            finally:
+                ticking.cancel()
+
+        status: int = run_async(both)
+        return status
+
+    def answer() -> None:
+        resident = _memory("VmRSS")
+        for _ in sys.stdin:
+            print(json.dumps([*worst, _memory("VmHWM") - resident]), flush=True)
+            Path("/proc/self/clear_refs").write_text("5")
+            resident, worst[:] = _memory("VmRSS"), [0.0, 0.0]
+
+    threading.Thread(target=answer, daemon=True).start()
+    server.run_async = beside
+    status: int = server.main(argv)
+    return status
+
+
+def _memory(name: str) -> int:
+    """Bytes of this process, as the kernel counts them."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+@dataclass
+class Watched:
+    """A running server with a clock."""
+
+    process: subprocess.Popen[str]
+    target: str
+    http: str
+
+    def figures(self) -> tuple[float, float, int]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        silence, own, taken = json.loads(self.process.stdout.readline())
+        return silence, own, taken
+
+
+@contextmanager
+def running(module: str, args: list[str], directory: Path) -> Iterator[Watched]:
+    port_file = directory / f"{module}.port"
+    command = [sys.executable, __file__, "--watch", module, "--listen", "127.0.0.1:0", "--port-file", str(port_file)]
+    with (directory / f"{module}.log").open("wb") as log:
+        process = subprocess.Popen(
+            [*command, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()
+        )
+    try:
+        while not (listening := read_port_file(port_file)):
+            assert process.poll() is None, (directory / f"{module}.log").read_text()
+            time.sleep(0.05)
+        yield Watched(process, f"127.0.0.1:{port_of(listening)}", listening.get("http", ""))
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def field(number: int, value: bytes) -> bytes:
+    """A field that has a length."""
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+def varint(number: int) -> bytes:
+    return types_pb2.TokenIds(ids=[number]).SerializeToString()[2:]
+
+
+def many(cls: Any, path: str, value: bytes = b"") -> bytes:
+    """As many entries of a field as a message has room for."""
+    head, _, rest = path.partition(".")
+    found = cls.DESCRIPTOR.fields_by_name[head]
+    if rest:
+        inner: Any = type("Inner", (), {"DESCRIPTOR": found.message_type})
+        return field(found.number, many(inner, rest, value))
+    entry = field(found.number, value)
+    return entry * ((MOST - 64) // len(entry))
+
+
+def packed(cls: Any, path: str) -> bytes:
+    """As many numbers in a list."""
+    head, _, rest = path.partition(".")
+    found = cls.DESCRIPTOR.fields_by_name[head]
+    inner: Any = type("Inner", (), {"DESCRIPTOR": found.message_type})
+    return field(found.number, packed(inner, rest) if rest else bytes(MOST - 64))
+
+
+IDS = as_prompt([n % 4000 for n in range(TOKENS)])
+LONG_CHAT = as_chat(*[("user", "word " * 20)] * 4096)
+TEXT = as_prompt("ab c" * 2**21)
+INFERENCE, CACHE, OPERATOR = (f"pagekv.v1.{name}Service" for name in ("Inference", "Cache", "Operator"))
+GATEWAY = "vllm.grpc.engine.VllmEngine"
+
+
+def manager_calls() -> Iterator[tuple[str, str, bytes]]:
+    """Name, method and message."""
+    sampling = types_pb2.SamplingParams(max_tokens=1, temperature=0.0)
+    yield "Abort: 8 M empty ids", f"{INFERENCE}/Abort", many(pb.AbortRequest, "request_ids")
+    ids = pb.AbortRequest(request_ids=["x" * 124 + f"{n:04}" for n in range(1024)])
+    yield "Abort: 1,024 ids", f"{INFERENCE}/Abort", ids.SerializeToString()
+    for path in ("sampling_params.stop", "sampling_params.logit_bias", "prompt.chat.messages", "cache.media_hashes"):
+        yield f"Generate: {path}, millions", f"{INFERENCE}/Generate", many(pb.GenerateRequest, path)
+    for path in ("prompt.token_ids.ids", "sampling_params.stop_token_ids", "resumed_token_ids"):
+        yield f"Generate: {path}, 16 M", f"{INFERENCE}/Generate", packed(pb.GenerateRequest, path)
+    yield "Generate: no message", f"{INFERENCE}/Generate", b"\xff" * MOST
+    for name, prompt in (("1 M token ids", IDS), ("4,096 messages", LONG_CHAT), ("8 MiB of text", TEXT)):
+        request = pb.GenerateRequest(prompt=prompt, sampling_params=sampling)
+        yield f"Generate: {name}", f"{INFERENCE}/Generate", request.SerializeToString()
+        yield (
+            f"Tokenize: {name}",
+            f"{INFERENCE}/Tokenize",
+            pb.TokenizeRequest(prompt=prompt).SerializeToString(),
+        )
+    tokens = pb.DetokenizeRequest(token_ids=IDS.token_ids.ids)
+    yield "Detokenize: 1 M token ids", f"{INFERENCE}/Detokenize", tokens.SerializeToString()
+    yield "Detokenize: 16 M token ids", f"{INFERENCE}/Detokenize", packed(pb.DetokenizeRequest, "token_ids")
+    for name in ("LookupPrefix", "ExplainPrefix", "PinPrefix"):
+        more: dict[str, Any] = {"ExplainPrefix": {"page_size": 10_000}, "PinPrefix": {"lease_seconds": 1}}.get(name, {})
+        request = getattr(cache_service_pb2, f"{name}Request")(prompt=IDS, **more)
+        yield f"{name}: 1 M token ids", f"{CACHE}/{name}", request.SerializeToString()
+        yield f"{name}: no message", f"{CACHE}/{name}", b"\xff" * MOST
+    yield "UnpinPrefix: 16 MiB", f"{CACHE}/UnpinPrefix", field(1, b"x" * (MOST - 8))
+    for name, message in (
+        ("ListBlocks", operator_service_pb2.ListBlocksRequest(page_size=10_000)),
+        ("ListRequests", operator_service_pb2.ListRequestsRequest(page_size=10_000)),
+        ("GetStats", operator_service_pb2.GetStatsRequest()),
+    ):
+        yield f"{name}: the largest page", f"{OPERATOR}/{name}", message.SerializeToString()
+    yield "GetBlockTable: 16 MiB", f"{OPERATOR}/GetBlockTable", field(1, b"x" * (MOST - 8))
+    with suppress(ImportError):
+        from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+
+        yield "gateway's Abort, millions", f"{GATEWAY}/Abort", many(vllm.AbortRequest, "request_ids")
+        for path in ("sampling_params.stop", "sampling_params.logit_bias"):
+            yield f"gateway's Generate: {path}, millions", f"{GATEWAY}/Generate", many(vllm.GenerateRequest, path)
+        yield (
+            "gateway's Generate: 16 M token ids",
+            f"{GATEWAY}/Generate",
+            packed(vllm.GenerateRequest, "tokenized.input_ids"),
+        )
+
+
+def executor_calls() -> Iterator[tuple[str, str, bytes]]:
+    service = "pagekv.steps.v1.ExecutorService"
+    yield "Attach: 16 M features", f"{service}/Attach", packed(steps_pb.AttachRequest, "required_features")
+    yield "Describe: no message", f"{service}/Describe", b"\xff" * MOST
+    long = steps_pb.NewSequence(seq_id=1, token_ids=[300] * (100 * 2**20 // 2)).SerializeToString()
+    yield "Run: a stale step of 200 MiB", f"{service}/Run", b"\x08\x01" + field(5, long) * 2
+    yield "Run: 8 M stale sequences", f"{service}/Run", b"\x08\x01" + many(steps_pb.StepRequest, "new_seqs")
+    yield "Run: 8 M sequences, epoch last", f"{service}/Run", many(steps_pb.StepRequest, "new_seqs") + b"\x08\x01"
+
+
+BODIES = {
+    "explain: 128 KiB of numbers": b'{"token_ids": [' + b"0," * 65_500 + b"0]}",
+    "explain: 128 KiB of objects": b"[" + b"{}," * 43_600 + b"{}]",
+    "explain: 4 MiB": b" " * 4 * 2**20,
+}
+
+
+async def call(channel: Any, method: str, message: bytes) -> str:
+    """The status."""
+    try:
+        if method.endswith("/Run"):
+            async for _ in channel.stream_stream(f"/{method}")(iter([message]), timeout=TIMEOUT_S):
+                break
+        elif method.endswith("/Generate"):
+            async for _ in channel.unary_stream(f"/{method}")(message, timeout=TIMEOUT_S):
+                pass
+        else:
+            await channel.unary_unary(f"/{method}")(message, timeout=TIMEOUT_S)
+    except grpc.aio.AioRpcError as error:
+        return error.code().name
+    return "OK"
+
+
+async def measure(server: Watched, calls: Iterator[tuple[str, str, bytes]]) -> list[list[object]]:
+    rows: list[list[object]] = []
+    options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    async with grpc.aio.insecure_channel(server.target, options=options) as channel:
+        for name, method, message in calls:
+            await asyncio.sleep(0.5)
+            await asyncio.to_thread(server.figures)
+            status = await call(channel, method, message)
+            rows.append([name, f"{len(message) / 2**20:.1f}", status, *_row(await asyncio.to_thread(server.figures))])
+    if server.http:
+        async with aiohttp.ClientSession() as session:
+            for name, body in BODIES.items():
+                await asyncio.to_thread(server.figures)
+                async with session.post(f"http://{server.http}/api/explain", data=body) as response:
+                    status = str(response.status)
+                figures = await asyncio.to_thread(server.figures)
+                rows.append([name, f"{len(body) / 2**20:.1f}", status, *_row(figures)])
+    return rows
+
+
+def _row(figures: tuple[float, float, int]) -> list[str]:
+    silence, own, taken = figures
+    return [f"{1e3 * silence:.1f}", f"{1e3 * own:.1f}", f"{taken / 2**20:.0f}"]
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--watch"]:
+        return watched(sys.argv[2], sys.argv[3:])
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    header = ("message", "MiB", "answer", "silence ms", "of its own", "MiB taken")
+    with tempfile.TemporaryDirectory(dir=ROOT / "build" if (ROOT / "build").is_dir() else None) as temporary:
+        directory = Path(temporary)
+        with running(EXECUTOR, [*ORACLE, *CONTEXT], directory) as executor:
+            args = ["--executor", executor.target, "--http-listen", "127.0.0.1:0"]
+            with suppress(ImportError):
+                import smg_grpc_proto  # noqa: F401
+
+                args.append("--gateway-api")
+            with running(MANAGER, args, directory) as manager:
+                time.sleep(3)  # the manager attaches
+                print(table(asyncio.run(measure(manager, manager_calls())), header))
+            print(table(asyncio.run(measure(executor, executor_calls())), header))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""Rendering a chat template: conveniences, refusals, and the sandbox."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, TemplateSandbox, check_syntax
+
+HELLO = [{"role": "user", "content": "  Hello <b> "}]
+
+
+def test_templates_get_the_conveniences_they_expect() -> None:
+    source = """
+{% for message in messages %}
+    {% if message.role == "system" %}
+        {% continue %}
+    {% endif %}
+<{{ message['role'] }}>{{ message['content'] | trim }} {{ {"é": "<"} | tojson }}
+{% generation %}said{% endgeneration %}
+{% endfor %}
+{{ tools is none }} {{ strftime_now("%Y") | length }}{% if add_generation_prompt %}<assistant>{% endif %}
+"""
+    got = TemplateSandbox(source, {}).render([{"role": "system", "content": "x"}, *HELLO])
+    # The line break behind each block tag is trimmed.
+    assert got == '\n<user>Hello <b> {"é": "<"}\nsaidTrue 4<assistant>'
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "refuses it: roles must alternate"),
+        ("{{ messages[0].content.nothing.at_all }}", "fails on it"),
+        ("{{ messages[7]['role'] + 1 }}", "fails on it"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "what it must not|fails on it"),
+        ("{{ messages.append('x') }}", "what it must not"),
+    ],
+)
+def test_a_template_that_fails_says_why(source: str, words: str) -> None:
+    with pytest.raises(ChatTemplateError, match=words):
+        TemplateSandbox(source, {}).render(HELLO)
+
+
+def test_looking_for_mistakes_evaluates_nothing() -> None:
+    check_syntax("{{ 'x' * 10**10 }}{% for a in range(99999) %}{% endfor %}{% generation %}{% endgeneration %}")
+    for source, words in (("fine\n{% if %}", "broken in line 2"), ("{{" + "(" * 5000, "broken")):
+        with pytest.raises(ChatTemplateError, match=words):
+            check_syntax(source)
+
+
+def test_a_filter_that_is_not_there_is_found_when_compiling() -> None:
+    with pytest.raises(ChatTemplateError, match="broken in line 1: No filter named 'nonsense'"):
+        TemplateSandbox("{{ messages | nonsense }}", {})

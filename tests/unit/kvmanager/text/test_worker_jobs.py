@@ -1,0 +1,56 @@
+"""Answers of a worker process, in the format of its pipes."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+from array import array
+
+import pytest
+from support.engine import small_tokenizers
+
+from pagekv.kvmanager.text.chat_template import _pack
+from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB, REFUSED, serve
+
+
+def answers(kind: str, *jobs: tuple[str, bytes]) -> list[tuple[int, bytes]]:
+    asked = b"".join(JOB.pack(name.encode(), 3600.0, len(body)) + body for name, body in jobs)
+    written = io.BytesIO()
+    serve(kind, io.BytesIO(asked), written)
+    written.seek(0)
+    found = []
+    while head := written.read(ANSWER.size):
+        status, size = ANSWER.unpack(head)
+        found.append((status, written.read(size)))
+    return found
+
+
+def test_templates() -> None:
+    setup = json.dumps(
+        {"source": "{{ x }}{{ messages[1].role }}{{ messages[0].content }}", "special_tokens": {"x": "X"}}
+    )
+    both = _pack([{"role": "user", "content": "é"}, {"role": "assistant", "content": ""}])
+    one = _pack([{"role": "user", "content": "é"}])
+    done, rendered, (status, words) = answers("template", ("setup", setup.encode()), ("render", both), ("render", one))
+    assert (done, rendered, status) == ((DONE, b""), (DONE, "Xassistanté".encode()), REFUSED)
+    assert b"fails on it" in words
+
+
+def test_a_template_that_is_broken() -> None:
+    setup = json.dumps({"source": "{% if %}", "special_tokens": {}}).encode()
+    ((status, words), nothing) = answers("template", ("setup", setup), ("nothing", b""))
+    assert (status, b"broken in line 1" in words, nothing) == (REFUSED, True, (DONE, b""))
+
+
+@pytest.mark.parametrize("limit", [2, 99])
+def test_texts(limit: int) -> None:
+    backend = small_tokenizers.byte_level()
+    tokenizer = Tokenizer(backend)
+    setup, text = backend.to_str().encode(), "the earth"
+    ids = tokenizer.encode(text, special_tokens=True, limit=99)
+    encode, decode = struct.pack("<?Q", True, limit) + text.encode(), array("I", ids).tobytes()
+    _, encoded, decoded = answers("tokenizer", ("setup", setup), ("encode", encode), ("decode", decode))
+    assert encoded == (DONE, struct.pack("<Q", len(ids)) + (array("I", ids).tobytes() if limit == 99 else b""))
+    assert decoded == (DONE, text.encode())

@@ -1,0 +1,150 @@
+"""The process for texts: one job at a time, and what ends it. Jobs that hang would do so for longer than the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from collections.abc import Awaitable, Callable
+
+import pytest
+from support.engine import small_tokenizers
+
+from pagekv.common.errors import Overloaded
+from pagekv.kvmanager.text.chat_template import _pack
+from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
+
+FOREVER = (
+    "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}"
+)
+SOURCE = "{% if messages[0].content == 'hang' %}" + FOREVER + "{% endif %}{{ messages[0].content }}"
+HANG, FINE = (_pack([{"role": "user", "content": word}]) for word in ("hang", "fine"))
+
+
+def worker(source: str = SOURCE, cpu_s: float = 3600.0, **more: int) -> WorkerProcess:
+    setup = json.dumps({"source": source, "special_tokens": {}}).encode()
+    return WorkerProcess("template", lambda: setup, cpu_s, 512 * 2**20, **more)
+
+
+def run(it: WorkerProcess, test: Callable[[], Awaitable[None]]) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(300):
+            await test()
+
+    try:
+        asyncio.run(main())
+    finally:
+        it.close()
+
+
+async def hanging(it: WorkerProcess) -> asyncio.Task[bytes]:
+    """A job under way that never ends."""
+    task = asyncio.create_task(it.run("render", HANG))
+    while it._current is None:  # noqa: ASYNC110 - nothing signals it
+        await asyncio.sleep(0)
+    return task
+
+
+async def gone(task: asyncio.Task[bytes]) -> None:
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+def test_jobs_whose_callers_have_gone_end_or_never_begin() -> None:
+    it = worker()
+
+    async def test() -> None:
+        assert await it.run("render", FINE) == b"fine"
+        (first,) = it._processes
+        begun = await hanging(it)
+        waiting = [asyncio.create_task(it.run("render", HANG)) for _ in range(5)]
+        last = asyncio.create_task(it.run("render", FINE))
+        await asyncio.sleep(0)
+        for task in [*waiting, begun]:
+            await gone(task)
+        # Any of those that hang would keep it for as long as the test may take.
+        assert await last == b"fine"
+        assert it._processes != [first]
+
+    run(it, test)
+
+
+def test_a_job_that_takes_too_long_is_stopped_and_the_next_is_done() -> None:
+    it = worker(cpu_s=0.2)
+
+    async def test() -> None:
+        for _ in range(2):
+            with pytest.raises(WorkerStopped, match=r"more than 0\.2 s of a processor"):
+                await it.run("render", HANG)
+            assert await it.run("render", FINE) == b"fine"
+
+    run(it, test)
+
+
+def test_a_process_that_was_killed_starts_anew() -> None:
+    it = worker()
+
+    async def test() -> None:
+        assert await it.run("render", FINE) == b"fine"
+        it._processes[0].kill()
+        it._processes[0].wait()
+        assert await it.run("render", FINE) == b"fine"
+        begun = await hanging(it)
+        it._processes[0].kill()
+        with pytest.raises(WorkerStopped, match="ended with status -9"):
+            await begun
+
+    run(it, test)
+
+
+def test_more_jobs_than_may_wait_are_refused() -> None:
+    it = worker(max_waiting=2)
+
+    async def test() -> None:
+        begun = await hanging(it)
+        waits = asyncio.create_task(it.run("render", FINE))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=r"2 texts wait .* at most 2"):
+            await it.run("render", FINE)
+        await gone(begun)
+        assert await waits == b"fine"
+
+    run(it, test)
+
+
+def test_a_setup_that_is_refused_is_not_tried_again() -> None:
+    it = worker("{{ x | nonsense }}")
+
+    async def test() -> None:
+        for _ in range(3):
+            with pytest.raises(JobRefused, match="No filter named"):
+                await it.run("nothing", b"")
+            assert not it._processes
+
+    run(it, test)
+
+
+def test_closing_ends_a_job_under_way() -> None:
+    it = worker()
+
+    async def test() -> None:
+        begun = await hanging(it)
+        it.close()
+        with pytest.raises(WorkerStopped):
+            await begun
+
+    run(it, test)
+
+
+def test_memory_beyond_the_bound_ends_the_process_and_not_the_machine() -> None:
+    setup = small_tokenizers.byte_level().to_str().encode()
+    it = WorkerProcess("tokenizer", lambda: setup, 3600.0, 400 * 2**20)
+    encode = struct.pack("<?Q", False, 2**40)
+
+    async def test() -> None:
+        with pytest.raises(WorkerStopped, match=r"ended with status -?\d+; it may have 400 MiB"):
+            await it.run("encode", encode + b"\0" * 8 * 2**20)
+        assert len(await it.run("encode", encode + b"\0" * 100)) == 8 + 4 * 100
+
+    run(it, test)
