@@ -48,7 +48,7 @@ class Kills:
 
 def passes(tree: Tree) -> bool:
     """Whether the tests pass without a mutation: nothing that they say afterwards would count."""
-    own, others = tests_of(ROOT, core(ROOT)[0])
+    own, others = tests_of(tree.root, core(tree.root)[0])
     _, status = os.waitpid(tree.start(None, [*own, *others], sum(CPU_S)), 0)
     failed = tree.end(os.waitstatus_to_exitcode(status))
     if failed:
@@ -63,7 +63,7 @@ def run(waiting: list[Mutation], kills: Kills, trees: list[Tree], others: bool) 
     while True:
         while free and (mutation := next(left, None)):
             tree = free.pop()
-            tests, cpu_s = tests_of(ROOT, mutation.path)[others], CPU_S[others]
+            tests, cpu_s = tests_of(tree.root, mutation.path)[others], CPU_S[others]
             busy[tree.start(mutation, tests, cpu_s)] = tree, mutation
         if not busy:
             return
