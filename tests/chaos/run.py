@@ -86,7 +86,8 @@ async def chaos(options: Options, say: bool = True) -> Account:
     oracle = options.backend == "oracle"
     longest = 100 if oracle else 40
     specs = make_specs(random.Random(f"{options.seed} requests"), options.requests, longest)
-    step_timeout_s = 2.0 if oracle else 15.0
+    # Far above what a step takes on a busy machine: three overdue ones in a row end a request.
+    step_timeout_s = 5.0 if oracle else 15.0
     executor_args = [*ORACLE, "--step-time-ms", "3"] if oracle else list(CPU)
     # Fewer sequences at once than clients, a pool that makes them preempt each other, a queue that floods overrun.
     manager_args = ["--num-device-blocks", "110", "--max-running", "24", "--max-queue", "128"]

@@ -12,7 +12,7 @@ from chaos.faults import FAULTS
 from chaos.run import Account, Options, chaos
 
 # Minutes on a machine that does much besides: each fault is waited out, and loading torch takes its time.
-pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.long, pytest.mark.timeout(2400)]
 
 
 def nothing_was_lost(account: Account) -> None:
@@ -22,7 +22,7 @@ def nothing_was_lost(account: Account) -> None:
 
 
 def test_every_fault_once() -> None:
-    account = asyncio.run(chaos(Options(seconds=400, seed=1, count=len(FAULTS)), say=False))
+    account = asyncio.run(chaos(Options(seconds=1500, seed=1, count=len(FAULTS)), say=False))
     nothing_was_lost(account)
     assert not account.short(FAULTS)
 
@@ -30,7 +30,7 @@ def test_every_fault_once() -> None:
 @pytest.mark.nightly  # tests/model/test_preemption_cpu.py loses this backend too, without the processes
 def test_the_model_on_the_cpu_loses_its_process() -> None:
     killed = ("executor-killed",)
-    options = Options(seconds=200, seed=2, backend="cpu", lanes=12, faults=killed, count=1, requests=6)
+    options = Options(seconds=1500, seed=2, backend="cpu", lanes=12, faults=killed, count=1, requests=6)
     account = asyncio.run(chaos(options, say=False))
     nothing_was_lost(account)
     assert not account.short(killed)

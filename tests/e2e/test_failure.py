@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -17,8 +18,6 @@ from pagekv.client.errors import Draining, from_rpc_error
 from pagekv.v1 import inference_service_pb2 as pb
 
 pytestmark = pytest.mark.e2e
-
-SLOW = [*ORACLE, "--step-time-ms", "5"]
 
 
 async def health(target: str) -> int:
@@ -175,12 +174,9 @@ def test_sigterm_ends_what_the_grace_time_cannot_finish_so_that_it_can_be_resume
         assert stack.manager.popen.wait(240) == 0
 
 
-def test_a_second_manager_is_refused_while_the_first_lives() -> None:
-    with running_stack(SLOW) as stack:
-        second = Process(
-            "pagekv.kvmanager.server", ["--executor", stack.executor.target], stack.manager.directory / ".."
-        )
-        second.log = stack.manager.directory / "second.log"
+def test_a_second_manager_is_refused_while_the_first_lives(tmp_path: Path) -> None:
+    with running_stack(ORACLE) as stack:
+        second = Process("pagekv.kvmanager.server", ["--executor", stack.executor.target], tmp_path)
         second.start()
         try:
             deadline = time.monotonic() + 120

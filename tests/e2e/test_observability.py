@@ -77,7 +77,7 @@ def prometheus(directory: Path, target: str) -> Iterator[str]:
         pytest.skip("a scrape by Prometheus needs it: apt-get install prometheus")
     assert program is not None, "prometheus is not installed"
     config = {
-        "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},
+        "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "200ms"},
         "rule_files": [str(OBSERVE / "rules.yml")],
         "scrape_configs": [{"job_name": "pagekv", "static_configs": [{"targets": [target]}]}],
     }

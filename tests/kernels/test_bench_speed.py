@@ -1,4 +1,4 @@
-"""Rows of decode, prefill, cache write, block copy and swap, over the emulated kernels, and the batch that is timed."""
+"""Rows of decode, prefill, cache write and block copy, over the emulated kernels, and the batch that is timed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pagekv.kernels.bench.workload import (
     AttentionCase,
     BlockCopyCase,
     Heads,
-    SwapCase,
     WriteCase,
 )
 
@@ -72,27 +71,3 @@ def test_write_and_block_copy_rows(machine: HostMachine, arena: Arena) -> None:
     row = speed.block_copy_row(machine, arena, BlockCopyCase(Heads("", 1, 1), 2), bandwidth=1.0)
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 32 * 2 * 16 * 128 * 2 / 1e6)
     assert WriteCase(GQA4, 10).bytes == 10 * 2 * (2 * 8) * 128 * 2
-
-
-def test_swapped_blocks_arrive(machine: HostMachine, arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = SwapCase(1, 3, True)
-    host = torch.zeros(4 * case.bytes, dtype=torch.uint8)
-    monkeypatch.setattr(HostMachine, "pinned", lambda self, size: host)
-    row = speed.swap_row(machine, arena, case, (1.0, 2.0))
-    device, outside = speed.block_ids(case, 0)
-    pools = [memory.view(12, case.bytes // 3) for memory in (arena.view(torch.uint8, 4 * case.bytes), host)]
-    assert torch.equal(pools[0][device], pools[1][outside])
-    assert pools[1].any(1).sum() == 3
-    assert row["in_against_memcpy"] == pytest.approx(row["out_against_memcpy"] / 2)
-    assert row["both_gb_per_s"] == 2 * row["out_gb_per_s"]
-    assert speed.pinned_copy(machine, arena, len(host)) == (len(host) / 1e6, len(host) / 1e6)
-
-
-def test_scattered_blocks_never_adjoin_and_the_directions_share_none() -> None:
-    for scattered in (True, False):
-        (device, host), (device_in, host_in) = (speed.block_ids(SwapCase(1, 5, scattered), half) for half in range(2))
-        assert not set(device) & set(device_in)
-        assert not set(host) & set(host_in)
-        gaps = [abs(a - b) for ids in (device, host) for a in ids for b in ids if a != b]
-        assert min(gaps) == (2 if scattered else 1)
-        assert max(*device_in, *host_in) < 20

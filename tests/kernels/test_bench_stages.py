@@ -17,7 +17,6 @@ from pagekv.kernels.bench.workload import (
     AttentionCase,
     BlockCopyCase,
     Heads,
-    SwapCase,
     WriteCase,
 )
 from pagekv.kernels.variants import Variant
@@ -36,27 +35,15 @@ def test_every_stage_has_its_rows(machine: HostMachine, arena: Arena, monkeypatc
         "prefill_cases": [AttentionCase(SMALL, 1, 24, 24)],
         "write_cases": [WriteCase(SMALL, 3)],
         "block_copy_cases": [BlockCopyCase(SMALL, 2), BlockCopyCase(SMALL, 3)],
-        "swap_cases": [SwapCase(1, 2, True), SwapCase(1, 2, False)],
     }.items():
         monkeypatch.setattr(stages, name, lambda cases=cases: cases)
-    monkeypatch.setattr(stages, "SWAP_ROOM", 2**20)
     bench = bench_on(machine, arena)
     found = bench.measure()
-    assert [len(found[name]) for name in STAGES] == [1, 1, 1, 2, 2]
+    assert [len(found[name]) for name in STAGES] == [1, 1, 1, 2]
     assert found["block copy"][0]["case"] == "copy of 2 blocks of 0.25 MiB"
     assert bench.notes == []
     page = text({"machine": {"gpu": "none"}, **found, "notes": [], "seconds": 3.0})
     assert all(f"\n{name} " in page for name in STAGES)
-
-
-def test_without_memory_for_swaps_the_rest_is_measured(
-    machine: HostMachine, arena: Arena, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("decode_cases", "prefill_cases", "write_cases", "block_copy_cases"):
-        monkeypatch.setattr(stages, name, list)
-    bench = bench_on(machine, arena)
-    assert "swap" not in bench.measure()
-    assert bench.notes == [f"swap: {2**31} bytes of device memory are needed"]
 
 
 def test_a_stage_stops_when_its_time_is_up_and_names_what_is_left(machine: HostMachine, arena: Arena) -> None:

@@ -10,11 +10,9 @@ from pagekv.kernels.bench.workload import (
     MQA,
     AttentionCase,
     Heads,
-    SwapCase,
     WriteCase,
     decode_cases,
     prefill_cases,
-    swap_cases,
 )
 
 
@@ -35,10 +33,9 @@ def test_flops_of_a_prefill_case_count_visible_pairs_only() -> None:
     assert AttentionCase(heads, 3, 12, 2).flops == 3 * AttentionCase(heads, 1, 12, 2).flops
 
 
-def test_bytes_of_a_cache_write_and_of_a_swapped_block() -> None:
+def test_bytes_of_a_cache_write() -> None:
     # Read and written: 2 x 8 heads of keys and values.
     assert WriteCase(GQA4, 10).bytes == 10 * 2 * (2 * 8) * 128 * 2
-    assert SwapCase(16, 1, True).bytes == 2 * MIB  # 128 KiB a token, Llama 3 8B
 
 
 def test_cases_cover_what_the_figures_promise() -> None:
@@ -52,4 +49,3 @@ def test_cases_cover_what_the_figures_promise() -> None:
     assert any(case.new < case.context for case in prefill)
     assert len({str(case) for case in decode}) == len(decode)
     assert len({str(case) for case in prefill}) == len(prefill)
-    assert all(0 < case.bytes <= 512 * MIB for case in swap_cases())

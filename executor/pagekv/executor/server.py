@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 from pagekv.common.phases import phase, phases_told
@@ -248,6 +249,8 @@ def _say_why(error: Exception, port_file: str) -> bool:
     """
     if isinstance(error, ModelNotFound):
         what = "--model cannot be used"
+    elif isinstance(error, ImportError) and (missing := missing_modules("executor")):
+        what, error = "", ImportError(missing_words("executor", missing))
     elif isinstance(error, ImportError):
         what = "a package is missing; pip install 'pagekv[executor]'"
     elif isinstance(error, (OSError, ValueError, MemoryError)):

@@ -5,10 +5,14 @@ from __future__ import annotations
 import sys
 
 from pagekv.common.extras import refuse_without
+from pagekv.common.version import pagekv_version
 
 
 def main() -> int:
-    """Imports the server only where everything that its modules need is there."""
+    """Imports the server only where everything that its modules need is there; --version alone needs nothing."""
+    if sys.argv[1:] == ["--version"]:
+        print(f"pagekv-manager {pagekv_version()}")
+        return 0
     refuse_without("pagekv-manager", "manager")
     from pagekv.kvmanager.server import main as serve
 

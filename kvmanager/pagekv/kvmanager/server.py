@@ -182,12 +182,12 @@ class Manager:
         self.engine.observers.add(tracing)
         log.info("sending spans", endpoint=self._config.observe.otlp_endpoint)
 
-    def _page_routes(self) -> list[web.AbstractRouteDef]:
+    def _page_routes(self, requests: RequestMetrics) -> list[web.AbstractRouteDef]:
         """Routes of the live page, which listens to the engine from now on."""
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 
-        hub = PageHub(self.engine)
+        hub = PageHub(self.engine, requests=requests)
         self.engine.observers.add(hub.feed)
         return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
 
@@ -210,7 +210,7 @@ class Manager:
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
-        routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes()]
+        routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(observe.http_listen, routes, observe.http_names)
         self._opened.push_async_callback(http.stop)
         try:

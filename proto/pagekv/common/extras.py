@@ -15,7 +15,7 @@ MODULES = {
 
 
 def missing_modules(*extras: str) -> list[str]:
-    """Those that are not installed, of all these extras; nothing is imported."""
+    """Modules of these extras that are not installed; nothing is imported."""
     modules = dict.fromkeys(name for extra in extras for name in MODULES[extra])
     return [name for name in modules if find_spec(name) is None]
 

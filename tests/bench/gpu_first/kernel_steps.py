@@ -32,6 +32,7 @@ from gpu_first.kernel_rows import (
 from gpu_first.machine import FirstMachine
 from gpu_first.records import Records, of_step
 from gpu_first.step import Absent, Context, OutOfTime
+from gpu_first.swap_rows import SWAP_BYTES, SwapCase, pinned_copy, swap_cases, swap_row
 from pagekv.kernels.bench import speed
 from pagekv.kernels.bench.correctness import BF16, SHORT_LENGTHS, Check, checks, setups
 from pagekv.kernels.bench.machine import Arena
@@ -41,16 +42,13 @@ from pagekv.kernels.bench.workload import (
     GQA4,
     MIB,
     MQA,
-    SWAP_BYTES,
     AttentionCase,
     BlockCopyCase,
     Heads,
-    SwapCase,
     WriteCase,
     block_copy_cases,
     decode_cases,
     prefill_cases,
-    swap_cases,
     write_cases,
 )
 from pagekv.kernels.variants import Variant
@@ -305,11 +303,11 @@ def step_swap_speed(context: Context) -> None:
     """Swaps."""
     machine = machine_of(context)
     bench = bench_of(machine, context)
-    memcpy = speed.pinned_copy(machine, bench.arena, MIB if context.small else 4 * SWAP_BYTES)
+    memcpy = pinned_copy(machine, bench.arena, MIB if context.small else 4 * SWAP_BYTES)
     cases = list(swap_cases(256 * 1024))[:2] if context.small else swap_cases()
 
     def row(case: SwapCase) -> dict[str, Any]:
-        found = speed.swap_row(machine, bench.arena, case, memcpy)
+        found = swap_row(machine, bench.arena, case, memcpy)
         if case.block_size >= 16:
             found["counts_for"] = {"swap": min(found["out_against_memcpy"], found["in_against_memcpy"])}
         return found

@@ -12,6 +12,7 @@ import torch
 
 from pagekv.kernels.bench.machine import CudaMachine
 from pagekv.kernels.sources import translation_unit
+from pagekv.kernels.swap import Streams
 
 
 class FirstMachine(CudaMachine):
@@ -29,6 +30,14 @@ class FirstMachine(CudaMachine):
             power = nvml.nvmlDeviceGetFieldValues(handle, [nvml.NVML_FI_DEV_POWER_INSTANT])[0].value.uiVal
             found["watts"] = power / 1000
         return found
+
+    def pinned(self, size: int) -> torch.Tensor:
+        """Host memory that the device copies from and to at full speed: uint8 [size]."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def streams(self) -> Streams:
+        """Streams for swapping blocks."""
+        return Streams()
 
     def edited(self, edit: Callable[[str], str]) -> FirstMachine:
         """The same device, with kernels compiled from `edit` of their text."""

@@ -166,6 +166,6 @@ def test_a_channel_has_credentials_of_its_own_and_is_of_the_clients_kind() -> No
 
 
 def test_a_server_without_encryption_is_unreachable_with_credentials(server: ScriptedServer, make_client: Any) -> None:
-    client = make_client(server.target, credentials=grpc.ssl_channel_credentials(), timeout=20)
+    client = make_client(server.target, credentials=grpc.ssl_channel_credentials(), timeout=300)
     with pytest.raises(Unreachable):
         client.stats()

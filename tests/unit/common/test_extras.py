@@ -12,6 +12,7 @@ from support.clients.stack import environment
 
 from pagekv.client.cli.main import main
 from pagekv.common.extras import MODULES, missing_modules
+from pagekv.common.version import pagekv_version
 
 EXTRAS = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"][
     "optional-dependencies"
@@ -37,14 +38,32 @@ def test_nothing_is_missing_where_all_is_installed_and_each_once(monkeypatch: py
     assert missing_modules("manager", "executor") == ["numpy"]
 
 
-def test_a_manager_without_its_extra_says_so_in_one_line() -> None:
+def run_without(modules: list[str], program: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """`python -m program` where these modules are not installed."""
     code = (
-        "import runpy, sys; sys.modules['numpy'] = sys.modules['tokenizers'] = None; sys.argv = ['pagekv-manager']\n"
-        "runpy.run_module('pagekv.kvmanager', run_name='__main__', alter_sys=True)"
+        f"import runpy, sys; sys.modules.update(dict.fromkeys({modules!r})); sys.argv = {['it', *argv]!r}\n"
+        f"runpy.run_module({program!r}, run_name='__main__')"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
+
+
+def test_the_version_needs_no_extra() -> None:
+    done = run_without([*MODULES["manager"]], "pagekv.kvmanager", "--version")
+    assert (done.returncode, done.stdout) == (0, f"pagekv-manager {pagekv_version()}\n")
+
+
+def test_an_executor_without_its_extra_names_all_that_is_missing() -> None:
+    done = run_without(["torch", "safetensors"], "pagekv.executor.server", "--listen", "127.0.0.1:0", "--backend=cpu")
+    assert done.returncode == 1
+    words = "not installed: torch, safetensors; pip install 'pagekv[executor]' brings all it needs"
+    assert f'cannot start reason="{words}"' in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_manager_without_its_extra_says_so_in_one_line() -> None:
+    done = run_without(["numpy", "tokenizers"], "pagekv.kvmanager")
     assert done.returncode == 1
     assert done.stderr == (
         "pagekv-manager: not installed: tokenizers, numpy; pip install 'pagekv[manager]' brings all it needs\n"

@@ -1,8 +1,8 @@
 """Measures the kernels on the GPU at hand, in under 8 minutes: `python -m pagekv.kernels.bench`.
 
 Correctness first; nothing is timed on a GPU that computes something wrong. Then device copy bandwidth, decode, prefill,
-cache write, block copy and swap, all on the same card in the same run. Prints tables, writes JSON with --json FILE.
-Peers, floors of an H200, and what a block table costs: `make gpu-first` in a checkout.
+cache write and block copy, all on the same card in the same run. Prints tables, writes JSON with --json FILE.
+Peers, swaps, floors of an H200, and what a block table costs: `make gpu-first` in a checkout.
 
 Exit status: 0 measured; 1 a kernel computes something wrong; 2 nothing to measure on.
 """

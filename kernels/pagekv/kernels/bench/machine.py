@@ -13,7 +13,6 @@ import torch
 
 from pagekv.kernels.bench.workload import GIB, MIB
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, Say
-from pagekv.kernels.swap import Streams
 
 MOST_MEMORY = 72 * GIB
 """Room for a pool of 64 GiB."""
@@ -70,14 +69,6 @@ class CudaMachine:
         """Bytes of device memory that the bench may take."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return min(int(free * 0.6), MOST_MEMORY)
-
-    def pinned(self, size: int) -> torch.Tensor:
-        """Host memory that the device copies from and to at full speed: uint8 [size]."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-
-    def streams(self) -> Streams:
-        """Streams for swapping blocks."""
-        return Streams()
 
     def state(self) -> dict[str, float]:
         """The clock of the multiprocessors now, where NVML is installed."""

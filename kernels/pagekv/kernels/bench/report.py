@@ -19,11 +19,6 @@ COLUMNS = (
     ("gb_per_s", "GB/s", ">7.0f"),
     ("tflop_per_s", "TFLOP/s", ">9.0f"),
     ("sm_mhz", "MHz", ">6.0f"),
-    ("out_gb_per_s", "out GB/s", ">10.1f"),
-    ("in_gb_per_s", "in GB/s", ">9.1f"),
-    ("both_gb_per_s", "both GB/s", ">10.1f"),
-    ("out_against_memcpy", "out vs memcpy", ">14.2f"),
-    ("in_against_memcpy", "in vs memcpy", ">13.2f"),
 )
 
 

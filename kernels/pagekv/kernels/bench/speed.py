@@ -19,10 +19,8 @@ from pagekv.kernels.bench.workload import (
     NUM_LAYERS,
     AttentionCase,
     BlockCopyCase,
-    SwapCase,
     WriteCase,
 )
-from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
 Row = dict[str, Any]
@@ -150,51 +148,3 @@ def block_copy_row(machine: CudaMachine, arena: Arena, case: BlockCopyCase, band
     batch = paged(machine, arena, AttentionCase(case.heads, 2 * case.blocks, 16), num_layers=NUM_LAYERS)
     pairs = torch.randperm(2 * case.blocks, device=machine.device).to(torch.int32).view(case.blocks, 2)
     return memory_row(case, machine.timed(lambda _: batch.attention.copy_blocks(pairs), 4), bandwidth)
-
-
-def pinned_copy(machine: CudaMachine, arena: Arena, size: int) -> tuple[float, float]:
-    """GB/s (out, in) of one copy of `size` bytes between the device and pinned memory."""
-    device, host = arena.view(torch.uint8, size), machine.pinned(size)
-    out = machine.timed(lambda _: host.copy_(device, non_blocking=True), capture=False).seconds
-    into = machine.timed(lambda _: device.copy_(host, non_blocking=True), capture=False).seconds
-    return size / out / 1e9, size / into / 1e9
-
-
-def swap_row(machine: CudaMachine, arena: Arena, case: SwapCase, memcpy: tuple[float, float]) -> Row:
-    """Swaps each way and both ways at once. `memcpy`: GB/s of a pinned copy out and in."""
-    shape = (4 * case.num_blocks, case.bytes // case.num_blocks)
-    swapper = BlockSwapper(
-        machine.streams(), arena.view(torch.uint8, *shape), machine.pinned(4 * case.bytes).view(shape)
-    )
-    (device, outside), (device_in, outside_in) = (block_ids(case, seed) for seed in range(2))
-
-    def rate(*, out: bool, into: bool) -> float:
-        """GB/s of each direction."""
-
-        def swap(_: int) -> None:
-            if out:
-                swapper.swap_out(device, outside)
-            if into:
-                swapper.swap_in(outside_in, device_in)
-            swapper.before_compute()
-
-        return case.bytes / machine.timed(swap, capture=False).seconds / 1e9
-
-    out, into = rate(out=True, into=False), rate(out=False, into=True)
-    return {
-        "case": str(case),
-        "out_gb_per_s": out,
-        "in_gb_per_s": into,
-        "both_gb_per_s": 2 * rate(out=True, into=True),
-        "out_against_memcpy": out / memcpy[0],
-        "in_against_memcpy": into / memcpy[1],
-    }
-
-
-def block_ids(case: SwapCase, half: int) -> tuple[list[int], list[int]]:
-    """Device and host blocks of a case, in one half of pools of four times as many: scattered blocks never adjoin."""
-    rng = np.random.default_rng(half)
-    step = 2 if case.scattered else 1
-    blocks = [rng.permutation(case.num_blocks) if case.scattered else np.arange(case.num_blocks) for _ in range(2)]
-    device, host = ((each * step + 2 * half * case.num_blocks).tolist() for each in blocks)
-    return device, host

@@ -13,11 +13,9 @@ from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.workload import (
     STAGES,
-    SWAP_BYTES,
     block_copy_cases,
     decode_cases,
     prefill_cases,
-    swap_cases,
     write_cases,
 )
 from pagekv.kernels.cupy_launcher import Say
@@ -25,7 +23,6 @@ from pagekv.kernels.cupy_launcher import Say
 Case = TypeVar("Case")
 
 CORRECTNESS = 0.40
-SWAP_ROOM = 4 * SWAP_BYTES
 
 
 class Bench:
@@ -72,21 +69,15 @@ class Bench:
         """Everything that was measured, as JSON: copy bandwidth, and the rows of each stage."""
         copy = speed.copy_bandwidth(self.machine, self.arena)
         self.say(f"device copy: {copy:.0f} GB/s")
-        stages: dict[str, tuple[Callable[..., Row], Iterable[Any], Any]] = {
-            "decode": (speed.attention_row, decode_cases(), copy),
-            "prefill": (speed.attention_row, prefill_cases(), copy),
-            "cache write": (speed.write_row, write_cases(), copy),
-            "block copy": (speed.block_copy_row, block_copy_cases(), copy),
+        stages: dict[str, tuple[Callable[..., Row], Iterable[Any]]] = {
+            "decode": (speed.attention_row, decode_cases()),
+            "prefill": (speed.attention_row, prefill_cases()),
+            "cache write": (speed.write_row, write_cases()),
+            "block copy": (speed.block_copy_row, block_copy_cases()),
         }
-        if self.arena.size < SWAP_ROOM:
-            self.notes.append(f"swap: {SWAP_ROOM} bytes of device memory are needed")
-        else:
-            memcpy = speed.pinned_copy(self.machine, self.arena, SWAP_ROOM)
-            self.say(f"one pinned copy: {memcpy[0]:.1f} GB/s out, {memcpy[1]:.1f} GB/s in")
-            stages["swap"] = (speed.swap_row, swap_cases(), memcpy)
         result: Row = {"copy_gb_per_s": copy}
-        for name, (row, cases, bandwidth) in stages.items():
+        for name, (row, cases) in stages.items():
             reached = self.in_reach(name, STAGES[name], cases)
-            result[name] = [row(self.machine, self.arena, case, bandwidth) for case in reached]
+            result[name] = [row(self.machine, self.arena, case, copy) for case in reached]
             self.say(f"{name}: {len(result[name])} cases, {self.spent:.0f} s so far")
         return result

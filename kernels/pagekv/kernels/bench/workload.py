@@ -10,11 +10,9 @@ import numpy as np
 HEAD_SIZE = 128
 BLOCK_SIZE = 16
 ELEMENT_BYTES = 2  # bfloat16
-NUM_LAYERS, KV_HEADS = 32, 8  # Llama 3 8B: its blocks are copied and swapped
+NUM_LAYERS, KV_HEADS = 32, 8  # Llama 3 8B: its blocks are copied
 
 MIB, GIB = 1 << 20, 1 << 30
-SWAP_BYTES = 512 * MIB
-"""Bytes of a swap; device and pinned host memory are four times as much."""
 MIN_LAYERS = 2
 """Rounds of a measurement take turns on at least this many layers, so that no round finds its keys in the cache."""
 
@@ -114,24 +112,6 @@ class BlockCopyCase:
         return f"copy of {self.blocks} blocks of {block_bytes(self.heads.num_kv_heads) / MIB:g} MiB"
 
 
-@dataclass(frozen=True)
-class SwapCase:
-    """Blocks moved between device and host pool."""
-
-    block_size: int
-    num_blocks: int
-    scattered: bool
-    """True: no two blocks adjoin. False: one run, which is a single copy."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes moved in one direction."""
-        return self.num_blocks * block_bytes(KV_HEADS, self.block_size)
-
-    def __str__(self) -> str:
-        return f"block size {self.block_size}, {self.num_blocks} blocks {'scattered' if self.scattered else 'in a run'}"
-
-
 def block_bytes(num_kv_heads: int, block_size: int = BLOCK_SIZE) -> int:
     """Keys and values of one block, all layers."""
     return NUM_LAYERS * 2 * block_size * num_kv_heads * HEAD_SIZE * ELEMENT_BYTES
@@ -174,12 +154,5 @@ def block_copy_cases() -> list[BlockCopyCase]:
     return [BlockCopyCase(GQA4, blocks) for blocks in (16, 128)]
 
 
-def swap_cases(total: int = SWAP_BYTES) -> Iterator[SwapCase]:
-    """Blocks of each size that make up `total` bytes, at most 2048."""
-    for block_size in (1, 16, 64, 256):
-        for scattered in (True, False):
-            yield SwapCase(block_size, min(2048, total // block_bytes(KV_HEADS, block_size)), scattered)
-
-
 # Stage -> share of the time by whose end it stops. The next stage may use what is left.
-STAGES = {"decode": 0.74, "prefill": 0.85, "cache write": 0.88, "block copy": 0.90, "swap": 0.97}
+STAGES = {"decode": 0.74, "prefill": 0.85, "cache write": 0.88, "block copy": 0.90}

@@ -22,9 +22,10 @@ from pagekv.common.errors import Overloaded
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.page import block_states
 from pagekv.kvmanager.page.event_feed import EventFeed
-from pagekv.kvmanager.page.rates import PoolRates
+from pagekv.kvmanager.page.rates import Durations, PoolRates
 from pagekv.v1 import types_pb2
 
 log = Log(__name__)
@@ -135,7 +136,14 @@ class Viewer:
 class PageHub:
     """States: idle (no viewer, nothing runs) ⇄ looking."""
 
-    def __init__(self, engine: EngineLoop, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: EngineLoop,
+        clock: Callable[[], float] = time.monotonic,
+        requests: RequestMetrics | None = None,
+    ) -> None:
+        """`requests`: where durations of requests are counted; None: the page shows none."""
+        self._requests = requests
         self._engine = engine
         self._clock = clock
         self._boot = secrets.token_hex(8)
@@ -204,6 +212,16 @@ class PageHub:
             took = time.thread_time() - begun
             await asyncio.sleep(max(LOOK_S, took / MAX_SHARE))
 
+    def _durations(self) -> Durations:
+        if self._requests is None:
+            return {}
+        found = {
+            "ttft_ms": self._requests.time_to_first_token,
+            "inter_token_ms": self._requests.inter_token_latency,
+            "queue_ms": self._requests.queue_time,
+        }
+        return {name: (histogram.count, histogram.total) for name, histogram in found.items()}
+
     def look(self) -> None:
         """Makes a frame of the present state, unless nothing has changed."""
         queries = self._engine.queries
@@ -218,7 +236,7 @@ class PageHub:
             self._counted_at = now
             stats = queries.stats()
             self.feed.look(blocks)
-            self._rates.add(now, stats)
+            self._rates.add(now, stats, self._durations())
             requests, live = request_rows(self._engine)
             totals = {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live}
         else:

@@ -166,6 +166,9 @@ class BlockTables:
         if arrival.host_blocks:
             self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
             self.host.release(arrival.host_blocks)
+        elif not arrival.shared:
+            # Blocks that were void, or met by a reset, are not among those that it has now.
+            sequence.publishes = sequence.request.command.identity.write
         self.swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
         sequence.block_table.frombytes(fresh.tobytes())
@@ -376,6 +379,10 @@ class BlockTables:
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
                 self.publish(sequence)
+                last = sequence.num_published - 1
+                # A block that left the table as void, or in a reset, must not come back under its digest.
+                if last >= 0 and not self.pool.table.is_entered(sequence.block_table[last]):
+                    sequence.publishes = False
             if policy.swaps(*self.swapper.cost(group)):
                 self.swapper.swap_out(group)
 

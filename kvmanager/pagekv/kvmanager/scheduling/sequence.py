@@ -118,7 +118,8 @@ class Seq:
     max_total: int
     # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
-    # Full blocks go into the prefix table.
+    # Full blocks go into the prefix table. False for a request that does not write to the cache; and, once a block left
+    # the table as void or in a reset, until an admission that brings nothing back and shares nothing with a sibling.
     publishes: bool = True
     # First position that stands for a medium: from that block on, tokens alone do not tell blocks apart.
     first_media: int = NEVER

@@ -86,7 +86,7 @@ def test_options_may_stand_before_the_command(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.expect("Tokenize", pb.TokenizeResponse(token_ids=[4]))
-    assert main(["--json", "--target", target, "--timeout=5", "tokenize", "x"]) == 0
+    assert main(["--json", "--target", target, "--timeout=500", "tokenize", "x"]) == 0
     assert json.loads(capsys.readouterr().out) == {"token_ids": [4]}
 
 

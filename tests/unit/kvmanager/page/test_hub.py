@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from support.browser.page_reader import PageReader
@@ -15,6 +16,7 @@ from support.engine.engine_harness import Bench, command, read, until
 from pagekv.common.errors import LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.page import hub as hub_module
 from pagekv.kvmanager.page.block_states import device_bytes, host_bytes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub, PoolFrame, Viewer, request_rows
@@ -212,3 +214,25 @@ def test_a_look_that_fails_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> N
         hub.remove_viewer(viewer)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+
+def test_charts_have_the_durations_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has a tile of its name."""
+    html = Path(hub_module.__file__).parent.joinpath("static", "index.html").read_text()
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        requests = RequestMetrics(lambda: 0.0)
+        now = 0.0
+        hub = PageHub(engine, lambda: now, requests)
+        hub.look()
+        requests.time_to_first_token.observe(0.5)
+        requests.inter_token_latency.observe(0.02, 10)
+        requests.queue_time.observe(0.1)
+        now = 1.0
+        hub.look()
+        point = hub._rates.since(1)[-1]
+        shown = {name: point[name] for name in ("ttft_ms", "inter_token_ms", "queue_ms")}
+        assert shown == {"ttft_ms": 500.0, "inter_token_ms": pytest.approx(20.0), "queue_ms": 100.0}
+        assert all(f'id="tile-{name}"' in html for name in shown)
+
+    engine_harness.run(monkeypatch, body)

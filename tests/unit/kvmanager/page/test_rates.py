@@ -53,3 +53,49 @@ def test_a_pause_sets_points_apart_and_old_points_go() -> None:
     ]
     rates.add(2.5 + KEPT_S, STATS)
     assert [point["at"] for point in rates.since(0)] == [3, 54, 2.5 + KEPT_S]
+
+
+def at_work(steps: int, tokens: int) -> pb.GetStatsResponse:
+    """Counters while 24 sequences run."""
+    return pb.GetStatsResponse(
+        executor_attached=True,
+        running_sequences=24,
+        steps_total=steps,
+        generated_tokens_total=tokens,
+        computed_tokens_total=tokens,
+        executor_busy_us_total=3_000_000 * steps,
+    )
+
+
+def test_rates_keep_their_values_while_a_slow_step_runs() -> None:
+    """Steps of 3 s and 24 tokens, looks twice a second: always 3 s a step and 8 tokens a second."""
+    rates = PoolRates()
+    for look in range(40):
+        steps = look // 6
+        rates.add(look / 2, at_work(steps, 24 * steps))
+    points = rates.since(14)
+    assert {point["step_ms"] for point in points} == {3000.0}
+    assert {point["tokens_per_s"] for point in points} == {8.0}
+    assert {point["computed_per_s"] for point in points} == {8.0}
+
+
+def test_nothing_is_kept_once_nothing_runs() -> None:
+    rates = PoolRates()
+    for look in range(6):
+        rates.add(look, at_work(look, 24 * look))
+    done = at_work(5, 120)
+    done.running_sequences = 0
+    for look in range(6, 9):
+        rates.add(look, done)
+    last = rates.since(0)[-1]
+    assert (last["step_ms"], last["tokens_per_s"]) == (None, 0.0)
+
+
+def test_durations_are_averages_of_what_came_in_between() -> None:
+    rates = PoolRates()
+    idle = pb.GetStatsResponse()
+    rates.add(0.0, idle, {"ttft_ms": (1, 0.5)})
+    rates.add(1.0, idle, {"ttft_ms": (3, 1.1)})
+    rates.add(2.0, idle, {"ttft_ms": (3, 1.1)})
+    rates.add(20.0, idle, {"ttft_ms": (3, 1.1)})
+    assert [point["ttft_ms"] for point in rates.since(0)] == [None, 300.0, 300.0, None]

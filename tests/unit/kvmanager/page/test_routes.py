@@ -19,6 +19,7 @@ from pagekv.kvmanager.config import parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.observe.http_server import MAX_BODY_BYTES, HttpServer
+from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
@@ -207,7 +208,7 @@ def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
 def test_the_page_is_there_with_the_http_port() -> None:
     async def body() -> int:
         manager = Manager(parse_config(["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"], {}), None)
-        return len(manager._page_routes())
+        return len(manager._page_routes(RequestMetrics()))
 
     assert asyncio.run(body()) == 8
 

@@ -125,6 +125,24 @@ def test_a_sequence_that_a_reset_met_publishes_nothing_more() -> None:
     assert output(met) == expected_output(PROMPT, 30, VOCAB)
 
 
+@pytest.mark.parametrize("steps", [0, 4])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_sequence_that_a_reset_met_publishes_again_what_it_computes_again(swapped: bool, steps: int) -> None:
+    """Blocks that come back from the host pool are those that the reset met."""
+    driver = Driver(block_size=4, depth=1, host_blocks=32, preemption="swap" if swapped else "recompute")
+    met = driver.submit(PROMPT, max_tokens=30)
+    for _ in range(6):
+        driver.step()
+    driver.scheduler.clear_prefix_cache()
+    for _ in range(steps):
+        driver.step()
+    driver.scheduler.preempt_all()
+    assert (driver.host.num_held > 0, driver.host.num_cached) == (swapped, 0)
+    driver.drain()
+    assert driver.pool.num_published == (0 if swapped else (len(known(met)) - 1) // 4)
+    assert output(met) == expected_output(PROMPT, 30, VOCAB)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("block_size", [1, 2, 4])
 def test_after_every_plan_what_is_known_and_computed_is_published(block_size: int, depth: int) -> None:

@@ -137,6 +137,22 @@ def test_a_sequence_that_was_preempted_before_its_step_failed() -> None:
     assert driver.pool.num_published == driver.host.num_cached == driver.host.num_held == 0
 
 
+def test_whoever_holds_what_it_hit_keeps_none_of_that_for_others() -> None:
+    """Blocks that it hit left the table; a holder that is swapped out afterwards gets them back, under no key."""
+    driver = FailingDriver(host_blocks=32, preemption="swap", depth=1)
+    common = list(range(10, 26))
+    holder = driver.submit([*common, 60], max_tokens=12)
+    driver.step()
+    bad = driver.submit([*common, BAD], max_tokens=8)
+    driver.step()
+    assert (driver.failed, bad.sequences[0].cached_tokens) == ([bad], 16)
+    driver.scheduler.preempt_all()
+    assert (driver.host.num_held, driver.host.num_cached) == (5, 0)
+    driver.drain()
+    assert right(holder)
+    assert cached(driver, [*common, 61]) == 0
+
+
 @pytest.mark.parametrize("outputs", [0, 2])
 def test_all_sequences_of_the_request_end(outputs: int) -> None:
     driver = FailingDriver(outputs)

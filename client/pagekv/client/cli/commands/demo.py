@@ -7,8 +7,8 @@ import signal
 import time
 
 from pagekv.client.cli.commands.generate import stream_text
-from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready
-from pagekv.client.cli.parser import Subparsers, add_command
+from pagekv.client.cli.commands.up import add_stack_flags, describe, stack_config, wait_ready, without_tokenizer
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command
 from pagekv.client.cli.sampling_flags import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
@@ -51,7 +51,10 @@ def add(commands: Subparsers) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Raises PageKVError unless every prompt got text and the second run of the long prompt hit the cache."""
     begun = time.monotonic()
-    stack = Stack(stack_config(args, terminal, "127.0.0.1", 0, 0))
+    config = stack_config(args, terminal, "127.0.0.1", 0, 0)
+    if words := without_tokenizer(config):
+        raise UsageError(f"the demo shows text: {words}")
+    stack = Stack(config)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         # Raises KeyboardInterrupt like Ctrl-C: the stream ends, and leaving `with` stops the stack.
         signal.signal(signum, signal.default_int_handler)

@@ -8,6 +8,7 @@ import shlex
 import threading
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
@@ -19,6 +20,7 @@ from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, number
+from pagekv.common.models import DEMO, TOKENIZER
 
 EXAMPLES = """\
   pagekv up
@@ -140,6 +142,17 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     )
 
 
+def without_tokenizer(config: StackConfig) -> str:
+    """A sentence where the model directory that is to be served brings no tokenizer, and none is named; else empty."""
+    model = flag_value("model", config.executor_args, os.environ)
+    directory = Path(model or DEMO).expanduser()
+    if not model or model == DEMO or not directory.is_dir() or (directory / TOKENIZER).is_file():
+        return ""
+    if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
+        return ""
+    return f"{directory} has no {TOKENIZER}, so token ids alone can be served; --tokenizer names another"
+
+
 def _missing(args: argparse.Namespace) -> list[str]:
     """Modules without which a process would not start."""
     backend = args.backend or flag_value("backend", args.executor_args, os.environ)
@@ -171,7 +184,12 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
-    stack = Stack(stack_config(args, terminal, args.host, args.port, args.executor_port))
+    config = stack_config(args, terminal, args.host, args.port, args.executor_port)
+    if words := without_tokenizer(config):
+        if config.gateway is not None:
+            raise UsageError(f"--gateway needs a tokenizer: {words}")
+        terminal.note(words)
+    stack = Stack(config)
     with StopSignals(stack) as signals, stack:
         stack.start()
         if wait_ready(stack, args, terminal, signals.asked):

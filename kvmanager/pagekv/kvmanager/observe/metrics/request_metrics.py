@@ -63,6 +63,11 @@ class Histogram:
         self._counts[bisect_left(self._bounds, value)] += count
         self.total += value * count
 
+    @property
+    def count(self) -> int:
+        """Number of all values."""
+        return sum(self._counts)
+
     def buckets(self) -> list[tuple[str, float]]:
         """Upper bound and number of values up to it, as Prometheus writes them; the last bound is +Inf."""
         bounds = [*(f"{float(bound)}" for bound in self._bounds), "+Inf"]

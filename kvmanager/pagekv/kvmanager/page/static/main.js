@@ -98,6 +98,9 @@ const charts = [
     format: compact,
     beside: (point) => (point.computed_per_s === null ? "" : `generated; ${compact(point.computed_per_s)} computed`),
   }),
+  tile("ttft_ms", { format: milliseconds, beside: () => "mean of 10 s" }),
+  tile("inter_token_ms", { format: milliseconds, beside: () => "mean of 10 s" }),
+  tile("queue_ms", { format: milliseconds, beside: () => `${count(totals.waiting_sequences ?? 0)} wait now` }),
 ];
 
 // -- requests, events, explanations

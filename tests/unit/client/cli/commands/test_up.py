@@ -136,6 +136,22 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
     assert page_port() is None
 
 
+def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = f"{tmp_path} has no tokenizer.json, so token ids alone can be served; --tokenizer names another"
+    assert up.without_tokenizer(made("--model", str(tmp_path))) == words
+    for given in (["--tokenizer", "demo"], ["--tokenizer", "none"]):
+        assert up.without_tokenizer(made("--model", str(tmp_path), *given)) == ""
+    assert up.without_tokenizer(made()) == up.without_tokenizer(made("--model", "owner/model")) == ""
+    monkeypatch.setattr(up, "Stack", lambda _: pytest.fail("started"))
+    for command, why in (("up --gateway", "--gateway needs a tokenizer"), ("demo", "the demo shows text")):
+        assert main([*command.split(), "--model", str(tmp_path)]) == 2
+        assert capsys.readouterr().err == f"pagekv: {why}: {words}\n"
+    (tmp_path / "tokenizer.json").touch()
+    assert up.without_tokenizer(made("--model", str(tmp_path))) == ""
+
+
 def run_up(
     monkeypatch: pytest.MonkeyPatch, wanted: StackConfig, on_ready: Callable[[Stack], None], ready: bool = True
 ) -> Stack:
