@@ -153,6 +153,10 @@ bench: $(DEV_STAMP) ## measure the stack against transformers on the same model 
 chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for nine minutes; what was lost (ARGS="--seconds 60 --seed 1")
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
+.PHONY: mutants
+mutants: $(DEV_STAMP) ## 300 single mutations of the manager's core: which of them no test notices (an hour; goes on where it was cut off)
+	@PYTHONPATH=tests $(BIN)/python -m mutants $(ARGS)
+
 .PHONY: ci
 ci: ## everything CI runs, in fresh environments
 	@bash .ci/run

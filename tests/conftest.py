@@ -6,13 +6,15 @@ import signal
 from collections import Counter
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # How long an example takes says more about what else the machine does than about the code.
 settings.register_profile("pagekv", deadline=None)
+# For `make mutants`: any failure is enough, and what one mutation did is not tried again with the next.
+settings.register_profile("first-failure", deadline=None, phases=[Phase.explicit, Phase.generate], database=None)
 settings.load_profile("pagekv")
 
 # The tests of every run: pyproject's addopts.

@@ -139,7 +139,6 @@ class DecodeBatch:
         self.stop_decoding(sequence)
         if finished:
             self.alive[seq_id] = False
-            self._stops.pop(seq_id, None)
         if self.pending[seq_id]:
             self._removed.add(seq_id)
         else:

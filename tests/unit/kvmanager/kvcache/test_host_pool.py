@@ -137,6 +137,15 @@ def test_a_prefix_is_the_same_where_its_digest_object_is() -> None:
     assert pool.hash_alarms == 2
 
 
+def test_watchers_are_told_of_void_content() -> None:
+    log = TableLog(lambda: 0.0)
+    log.watched = True
+    pool = HostPool(4, 2, log)
+    keep(pool, [(1, 1), (2, 2)])
+    pool.invalidate([digest(2), digest(3)])
+    assert [removed.digests for removed in log._pending.removed] == [[digest(2)]]
+
+
 def test_what_nobody_holds_cannot_be_released() -> None:
     pool = HostPool(2, 2)
     blocks, _ = keep(pool, [(0, 0)])

@@ -26,6 +26,7 @@ def run(body: Coroutine[object, object, None]) -> None:
 def test_deltas_of_a_sequence_are_merged_until_they_are_taken() -> None:
     async def body() -> None:
         stream = RequestStream("r", 2)
+        assert stream.request_id == "r"
         stream.push_token(1, 20, 4, 0)
         stream.push_token(0, 10, 4, 0)
         stream.push(SequenceDelta(0, [11], [TokenLogprobs(11, -0.5)], cached_tokens=4, preemptions=1))

@@ -97,9 +97,10 @@ def test_a_lost_executor_leaves_a_group_that_comes_back_as_one() -> None:
     assert right(request)
 
 
-def test_a_fork_that_was_refused_still_shares_the_prompt() -> None:
-    """Without a prefix cache too: its full blocks are held by all, and computed once."""
-    driver = Driver(num_blocks=12, block_size=4, depth=1, prefix_cache=False)
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_fork_that_was_refused_still_shares_the_prompt(prefix_cache: bool) -> None:
+    """Its full blocks are held by all, and computed once. A prefix cache has no more, and is not asked."""
+    driver = Driver(num_blocks=12, block_size=4, depth=1, prefix_cache=prefix_cache)
     other = driver.submit([50, 51], max_tokens=9)
     driver.step()
     request = driver.submit(list(range(30)), max_tokens=3, n=3)
@@ -116,6 +117,8 @@ def test_a_fork_that_was_refused_still_shares_the_prompt() -> None:
     driver.drain()
     assert right(request)
     assert finished(other)
+    # The prompts of two requests, however the sequences came in.
+    assert driver.scheduler.counters.prompt_tokens == 2 + 30
     # 10 tokens of the other; the prompt, then for each child what is behind its 7 full blocks, and two tokens each.
     assert driver.executor.computed_tokens == 10 + 30 + 2 * 2 + 3 * 2
 

@@ -48,3 +48,6 @@ def test_cached_tokens_count_the_prompt_alone() -> None:
     assert resumed.sequences[0].cached_tokens == 6
     assert (driver.scheduler.counters.prompt_tokens, driver.scheduler.counters.cached_tokens) == (12, 6)
     assert output(resumed) == whole[10:]
+    driver.submit(prompt, max_tokens=1)
+    driver.drain()
+    assert (driver.scheduler.counters.prompt_tokens, driver.scheduler.counters.cached_tokens) == (18, 6 + 4)

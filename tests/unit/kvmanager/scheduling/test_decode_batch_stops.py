@@ -24,6 +24,7 @@ def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> li
     ("token", "generated", "fields", "ending"),
     [
         (5, 1, {}, None),
+        (5, 3, {}, None),
         (5, 4, {}, Ending(FinishReason.LENGTH)),
         (EOS, 1, {}, Ending(FinishReason.STOP, EOS)),
         (EOS, 4, {}, Ending(FinishReason.STOP, EOS)),

@@ -103,5 +103,12 @@ def test_of_matches_that_end_together_the_longest_wins_in_any_order(stops: list[
     assert run(["xa", "ab"], stops) == ("x", "aab")
 
 
+def test_nothing_is_held_behind_a_match() -> None:
+    matcher = StopMatcher(StopStrings(["END"]))
+    assert matcher.feed("xE") == ("x", None)
+    assert matcher.feed("ND") == ("", "END")
+    assert matcher.flush() == ""
+
+
 def test_no_stop_strings_release_everything() -> None:
     assert run(["a", "b"], []) == ("ab", None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from array import array
 
+import pytest
+
 from pagekv.kvmanager.kvcache.block_hash import token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
@@ -45,6 +47,23 @@ def test_what_cancels_out_is_no_change_and_tiers_are_apart() -> None:
     assert diff.removed == [Removed(Tier.DEVICE, [name(9)])]
     assert sorted(diff.stored, key=lambda batch: batch.tier) == [stored([3]), stored([9], Tier.HOST)]
     assert diff.size == 3
+
+
+@pytest.mark.parametrize("tier", Tier)
+def test_a_tier_without_changes_that_cancel_out_keeps_none_of_the_other(tier: Tier) -> None:
+    """Whichever of the two comes first."""
+    (other,) = set(Tier) - {tier}
+    diff = Diff()
+    diff.remove(Removed(tier, [name(1)]))
+    diff.remove(Removed(other, [name(2)]))
+    diff.store(stored([2], other))
+    diff.settle()
+    assert (diff.removed, diff.stored, diff.size) == ([Removed(tier, [name(1)])], [], 1)
+
+
+def test_blocks_are_text_behind_other_blocks_unless_it_is_said() -> None:
+    one = Stored(Tier.HOST, [name(3)], [name(2)], b"")
+    assert (one.text, one.first, one.names) == (True, False, None)
 
 
 def test_clearing_replaces_what_came_before() -> None:

@@ -344,6 +344,9 @@ def test_evictions_are_remembered_with_step_and_time() -> None:
     clock.now += 2.5
     assert log.removed_ago(digest) == Removal(cleared=False, steps=2, seconds=2.5)
     cache(pool, [1] * 4)
+    evict_all(pool)
+    assert log.removed_ago(digest) == Removal(cleared=False, steps=0, seconds=0)
+    cache(pool, [1] * 4)
     pool.clear_prefix_table()
     assert log.removed_ago(digest) == Removal(cleared=True, steps=0, seconds=0)
 
@@ -357,6 +360,7 @@ def test_a_lost_executor_clears_the_table() -> None:
     (digest,) = digests_of([1] * 4)
     assert log.removed_ago(digest) == Removal(cleared=True, steps=0, seconds=0)
     log.step_boundary(1)
+    assert log.removed_ago(digest) == Removal(cleared=True, steps=1, seconds=0)
     assert reader.read()
     assert reader.table == {}
 

@@ -86,6 +86,19 @@ def test_a_reader_that_falls_behind_is_dropped() -> None:
         watch.take_snapshot(1)
 
 
+def test_a_reader_that_waits_is_told_of_the_end() -> None:
+    async def scenario() -> None:
+        watch = TableWatch(iter(()), lambda watch: None, 0)
+        waiting = asyncio.create_task(watch.take())
+        await asyncio.sleep(0)
+        watch.fail(Unavailable("over"))
+        with pytest.raises(Unavailable, match="over"):
+            async with asyncio.timeout(60):
+                await waiting
+
+    asyncio.run(scenario())
+
+
 def test_an_ended_watch_has_nothing_unread_and_ends_once() -> None:
     ended: list[TableWatch] = []
     watch = TableWatch(iter(()), ended.append, 0)
