@@ -16,6 +16,7 @@ from support.engine.scheduler_driver import Driver, output
 
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, EvictionOrder
 from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_plan import CopyList
 
 # Two tokens only, so prefixes collide all the time.
 VOCAB = 2
@@ -181,7 +182,7 @@ def plain(value: Any) -> Any:
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, dict):
         return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | CopyList):
         return [plain(entry) for entry in value]
     return value.tolist() if hasattr(value, "tolist") else value
 

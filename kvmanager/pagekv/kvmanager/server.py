@@ -71,7 +71,8 @@ class Manager:
         # Whether gRPC's health says so.
         self._serving = False
         self._draining = False
-        # Held, since the event loop forgets tasks that nobody holds.
+        # The tokenizer of the model served, and the task that warms it: the event loop forgets tasks that nobody holds.
+        self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None
         self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
         self._exporters = Exporters(config.observe, config.engine)
@@ -160,6 +161,7 @@ class Manager:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
         log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
+        self._opened.callback(self._keep, None)
         self._opened.enter_context(phases_told(config.port_file))
         if http_port:
             log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
@@ -234,15 +236,27 @@ class Manager:
                     spare_the_collector()
                 loaded = model.model_fingerprint
                 self._state.open(loaded, tokenizer)
-                if tokenizer is not None:
-                    self._opened.callback(tokenizer.close)
-                    self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
+                self._keep(tokenizer)
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
                 await self._grpc.set_serving(self._serving)
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
+
+    def _keep(self, tokenizer: Tokenizer | None) -> None:
+        """Makes this the tokenizer that has processes; those of the one before end."""
+        former, self._tokenizer = self._tokenizer, tokenizer
+        if former is tokenizer:
+            return
+        if self._warming is not None:
+            # First, for it would take the end of the process for a fault of the template.
+            self._warming.cancel()
+            self._warming = None
+        if former is not None:
+            former.close()
+        if tokenizer is not None:
+            self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
 
     async def _tokenizer_for(self, model: EngineInfo) -> Tokenizer | None:
         if self._config.tokenizer != FROM_EXECUTOR:

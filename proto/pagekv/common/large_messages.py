@@ -38,6 +38,7 @@ MAX_DEPTH = 100
 _VARINT, _LENGTH = 0, 2
 # Bytes by wire type.
 _FIXED = {1: 8, 5: 4}
+_FIXED_KINDS = {0: _VARINT} | {size: kind for kind, size in _FIXED.items()}
 _VARINT_BYTES = 10
 # Bytes behind which a varint goes on.
 _CONTINUED = bytes(range(0x80, 0x100))
@@ -80,6 +81,8 @@ class _Field(NamedTuple):
     # Whether the value is a message or a list of numbers; and the bytes of each number, 0 for varints.
     inside: bool
     number_bytes: int
+    # Wire types that the parser takes for it.
+    kinds: tuple[int, ...]
 
 
 class _Path(NamedTuple):
@@ -106,9 +109,17 @@ def _fields(descriptor: Descriptor) -> dict[int, _Field]:
         repeated, message = found.default_value == [], found.message_type
         is_map = message is not None and message.GetOptions().map_entry
         inside = message is not None or (repeated and found.type not in _NO_NUMBERS)
-        number_bytes = _FIXED_BYTES.get(found.type, 0)
+        number_bytes, packed = _FIXED_BYTES.get(found.type, 0), inside and message is None
+        kind = _LENGTH if found.type in _NO_NUMBERS else _FIXED_KINDS[number_bytes]
         fields[found.number] = _Field(
-            found.name, found.full_name, repeated or is_map, message, is_map, inside, number_bytes
+            found.name,
+            found.full_name,
+            repeated or is_map,
+            message,
+            is_map,
+            inside,
+            number_bytes,
+            (kind, _LENGTH) if packed else (kind,),
         )
     return fields
 
@@ -170,7 +181,7 @@ class _Walk:
             if pos > end:
                 raise DecodeError("a field ends behind its message")
             found = known.get(tag >> 3)
-            if found is None:
+            if found is None or kind not in found.kinds:
                 raise unknown_field(path.prefix(), tag >> 3, descriptor.name, self._bounds.unknown_rule)
             self._num_fields += 1
             if self._num_fields % SLICE_FIELDS == 0:

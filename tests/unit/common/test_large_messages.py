@@ -20,6 +20,7 @@ from pagekv.common.large_messages import (
     parse_slices,
     read_large,
 )
+from pagekv.common.unknown_fields import check_known
 from pagekv.steps.v1 import executor_service_pb2 as steps_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -146,6 +147,24 @@ def test_an_unknown_field_is_named_with_its_place() -> None:
     assert error.field == "messages[3].15000"
     assert "no field 15000 of ChatMessage" in error.description
     assert refused(steps_pb.StepRequest, b"\xc0\xa9\x07\x01", Bounds(unknown_rule="R35")).rule == "R35"
+
+
+@pytest.mark.parametrize(
+    "bent",
+    [
+        b"\x08\x01",  # request_id, text, as a number
+        b"\x79" + bytes(8),  # prompt, a message, as eight bytes
+        b"\x3a\x01\x01",  # priority, a number, as a list of numbers
+        b"\x3d" + bytes(4),  # the same as four bytes
+        b"\x5d" + bytes(4),  # resumed_token_ids, varints, as four bytes
+    ],
+)
+def test_a_field_of_another_kind_is_one_that_is_not_known(bent: bytes) -> None:
+    data = b"\x0a\x01r" + bent
+    with pytest.raises(InvalidRequest) as whole:
+        check_known(pb.GenerateRequest.FromString(data))
+    error = refused(pb.GenerateRequest, data)
+    assert (error.field, error.description) == (whole.value.field, whole.value.description)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -21,18 +23,22 @@ from support.clients.stack import port_of
 from support.engine import small_tokenizers
 from support.prompts import as_chat, as_prompt
 
+from pagekv.common.errors import Unavailable
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.text import chat_template
+from pagekv.kvmanager.text import chat_template, worker_process
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
 # Nobody listens there: the manager stays without an executor.
 NOWHERE = "unix:/nonexistent/executor"
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+# A template that takes minutes to compile.
+FOREVER = "{{ 7 ** 10**8 }}"
 
 
 def config(tmp_path: Path, *argv: str) -> ManagerConfig:
@@ -199,6 +205,41 @@ def test_health_and_tokenizer_follow_the_executor(tmp_path: Path) -> None:
         assert (info.has_tokenizer, info.model_fingerprint) == (False, "2")
 
     assert run(config(tmp_path), body) == 0
+
+
+def test_processes_of_a_tokenizer_end_with_its_model_and_with_the_manager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_process, "SETUP_CPU_S", 3600.0)
+    used: list[tuple[Tokenizer, subprocess.Popen[bytes]]] = []
+
+    async def use(running: Running, name: str) -> None:
+        """Serves a model until a long text has made a process for it."""
+        where = tmp_path / name
+        where.mkdir()
+        small_tokenizers.byte_level().save(str(where / "tokenizer.json"))
+        # Being compiled when the model ends, which is no fault of it.
+        (where / "chat_template.jinja").write_text(FOREVER)
+        info = replace(model(where, fingerprint=name), max_model_len=2**20)
+        attach(running.manager.engine, info)
+        while not used or used[-1][0].directory != where:
+            tokenizer = running.manager._tokenizer
+            if tokenizer is not None and tokenizer.directory == where:
+                await tokenizer.encode_long("a" * 10, special_tokens=False, limit=100)
+                used.append((tokenizer, tokenizer._worker._processes[0]))
+            await asyncio.sleep(0.005)
+
+    async def body(running: Running) -> None:
+        await use(running, "first")
+        await use(running, "second")
+        assert await asyncio.to_thread(used[0][1].wait, 120) == -signal.SIGKILL
+        with pytest.raises(Unavailable):
+            await used[0][0].encode_long("a", special_tokens=False, limit=100)
+        assert used[1][1].poll() is None
+
+    assert run(config(tmp_path), body) == 0
+    assert used[1][1].wait(120) == -signal.SIGKILL
+    assert "conversations will be refused" not in caplog.text
 
 
 def test_no_tokenizer_is_looked_for_when_none_is_wanted(tmp_path: Path) -> None:

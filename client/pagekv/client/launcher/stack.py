@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -218,9 +219,12 @@ class Stack:
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = role if self._config.replicas == 1 else f"{role} {pair + 1}"
-        port_file = flag_value("port-file", args, {}) or f"{self._directory.name}/{name}"
-        command = [*command, "--listen", target, "--port-file", port_file, *args]
-        self.children.append(Child(name, command, partial(_serves, target), Path(port_file), self._config.on_log))
+        port_file = Path(flag_value("port-file", args, {}) or f"{self._directory.name}/{name}")
+        # One of the user's own may be of a process before, whose end is not this one's.
+        with suppress(OSError):
+            port_file.unlink()
+        command = [*command, "--listen", target, "--port-file", str(port_file), *args]
+        self.children.append(Child(name, command, partial(_serves, target), port_file, self._config.on_log))
 
     def _start_gateway(self, config: GatewayConfig) -> None:
         if not has_tokenizer(self.target):

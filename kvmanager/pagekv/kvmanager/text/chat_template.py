@@ -29,8 +29,8 @@ class ChatTemplate:
         self._worker = WorkerProcess("template", lambda: setup, RENDER_CPU_S, RENDER_MEMORY_BYTES)
 
     async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError, and
-        Overloaded. Cancelling it ends the rendering.
+        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError,
+        Overloaded, and Unavailable when closed. Cancelling it ends the rendering.
         """
         return (await self._run("render", _pack(messages))).decode()
 
@@ -47,7 +47,7 @@ class ChatTemplate:
             raise ChatTemplateError(f"the model's chat template fails on it: {error}") from error
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process for good."""
         self._worker.close()
 
 

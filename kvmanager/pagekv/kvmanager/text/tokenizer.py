@@ -110,7 +110,7 @@ class Tokenizer:
 
     async def encode_long(self, text: str, *, special_tokens: bool, limit: int) -> array[int]:
         """As `encode`, in a process of its own, one text after the other; uint32. Cancelling it ends the encoding.
-        Raises TooManyTokens, WorkerStopped or Overloaded.
+        Raises TooManyTokens, WorkerStopped, Overloaded, or Unavailable when closed.
         """
         answer = await self._worker.run("encode", struct.pack("<?Q", special_tokens, limit) + text.encode())
         (num_tokens,) = struct.unpack_from("<Q", answer)
@@ -123,7 +123,7 @@ class Tokenizer:
         return (await self._worker.run("decode", token_ids.tobytes())).decode()
 
     def close(self) -> None:
-        """Ends the processes that long texts and the chat template have."""
+        """Ends the processes that long texts and the chat template have, for good."""
         self._worker.close()
         if self.chat_template is not None:
             self.chat_template.close()

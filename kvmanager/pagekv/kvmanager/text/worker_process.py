@@ -18,9 +18,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import IO
 
-from pagekv.common.errors import Overloaded
+from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
 
 # Jobs that may wait for the one that is done.
@@ -48,9 +49,9 @@ class _Ticket:
 
 
 class WorkerProcess:
-    """States: not started ⇄ running. Started by the first job; it ends with `close`, with its parent, with a job that
-    takes too long or whose caller has gone, and starts anew with the next job. A setup that is refused or takes too
-    long is not tried again.
+    """States: not started ⇄ running → closed. Started by the first job; it ends with its parent, with a job that takes
+    too long or whose caller has gone, and starts anew with the next job. A setup that is refused or takes too long is
+    not tried again.
     """
 
     def __init__(
@@ -67,17 +68,20 @@ class WorkerProcess:
         self._num_waiting = 0
         # The thread that talks to the process. Jobs of callers that have gone are dropped before their turn.
         self._thread = ThreadPoolExecutor(1, f"{kind} worker")
-        # Held by that thread, and by callers that give up, to look at what is running.
+        # Held by that thread, and by callers that give up, to look at what is running, and never for longer: callers
+        # are on the event loop.
         self._lock = threading.Lock()
+        self._closed = False
         self._current: _Ticket | None = None
         # One at most.
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._broken: JobRefused | WorkerStopped | None = None
+        # Makes the error of every job.
+        self._broken: Callable[[], JobRefused | WorkerStopped] | None = None
         weakref.finalize(self, _reap, self._processes)
 
     async def run(self, job: str, body: bytes) -> bytes:
         """The answer to a job. Cancelling the call ends the job, and with it the process. Raises JobRefused,
-        WorkerStopped, or Overloaded when too many jobs wait.
+        WorkerStopped, Overloaded when too many jobs wait, or Unavailable when closed.
         """
         if self._num_waiting >= self._max_waiting:
             what = f"{self._num_waiting} texts wait to be read by the {self._kind}, at most {self._max_waiting}"
@@ -96,9 +100,11 @@ class WorkerProcess:
             self._num_waiting -= 1
 
     def close(self) -> None:
-        """Ends the process, in the middle of a job too."""
+        """Ends the process for good, in the middle of a job too."""
         with self._lock:
+            self._closed = True
             self._kill()
+        self._thread.submit(self._reaped)
 
     def _kill(self) -> None:
         """The thread finds out, and clears away."""
@@ -108,41 +114,54 @@ class WorkerProcess:
     def _do(self, ticket: _Ticket, job: str, body: bytes) -> bytes:
         """On the thread."""
         if self._broken is not None:
-            raise self._broken
-        with self._lock:
-            if self._processes and self._processes[0].poll() is not None:
-                _reap(self._processes)
-            new = not self._processes
-            if new and not ticket.given_up:
-                self._processes.append(self._start())
-            self._current = ticket
+            raise self._broken()
         try:
-            if ticket.given_up:
-                return b""
-            if new:
-                self._set_up()
-            return self._ask(job, body, self._cpu_s)
+            if self._ready(ticket):
+                return self._ask(job, body, self._cpu_s)
+            # Nobody reads it.
+            return b""
         except (OSError, EOFError) as error:
-            raise WorkerStopped(self._why(self._reaped(), self._cpu_s)) from error
+            raise self._stopped(self._reaped(), self._cpu_s) from error
         finally:
             with self._lock:
                 self._current = None
-                if ticket.given_up:
-                    _reap(self._processes)
+            if ticket.given_up or self._closed:
+                self._reaped()
+
+    def _ready(self, ticket: _Ticket) -> bool:
+        """Whether the process is set up for the job of this ticket, which is current from now on; not where its caller
+        has gone. Raises Unavailable when closed.
+        """
+        if self._processes and self._processes[0].poll() is not None:
+            self._reaped()
+        with self._lock:
+            self._check_open()
+            self._current = ticket
+        if not self._processes and not ticket.given_up:
+            process = self._start()
+            with self._lock:
+                self._processes.append(process)
+                self._check_open()
+            if not ticket.given_up:
+                self._set_up()
+        return not ticket.given_up
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable(f"the process of the {self._kind} is being closed")
 
     def _set_up(self) -> None:
         try:
             self._ask("setup", self._setup(), SETUP_CPU_S)
         except JobRefused as error:
-            self._broken = error
+            self._broken = partial(JobRefused, str(error))
             self._reaped()
             raise
         except (OSError, EOFError) as error:
             status = self._reaped()
-            stopped = WorkerStopped(self._why(status, SETUP_CPU_S))
             if status == -signal.SIGPROF:
-                self._broken = stopped
-            raise stopped from error
+                self._broken = partial(WorkerStopped, self._why(status, SETUP_CPU_S))
+            raise self._stopped(status, SETUP_CPU_S) from error
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -168,7 +187,17 @@ class WorkerProcess:
     def _reaped(self) -> int:
         """Ends the process for good; returns its status."""
         with self._lock:
-            return _reap(self._processes)
+            processes = self._processes[:]
+            self._processes.clear()
+        return _reap(processes)
+
+    def _stopped(self, status: int, cpu_s: float) -> WorkerStopped | Unavailable:
+        """Why a job under way got no answer."""
+        try:
+            self._check_open()
+        except Unavailable as error:
+            return error
+        return WorkerStopped(self._why(status, cpu_s))
 
     def _why(self, status: int, cpu_s: float) -> str:
         if status == -signal.SIGPROF:

@@ -93,7 +93,8 @@ ASKING: dict[str, tuple[str, Calls]] = {
 def _of_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The announcement of two pairs behind a gateway, with a page, events and recordings."""
     stack = Stack(StackConfig(port=0, executor_port=0, replicas=2, page_port=0))
-    stack.targets[0], stack.gateway_target = server.target, "127.0.0.1:8000"
+    stack.target = stack.targets[0] = server.target
+    stack.gateway_target = "127.0.0.1:8000"
     listening: dict[str, Any] = {
         "http": ["127.0.0.1:8080"],
         "kv_events": [{"endpoint": "tcp://*:1", "replay_endpoint": ""}],

@@ -73,6 +73,17 @@ def test_the_reason_that_a_process_gives_is_told_without_its_log(journal: Path) 
     assert str(caught.value) == "the manager cannot start: --some-flag 7: must be less"
 
 
+@pytest.mark.parametrize("before", ['{"listen": "127.0.0.1:1", "cannot_start": "of yesterday"}\n', "no JSON"])
+def test_what_a_process_before_left_in_the_port_file_is_not_told(journal: Path, before: str) -> None:
+    own = journal.with_name("ports")
+    own.write_text(before)
+    with Stack(config(journal, manager="die", manager_args=["--port-file", str(own)])) as stack:
+        stack.start()
+        assert stack.phases() == []
+        with pytest.raises(StackError, match="manager exited with status 7"):
+            stack.wait_ready(120)
+
+
 def test_the_part_of_a_start_that_is_under_way(journal: Path) -> None:
     with Stack(config(journal, executor="slow")) as stack:
         stack.start()

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import struct
+import subprocess
+import threading
+import traceback
 from collections.abc import Awaitable, Callable
 
 import pytest
 from support.engine import small_tokenizers
 
-from pagekv.common.errors import Overloaded
+from pagekv.common.errors import Overloaded, Unavailable
+from pagekv.kvmanager.text import worker_process
 from pagekv.kvmanager.text.chat_template import _pack
 from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
 
@@ -117,22 +121,79 @@ def test_a_setup_that_is_refused_is_not_tried_again() -> None:
     it = worker("{{ x | nonsense }}")
 
     async def test() -> None:
-        for _ in range(3):
-            with pytest.raises(JobRefused, match="No filter named"):
-                await it.run("nothing", b"")
+        for number in range(3):
+            body = b"%d" % number
+            with pytest.raises(JobRefused, match="No filter named") as caught:
+                await it.run("nothing", body)
+            # An error that is raised again and again would keep the calls before.
+            frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+            assert [frame.f_locals["body"] for frame in frames if frame.f_code.co_name == "_do"] == [body]
             assert not it._processes
 
     run(it, test)
 
 
-def test_closing_ends_a_job_under_way() -> None:
+def test_closing_ends_a_job_under_way_and_those_that_wait() -> None:
     it = worker()
 
     async def test() -> None:
         begun = await hanging(it)
+        waits = asyncio.create_task(it.run("render", FINE))
+        await asyncio.sleep(0)
         it.close()
-        with pytest.raises(WorkerStopped):
-            await begun
+        for task in (begun, waits):
+            with pytest.raises(Unavailable, match="template is being closed"):
+                await task
+        with pytest.raises(Unavailable):
+            await it.run("render", FINE)
+        assert not it._processes
+
+    run(it, test)
+
+
+def test_a_caller_that_gives_up_waits_for_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To start one takes milliseconds and to clear away one with gigabytes a tenth of a second, both on the thread."""
+    it = worker()
+    reached, go_on = threading.Event(), threading.Event()
+    reap, start = worker_process._reap, WorkerProcess._start
+
+    def slow_reap(processes: list[subprocess.Popen[bytes]]) -> int:
+        if processes:
+            reached.set()
+            go_on.wait()
+        return reap(processes)
+
+    def slow_start(self: WorkerProcess) -> subprocess.Popen[bytes]:
+        reached.set()
+        go_on.wait()
+        return start(self)
+
+    async def gives_up() -> None:
+        """A caller whose job is not begun goes away while the thread is held."""
+        waits = asyncio.create_task(it.run("render", FINE))
+        try:
+            while not reached.is_set():  # noqa: ASYNC110 - nothing of this loop signals it
+                await asyncio.sleep(0.001)
+            assert it._lock.acquire(blocking=False), "the event loop would wait"
+            it._lock.release()
+            await gone(waits)
+        finally:
+            go_on.set()
+
+    async def test() -> None:
+        begun = await hanging(it)
+        monkeypatch.setattr(worker_process, "_reap", slow_reap)
+        await gone(begun)
+        await gives_up()
+        assert await it.run("render", FINE) == b"fine"
+        it._processes[0].kill()
+        it._processes[0].wait()
+        monkeypatch.undo()
+        reached.clear()
+        go_on.clear()
+        monkeypatch.setattr(WorkerProcess, "_start", slow_start)
+        await gives_up()
+        assert await it.run("render", FINE) == b"fine"
 
     run(it, test)
 
