@@ -80,8 +80,8 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _connection(self) -> asyncio.BaseProtocol:
-        """Serves a new connection. When there are too many, the one that has been idle for longest makes room, or the
-        new one is closed where none is idle.
+        """Serves a new connection. When there are too many, the oldest of those that answer nothing makes room, or the
+        new one is closed where there is none.
         """
         server = self._runner.server
         assert server is not None
