@@ -183,7 +183,9 @@ def draw(path: Path, named: Sequence[Cells], shares: Sequence[Cells]) -> None:
 
     figure = Figure(figsize=(9, 1.5 + 0.45 * len(named) + 3.5 * bool(shares)), layout="constrained")
     figure.suptitle("What the prefix cache is worth: simulated time, an 8B model on an accelerator by data sheet")
-    above, below = figure.subfigures(2, height_ratios=(1 + 0.45 * len(named), 3.5)) if shares else (figure, None)
+    above, below = figure, None
+    if shares:
+        above, below = figure.subfigures(2, squeeze=False, height_ratios=(1 + 0.45 * len(named), 3.5))[:, 0]
     axes = above.subplots()
     for above_or_below, figure_of, key in ((-0.2, "first token", "times sooner"), (0.2, "requests/s", "times as many")):
         gains = [row[key] for row in named]
