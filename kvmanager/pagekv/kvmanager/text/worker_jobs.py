@@ -1,12 +1,13 @@
 """A worker process's side: reads jobs from its standard input, one after the other, and answers each.
 
 Started by `WorkerProcess`, which is the only one to know this format: a job is its name, the processor seconds it may
-take, and a body; an answer is a status and a body. The process ends with its input, and is killed by its own timer when
-a job takes too long, whatever the job is in the middle of.
+take, and a body; an answer is a status and a body. The process ends with its input or, on Linux, with the process that
+started it, and is killed by its own timer when a job takes too long, whatever the job is in the middle of.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import resource
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 JOB = struct.Struct("<16sdQ")
 ANSWER = struct.Struct("<BQ")
 DONE, REFUSED = 0, 1
@@ -127,9 +129,15 @@ def main(kind: str, memory_bytes: int) -> None:
     """Serves on standard input and output until the input ends, within so much address space."""
     # Ctrl-C reaches every process of a terminal; this one goes with its parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     # Text that a library prints is no answer.
     os.dup2(2, 1)
-    serve(kind, sys.stdin.buffer, answers)
+    try:
+        serve(kind, sys.stdin.buffer, answers)
+    except BrokenPipeError:
+        # The parent ended before the answer. Flushing the rest at the interpreter's own end would fail again.
+        os._exit(1)

@@ -29,6 +29,8 @@ MAX_WAITING = 1024
 RETRY_DELAY_S = 1.0
 # Processor seconds for the setup: libraries are imported, a template is compiled or a tokenizer loaded.
 SETUP_CPU_S = 10.0
+# Seconds that a process may take to end once its pipes are shut.
+PATIENCE_S = 5.0
 _START = "import sys; sys.path[:] = sys.argv[3:]; from pagekv.kvmanager.text.worker_jobs import main; "
 _START += "main(sys.argv[1], int(sys.argv[2]))"
 
@@ -38,7 +40,7 @@ class JobRefused(Exception):
 
 
 class WorkerStopped(Exception):
-    """The process ended in the middle of a job; the message says why, as far as that is known."""
+    """The job ended its process; the message says why, as far as that is known."""
 
 
 @dataclass(slots=True)
@@ -81,7 +83,7 @@ class WorkerProcess:
 
     async def run(self, job: str, body: bytes) -> bytes:
         """The answer to a job. Cancelling the call ends the job, and with it the process. Raises JobRefused,
-        WorkerStopped, Overloaded when too many jobs wait, or Unavailable when closed.
+        WorkerStopped, Overloaded when too many jobs wait, or Unavailable when closed or ended from outside.
         """
         if self._num_waiting >= self._max_waiting:
             what = f"{self._num_waiting} texts wait to be read by the {self._kind}, at most {self._max_waiting}"
@@ -121,7 +123,7 @@ class WorkerProcess:
             # Nobody reads it.
             return b""
         except (OSError, EOFError) as error:
-            raise self._stopped(self._reaped(), self._cpu_s) from error
+            raise self._stopped(self._ended(), self._cpu_s) from error
         finally:
             with self._lock:
                 self._current = None
@@ -158,7 +160,7 @@ class WorkerProcess:
             self._reaped()
             raise
         except (OSError, EOFError) as error:
-            status = self._reaped()
+            status = self._ended()
             if status == -signal.SIGPROF:
                 self._broken = partial(WorkerStopped, self._why(status, SETUP_CPU_S))
             raise self._stopped(status, SETUP_CPU_S) from error
@@ -184,6 +186,13 @@ class WorkerProcess:
             raise JobRefused(answer.decode())
         return answer
 
+    def _ended(self) -> int:
+        """Status of a process whose pipes are shut: it is about to end by itself, and killing it would hide why."""
+        for process in self._processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(PATIENCE_S)
+        return self._reaped()
+
     def _reaped(self) -> int:
         """Ends the process for good; returns its status."""
         with self._lock:
@@ -197,6 +206,8 @@ class WorkerProcess:
             self._check_open()
         except Unavailable as error:
             return error
+        if status in (-signal.SIGKILL, -signal.SIGTERM):
+            return Unavailable(f"the process of the {self._kind} was ended from outside; try again")
         return WorkerStopped(self._why(status, cpu_s))
 
     def _why(self, status: int, cpu_s: float) -> str:

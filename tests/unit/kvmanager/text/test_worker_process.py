@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import struct
 import subprocess
+import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 from support.engine import small_tokenizers
@@ -16,6 +19,7 @@ from support.engine import small_tokenizers
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.text import worker_process
 from pagekv.kvmanager.text.chat_template import _pack
+from pagekv.kvmanager.text.worker_jobs import JOB
 from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
 
 FOREVER = (
@@ -23,6 +27,20 @@ FOREVER = (
 )
 SOURCE = "{% if messages[0].content == 'hang' %}" + FOREVER + "{% endif %}{{ messages[0].content }}"
 HANG, FINE = (_pack([{"role": "user", "content": word}]) for word in ("hang", "fine"))
+KILLED_PARENT = """
+import asyncio, os, signal, sys
+sys.path[:] = sys.argv[1:]
+from test_worker_process import FINE, hanging, worker
+
+async def main():
+    it = worker()
+    await it.run("render", FINE)
+    begun = await hanging(it)
+    await asyncio.sleep(0.1)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
 
 
 def worker(source: str = SOURCE, cpu_s: float = 3600.0, **more: int) -> WorkerProcess:
@@ -96,10 +114,27 @@ def test_a_process_that_was_killed_starts_anew() -> None:
         assert await it.run("render", FINE) == b"fine"
         begun = await hanging(it)
         it._processes[0].kill()
-        with pytest.raises(WorkerStopped, match="ended with status -9"):
+        with pytest.raises(Unavailable, match="template was ended from outside; try again"):
             await begun
 
     run(it, test)
+
+
+def test_a_process_ends_with_its_parent_in_the_middle_of_a_job() -> None:
+    """Both write to one standard error, which ends when the last of them has gone."""
+    command = [sys.executable, "-c", KILLED_PARENT, str(Path(__file__).parent), *sys.path]
+    done = subprocess.run(command, stderr=subprocess.PIPE, timeout=600, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGKILL, b"")
+
+
+def test_an_answer_that_nobody_reads_ends_the_process_without_a_word() -> None:
+    job = JOB.pack(b"nothing", 3600.0, 0)
+    command = [sys.executable, "-c", worker_process._START, "template", str(512 * 2**20), *sys.path]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, words = process.communicate(job)
+    assert (process.returncode, words) == (1, b"")
 
 
 def test_more_jobs_than_may_wait_are_refused() -> None:
