@@ -185,6 +185,18 @@ def test_another_request_hits_what_a_victim_left_in_the_host_pool() -> None:
     assert right(reader)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_blocks_that_a_reset_met_come_back_under_no_digest(num_blocks: int) -> None:
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
+    victim = started(driver, list(range(4 * num_blocks + 1)), max_tokens=2)
+    assert victim.sequences[0].num_published == num_blocks
+    driver.scheduler.clear_prefix_cache()
+    driver.scheduler.preempt_all()
+    assert (driver.host.num_held, driver.host.num_cached) == (num_blocks + 1, 0)
+    driver.drain()
+    assert right(victim)
+
+
 def test_what_a_victim_left_is_evicted_from_its_end() -> None:
     """A block without those before it can never be hit again."""
     driver = Driver(num_blocks=8, block_size=4, host_blocks=4, preemption="swap", depth=1)
