@@ -277,7 +277,7 @@ def main() -> int:
         with running(EXECUTOR, [*ORACLE, *CONTEXT], directory) as executor:
             args = ["--executor", executor.target, "--http-listen", "127.0.0.1:0"]
             with suppress(ImportError):
-                import smg_grpc_proto  # noqa: F401
+                import smg_grpc_proto  # noqa: F401 - whether it is installed
 
                 args.append("--gateway-api")
             with running(MANAGER, args, directory) as manager:

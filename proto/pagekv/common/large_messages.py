@@ -20,6 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.common.unknown_fields import unknown_field
+from pagekv.common.varint import varint
 
 # Messages up to this size are parsed whole, in less than a millisecond whatever they have.
 SMALL_BYTES = 4 * 2**10
@@ -237,7 +238,7 @@ class _Walk:
             # Not within a varint. One that is too long is left to the parser, which refuses it.
             while not number_bytes and stop < end and data[stop - 1] & 0x80 and stop > start + _VARINT_BYTES:
                 stop -= 1
-            into.MergeFromString(_varint_of(tag) + _varint_of(stop - start) + data[start:stop])
+            into.MergeFromString(varint(tag) + varint(stop - start) + data[start:stop])
             start = stop
             yield
 
@@ -260,12 +261,3 @@ def _child(into: Message, found: _Field) -> Message:
         return child.add()  # type: ignore[attr-defined,no-any-return]  # a list of messages
     child.SetInParent()
     return child
-
-
-def _varint_of(value: int) -> bytes:
-    written = bytearray()
-    while value > 0x7F:
-        written.append(value & 0x7F | 0x80)
-        value >>= 7
-    written.append(value)
-    return bytes(written)

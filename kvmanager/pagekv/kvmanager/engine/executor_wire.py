@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pagekv.common.varint import varint
 from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
@@ -102,22 +103,12 @@ def step_bytes(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[in
         request = new.sequence.request
         behind = len(request.command.prompt_ids) if request.packed_prompt else 0
         rest = _new_sequence(new, eos_token_ids, behind).SerializeToString()
-        parts += (_NEW_SEQ, _varint(len(request.packed_prompt) + len(rest)), request.packed_prompt, rest)
+        parts += (_NEW_SEQ, varint(len(request.packed_prompt) + len(rest)), request.packed_prompt, rest)
     return b"".join(parts)
 
 
 # A field that is a message: its number and the wire type of what has a length.
 _NEW_SEQ = bytes([pb.StepRequest.NEW_SEQS_FIELD_NUMBER << 3 | 2])
-
-
-def _varint(number: int) -> bytes:
-    """Seven bits a byte, the lowest first, and a bit for "more follows" (protobuf's encoding)."""
-    digits = bytearray()
-    while number > 0x7F:
-        digits.append(number & 0x7F | 0x80)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)
 
 
 def pack_token_ids(token_ids: array[int]) -> bytes:
