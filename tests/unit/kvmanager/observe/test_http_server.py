@@ -177,7 +177,13 @@ async def answer(connection: socket.socket) -> bytes:
         ("HEADERS_S", b"", b""),
         ("HEADERS_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b""),
         ("HEADERS_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 200 OK"),
-        ("BODY_S", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nslow", b"HTTP/1.1 408 "),
+        # aiohttp waits another ten seconds for what is left of the body.
+        pytest.param(
+            "BODY_S",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nslow",
+            b"HTTP/1.1 408 ",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_connections_that_are_slow_or_idle_are_closed(
