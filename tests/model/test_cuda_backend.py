@@ -29,9 +29,8 @@ NEW = 6
 # Groups of 2 and of 4 query heads, none; windows, alternating with full attention and with capped scores; no rotation.
 NAMES = [
     "llama",
-    "gemma2",
     "gpt2",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-mqa", "qwen3", "mistral")),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-mqa", "qwen3", "mistral", "gemma2")),
 ]
 
 
