@@ -107,11 +107,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
     for_scripts = "--json" in given
-    parser = make_parser(as_json=for_scripts)
-    _check_command(parser, given)
-    args = parser.parse(given)
     terminal = Terminal()
     try:
+        parser = make_parser(as_json=for_scripts)
+        _check_command(parser, given)
+        args = parser.parse(given)
         status: int = args.run(args, terminal)
         return status
     except (UsageError, PageKVError, StackError) as error:
