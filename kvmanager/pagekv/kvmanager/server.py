@@ -124,28 +124,43 @@ class Manager:
         health = asyncio.create_task(self._watch_engine(), name="health")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
-        broken = next((task for task in (engine, health) if task.done()), None)
         log.info("shutting down", grace_s=self._config.grace_s)
         self._draining = True
-        await self._grpc.set_serving(False)
-        await self.engine.stop(0 if broken else self._config.grace_s)
-        await self._stop_listening(LAST_WORDS_S)
-        # The engine too may still be waiting, for a slow executor.
-        for task in (engine, health, stopped):
-            task.cancel()
-        await asyncio.wait([engine, health, stopped])
-        await self._exporters.close()
-        if broken is not None:
-            try:
-                await broken
-            except AttachRefused as error:
-                log.error("cannot serve with these flags", reason=error)
-                add_to_port_file(self._config.port_file, cannot_start=str(error))
-            except Exception:
-                log.exception("stopped by an error", task=broken.get_name())
-            return 1
-        log.info("stopped")
-        return 0
+        try:
+            await self._grpc.set_serving(False)
+            await self._end_requests(engine, 0 if health.done() else self._config.grace_s)
+            # First of all that is closed: it may be loading a tokenizer.
+            await _end(health)
+            await self._stop_listening(LAST_WORDS_S)
+        finally:
+            # The engine too may still be waiting, for a slow executor.
+            await _end(engine, health, stopped)
+            broken = [task for task in (engine, health) if self._is_broken(task)]
+            await self._exporters.close()
+        if not broken:
+            log.info("stopped")
+        return 1 if broken else 0
+
+    async def _end_requests(self, engine: asyncio.Task[None], grace_s: float) -> None:
+        """Lets requests finish for up to `grace_s` seconds, unless the engine's task is broken, or breaks meanwhile."""
+        ending = asyncio.create_task(self.engine.stop(grace_s), name="end of requests")
+        await asyncio.wait([ending, engine], return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            await ending
+        else:
+            await _end(ending)
+            await self.engine.stop(0)
+
+    def _is_broken(self, task: asyncio.Task[None]) -> bool:
+        """Whether a task has ended with an error, which is logged then."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return False
+        if isinstance(error, AttachRefused):
+            log.error("cannot serve with these flags", reason=error)
+            add_to_port_file(self._config.port_file, cannot_start=str(error))
+        else:
+            log.error("stopped by an error", exc_info=error, task=task.get_name())
+        return True
 
     async def _start(self) -> None:
         """Opens everything but the engine; files last. Raises OSError and ExtraMissing."""
@@ -270,6 +285,13 @@ class Manager:
         except (ModelNotFound, TokenizerError) as error:
             log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
             return None
+
+
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits for their ends; their errors stay with them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
 
 
 async def _warm(tokenizer: Tokenizer) -> None:

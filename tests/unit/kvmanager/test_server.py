@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.text import chat_template, worker_process
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
@@ -282,6 +284,89 @@ def test_a_broken_engine_ends_the_process_with_an_error(
     monkeypatch.setattr(EngineLoop, "run", broken)
     assert run(config(tmp_path), body) == 1
     assert "out of luck" in caplog.text
+
+
+def test_an_engine_that_breaks_while_requests_finish_is_told_and_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: EngineLoop) -> None:
+        # Until the manager shuts down, in the middle of a request.
+        self._live.idle.clear()
+        while not self._state.draining:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0)
+        raise RuntimeError("out of luck")
+
+    async def body(running: Running) -> None:
+        pass
+
+    monkeypatch.setattr(EngineLoop, "run", broken)
+    # The grace time is longer than the test may take.
+    assert run(config(tmp_path, "--grace-s", "3600"), body) == 1
+    assert "out of luck" in caplog.text
+
+
+def test_a_tokenizer_that_is_loaded_too_late_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    loading, closed = threading.Event(), threading.Event()
+
+    def load(name: str) -> Tokenizer:
+        loading.set()
+        assert closed.wait(120)
+        return Tokenizer.load(Path(name))
+
+    async def last() -> None:
+        """Behind everything else that is closed."""
+        closed.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    managers: list[server.Manager] = []
+
+    async def body(running: Running) -> None:
+        managers.append(running.manager)
+        attach(running.manager.engine, model(tmp_path))
+        await asyncio.to_thread(loading.wait, 120)
+
+    start = server.Manager._start
+
+    async def with_last(self: server.Manager) -> None:
+        self._opened.push_async_callback(last)
+        await start(self)
+
+    monkeypatch.setattr(server, "load_tokenizer", load)
+    monkeypatch.setattr(server.Manager, "_start", with_last)
+    assert run(config(tmp_path), body) == 0
+    assert managers[0]._tokenizer is None
+
+
+def test_an_error_while_closing_hides_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+
+    async def broken(self: EngineLoop) -> None:
+        raise RuntimeError("out of luck")
+
+    stop = server.Manager._stop_listening
+
+    async def stop_listening(self: server.Manager, grace_s: float) -> None:
+        await stop(self, grace_s)
+        raise OSError("cannot be closed")
+
+    async def close(self: Exporters) -> None:
+        closed.append("exporters")
+
+    async def body(running: Running) -> None:
+        pass
+
+    monkeypatch.setattr(EngineLoop, "run", broken)
+    monkeypatch.setattr(server.Manager, "_stop_listening", stop_listening)
+    monkeypatch.setattr(Exporters, "close", close)
+    with pytest.raises(OSError, match="cannot be closed"):
+        run(config(tmp_path), body)
+    assert "out of luck" in caplog.text
+    assert closed == ["exporters"]
 
 
 def main(argv: list[str], caplog: pytest.LogCaptureFixture) -> tuple[int, str]:

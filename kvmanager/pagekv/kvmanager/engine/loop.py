@@ -298,11 +298,20 @@ class EngineLoop:
         """`submit`, in the order of these calls, with a long prompt's work done before in slices. Raises as `submit`
         does. Until it returns nothing is known of the request: to cancel the call is to end it.
         """
-        async with self._long_prompts.turn:
-            self._check_admissible(command)
-            table, media = self._state.serving().pool.table, command.identity.media
-            root = self._root(command)
-            return self.submit(command, await self._long_prompts.prepare(command.prompt_ids, media, root, table))
+        prompts = self._long_prompts
+        self._check_admissible(command)
+        waits = prompts.num_entering > 0
+        prompts.num_entering += command.n
+        try:
+            async with prompts.turn:
+                if waits:
+                    self._check_admissible(command, counted=command.n)
+                table, media = self._state.serving().pool.table, command.identity.media
+                prepared = await prompts.prepare(command.prompt_ids, media, self._root(command), table)
+        finally:
+            prompts.num_entering -= command.n
+        # Before the next call runs, whose turn it is from now on.
+        return self.submit(command, prepared)
 
     def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
         """Queues a request, whose prompt may have been prepared. Raises AlreadyExists, Overloaded, Unavailable,
@@ -319,9 +328,10 @@ class EngineLoop:
         self._wake.set()
         return request.stream
 
-    def _check_admissible(self, command: GenerateCommand) -> None:
+    def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
+        """`counted`: sequences of this request that count as entering by now."""
         try:
-            check_admissible(command, self._state)
+            check_admissible(command, self._state, self._long_prompts.num_entering - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()
