@@ -176,6 +176,9 @@ class Manager:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
         log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
+        if reached := config.open_listeners():
+            addresses = " ".join(reached.values())
+            log.warning("other machines can connect, without TLS or a login (--insecure)", listen=addresses)
         self._opened.callback(self._keep, None)
         self._opened.enter_context(phases_told(config.port_file))
         if http_port:
@@ -202,9 +205,10 @@ class Manager:
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 
+        reached = self._config.open_listeners()
         hub = PageHub(self.engine, requests=requests)
         self.engine.observers.add(hub.feed)
-        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
+        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text, reached=reached).routes()
 
     def _not_ready(self) -> str:
         """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
@@ -224,7 +228,9 @@ class Manager:
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
-        collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
+        collector = EngineCollector(
+            self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
+        )
         routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(observe.http_listen, routes, observe.http_names)
         self._opened.push_async_callback(http.stop)

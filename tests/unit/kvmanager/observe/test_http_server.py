@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from pagekv.kvmanager.observe import http_server
-from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, is_loopback, may_name
+from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, may_name
 
 
 async def hello(request: web.Request) -> web.Response:
@@ -273,11 +273,6 @@ def test_a_port_that_is_taken_is_an_error() -> None:
                 await HttpServer(url.removeprefix("http://").strip("/"), []).start()
 
     asyncio.run(body())
-
-
-@pytest.mark.parametrize(("host", "expected"), [("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("", False)])
-def test_loopback_names(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
 
 
 @pytest.mark.parametrize(
