@@ -127,7 +127,7 @@ class Manager:
         broken = next((task for task in (engine, health) if task.done()), None)
         log.info("shutting down", grace_s=self._config.grace_s)
         self._draining = True
-        await self._grpc.set_serving(False)
+        self._grpc.set_serving(False)
         await self.engine.stop(0 if broken else self._config.grace_s)
         await self._stop_listening(LAST_WORDS_S)
         # The engine too may still be waiting, for a slow executor.
@@ -240,7 +240,7 @@ class Manager:
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
-                await self._grpc.set_serving(self._serving)
+                self._grpc.set_serving(self._serving)
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
