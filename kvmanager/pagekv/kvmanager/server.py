@@ -127,7 +127,7 @@ class Manager:
         log.info("shutting down", grace_s=self._config.grace_s)
         self._draining = True
         try:
-            await self._grpc.set_serving(False)
+            self._grpc.set_serving(False)
             await self._end_requests(engine, 0 if health.done() else self._config.grace_s)
             # First of all that is closed: it may be loading a tokenizer.
             await _end(health)
@@ -261,7 +261,7 @@ class Manager:
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
-                await self._grpc.set_serving(self._serving)
+                self._grpc.set_serving(self._serving)
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
