@@ -21,6 +21,7 @@ from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
+from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.description import ModelBackendInfo
 from pagekv.executor.model.loading import load_model
 from pagekv.executor.model.start_check import check_cpu_dtype
@@ -53,6 +54,12 @@ class CpuBackend:
         torch.set_num_threads(threads or usable_cores())
         fingerprint = model_fingerprint(model_path)
         self._loaded = loaded = load_model(model_path, DTYPES[dtype])
+        decoder = read_decoder(loaded.model) if loaded.geometry.dtype != torch.float64 else None
+        self._fused = None
+        if decoder is not None:
+            from pagekv.executor.cpu.fused_decoder import FusedDecoder
+
+            self._fused = FusedDecoder(decoder, loaded.scores, loaded.num_heads, loaded.geometry.num_kv_heads)
         pack_linears(loaded.model)
         self._cache: KvCache | None = None
         self._info = ModelBackendInfo(
@@ -103,7 +110,7 @@ class CpuBackend:
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """Computes at once."""
-        return Finished(run_step(self._loaded.model, self.cache, scheduled))
+        return Finished(run_step(self._loaded.model, self.cache, scheduled, self._fused))
 
     def finish(self, states: list[SequenceState]) -> None:
         """Nothing is kept of a sequence."""

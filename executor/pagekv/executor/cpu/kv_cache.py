@@ -54,6 +54,10 @@ class KvCache:
         layer_keys.index_put_(slots, keys)
         layer_values.index_put_(slots, values)
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each `[num_blocks, block_size, num_kv_heads, head_size]`; blocks are strided."""
+        return self._layers[layer]
+
     def gather(
         self, layer: int, blocks: torch.Tensor, unwritten: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
