@@ -1,7 +1,8 @@
 """Attention of decoding sequences straight from the block pool: one pass over each block, nothing is gathered.
 
-One softmax over a context whose blocks come one after the other: a running maximum and sum, and an output that is scaled
-when the maximum grows (Milakov and Gimelshein, arXiv:1805.02867; per block as in FlashAttention, arXiv:2205.14135).
+One softmax over a context whose blocks come one after the other: a running maximum and sum, and an output that is
+scaled when the maximum grows (Milakov and Gimelshein, arXiv:1805.02867; by blocks as in FlashAttention,
+arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -11,154 +12,134 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, njit, types
+from numba import carray
 
 from pagekv.executor.cpu.attention_plan import PagedDecodes
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
-from pagekv.executor.cpu.native.numbers import ELEMENTS, OPTIONS
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
 from pagekv.executor.cpu.native.openmp import run_parallel
 from pagekv.executor.model.attention_interface import Scores
 
+
 def decode_attention(
-    cache: KvCache, layer: int, query: torch.Tensor, decodes: PagedDecodes, scores: Scores
+    pools: KvCache, layer: int, query: torch.Tensor, decodes: PagedDecodes, scores: Scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`query` `[num_heads, S, head_size]`. Output `[S, num_heads, head_size]` in the type of the query and log-sum-exp
-    of the scores `[S, num_heads]` in that of the computation: float64 for float64, else float32.
+    """`query` `[num_heads, S, head_size]`, one row per sequence of `decodes`. Output `[S, num_heads, head_size]` in the
+    type of the pool, and log-sum-exp of the scores `[S, num_heads]`, float32. A window of `scores` is not looked at.
     """
     num_heads, count, size = query.shape
-    keys, values = cache.layer(layer)
+    keys, values = pools.layer(layer)
     kv_heads = keys.shape[2]
-    exact = torch.float64 if query.dtype == torch.float64 else torch.float32
-    query = query.to(exact)
-    out = torch.empty(count, num_heads, size, dtype=exact)
-    lse = torch.empty(count, num_heads, dtype=exact)
-    # Whole sequences stream best; where there are few, their heads share the threads.
-    split = kv_heads if count < 4 * torch.get_num_threads() else 1
-    ticket = np.zeros(2, np.int64)
-    # Weights of a block, and the running maximum, sum and query of every head.
-    each = (num_heads // kv_heads * cache.block_size + num_heads * (2 + size)) * exact.itemsize
-    scratch = np.empty(each * torch.get_num_threads(), np.uint8)
-    numbers = np.array([scores.scale, scores.cap or 0.0])
+    group = num_heads // kv_heads
+    query = query.float()
+    out = torch.empty(count, num_heads, size)
+    lse = torch.empty(count, num_heads)
+    threads = torch.get_num_threads()
+    # Whole sequences stream best; where there are few, the heads of each go to several threads.
+    parts = kv_heads if count < 4 * threads else 1
+    tickets = np.zeros(2, np.int64)
+    numbers = np.array([scores.scale, scores.cap or 0.0], np.float32)
+    # Of a thread: the weights of one block, and maximum, sum and query of every head.
+    scratch = np.empty((threads, group * pools.block_size + num_heads // parts * (2 + size)), np.float32)
     arguments = np.array(
         [
-            *(ticket.ctypes.data, numbers.ctypes.data, keys.data_ptr(), values.data_ptr() - keys.data_ptr()),
-            *(keys.stride(0), keys.stride(1)),
+            *(tickets.ctypes.data, count, kv_heads, parts, pools.block_size),
+            *(keys.data_ptr(), values.data_ptr() - keys.data_ptr(), keys.stride(0), keys.stride(1)),
             *(query.data_ptr(), query.stride(1), query.stride(0), out.data_ptr(), lse.data_ptr()),
             *(decodes.tables.ctypes.data, decodes.offsets.ctypes.data),
             *(decodes.begins.ctypes.data, decodes.ends.ctypes.data),
-            *(count, kv_heads, cache.block_size, split, 0),
-            *(scratch.ctypes.data, each),
+            *(numbers.ctypes.data, scratch.ctypes.data, scratch.strides[0]),
         ],
         np.int64,
     )
-    run_parallel(_compiled(keys.dtype, num_heads // kv_heads, size), arguments)
+    run_parallel(_compiled(STORED[keys.dtype], group, size), arguments)
     return out.to(keys.dtype), lse
 
 
 @cache
-def _compiled(dtype: torch.dtype, group: int, size: int) -> int:
-    """Address of the function for `group` query heads of `size` elements to a KV head."""
-    element, exact, widen, _, exp = ELEMENTS[dtype]
-    bytes_, exact_bytes = np.dtype(element).itemsize, np.dtype(exact).itemsize
-
-    @njit(**OPTIONS)  # type: ignore[untyped-decorator]
-    def block(
-        keys: Any, values: Any, low: int, high: int, query: Any, at: int, scale: Any, cap: Any,
-        weights: Any, most: Any, total: Any, out: Any,
-    ) -> None:  # fmt: skip
-        """Slots [low, high) of one block and KV head `at`, for its query heads. Indices, not slices: a slice is an
-        object whose references are counted.
-        """
-        for slot in range(low, high):
-            for head in range(group):
-                score = exact(0)
-                for i in range(size):
-                    score += query[at, head, i] * widen(keys[slot, i])
-                weights[head, slot] = score * scale
-        if cap != 0:
-            for head in range(group):
-                for slot in range(low, high):
-                    weights[head, slot] = cap * np.tanh(weights[head, slot] / cap)
-        for head in range(group):
-            before = most[at, head]
-            top = before
-            for slot in range(low, high):
-                if not weights[head, slot] <= top:
-                    top = weights[head, slot]
-            for slot in range(low, high):
-                weights[head, slot] = exp(weights[head, slot] - top)
-            added = exact(0)
-            for slot in range(low, high):
-                added += weights[head, slot]
-            shrink = exp(before - top)
-            if top != before:
-                for i in range(size):
-                    out[at, head, i] *= shrink
-            total[at, head] = total[at, head] * shrink + added
-            most[at, head] = top
-        for slot in range(low, high):
-            for head in range(group):
-                weight = weights[head, slot]
-                for i in range(size):
-                    out[at, head, i] += weight * widen(values[slot, i])
+def _compiled(stored: Any, group: int, size: int) -> int:
+    """Address of the function for `group` query heads to a KV head, of `size` elements each."""
+    width = np.dtype(stored).itemsize
 
     def work(raw: Any) -> None:
-        args = carray(raw, 22, np.int64)
-        numbers = carray(pointer(args[1]), 2, np.float64)
-        scale, cap = exact(numbers[0]), exact(numbers[1])
-        keys_at, values_behind, block_stride, slot_stride = args[2], args[3], args[4], args[5]
-        count, kv_heads, block_size, split, num_blocks = args[15], args[16], args[17], args[18], args[19]
-        heads_each = kv_heads // split
-        tables = carray(pointer(args[11]), carray(pointer(args[12]), count + 1, np.int64)[count], np.int64)
-        offsets = carray(pointer(args[12]), count + 1, np.int64)
-        begins, ends = carray(pointer(args[13]), count, np.int64), carray(pointer(args[14]), count, np.int64)
-        sums = carray(pointer(args[10]), (count, kv_heads, group), exact)
-        thread = take_ticket(args[0] + 8)
-        scratch = args[20] + thread * args[21]
-        weights = carray(pointer(scratch), (group, block_size), exact)
-        scratch += group * block_size * exact_bytes
-        most = carray(pointer(scratch), (heads_each, group), exact)
-        scratch += heads_each * group * exact_bytes
-        total = carray(pointer(scratch), (heads_each, group), exact)
-        scratch += heads_each * group * exact_bytes
-        rows = carray(pointer(scratch), (heads_each, group, size), exact)
+        args = carray(raw, 21, np.int64)
+        count, kv_heads, parts, block_size = args[1], args[2], args[3], args[4]
+        num_heads = kv_heads // parts
+        offsets = carray(pointer(args[15]), count + 1, np.int64)
+        tables = carray(pointer(args[14]), offsets[count], np.int64)
+        begins, ends = carray(pointer(args[16]), count, np.int64), carray(pointer(args[17]), count, np.int64)
+        numbers = carray(pointer(args[18]), 2, np.float32)
+        scale, cap = numbers[0], numbers[1]
+        # The second ticket numbers the threads.
+        scratch = args[19] + take_ticket(args[0] + 8) * args[20]
+        weights = carray(pointer(scratch), (group, block_size), np.float32)
+        scratch += group * block_size * 4
+        most = carray(pointer(scratch), (num_heads, group), np.float32)
+        total = carray(pointer(scratch + num_heads * group * 4), (num_heads, group), np.float32)
+        query = carray(pointer(scratch + 2 * num_heads * group * 4), (num_heads, group, size), np.float32)
         while True:
             item = take_ticket(args[0])
-            if item >= count * split:
+            if item >= count * parts:
                 return
-            sequence, first_head = item // split, item % split * heads_each
-            for head in range(heads_each):
+            sequence, first = item // parts, item % parts * num_heads
+            behind = sequence * kv_heads + first
+            out = carray(pointer(args[12] + behind * group * size * 4), (num_heads, group, size), np.float32)
+            lse = carray(pointer(args[13] + behind * group * 4), (num_heads, group), np.float32)
+            for head in range(num_heads):
                 for member in range(group):
-                    place = sequence * args[7] + ((first_head + head) * group + member) * args[8]
-                    row = carray(pointer(args[6] + place * exact_bytes), size, exact)
+                    at = sequence * args[10] + ((first + head) * group + member) * args[11]
+                    row = carray(pointer(args[9] + at * 4), size, np.float32)
                     for i in range(size):
-                        rows[head, member, i] = row[i]
-            most[:] = exact(-np.inf)
-            total[:] = 0
-            place = (sequence * kv_heads + first_head) * group * size * exact_bytes
-            out = carray(pointer(args[9] + place), (heads_each, group, size), exact)
-            out[:] = 0
+                        query[head, member, i] = row[i] * scale
+                        out[head, member, i] = 0
+                    most[head, member] = -np.inf
+                    total[head, member] = 0
             begin, end = begins[sequence], ends[sequence]
             for index in range(begin // block_size, (end - 1) // block_size + 1):
                 low, high = max(begin - index * block_size, 0), min(end - index * block_size, block_size)
-                number = tables[offsets[sequence] + index]
-                for head in range(heads_each):
-                    at = keys_at + (number * block_stride + (first_head + head) * size) * bytes_
-                    keys = carray(pointer(at), (block_size, slot_stride), element)
-                    values = carray(pointer(at + values_behind), (block_size, slot_stride), element)
-                    block(keys, values, low, high, rows, head, scale, cap, weights, most, total, out)
-            for head in range(heads_each):
+                block = args[5] + (tables[offsets[sequence] + index] * args[7] + first * size) * width
+                for head in range(num_heads):
+                    # Rows are as far apart as slots are; of each only this head's elements are read.
+                    keys = carray(pointer(block + head * size * width), (block_size, args[8]), stored)
+                    values = carray(pointer(block + head * size * width + args[6]), (block_size, args[8]), stored)
+                    for slot in range(low, high):
+                        for member in range(group):
+                            score = np.float32(0)
+                            for i in range(size):
+                                score += query[head, member, i] * widen(keys[slot, i])
+                            weights[member, slot] = score
+                    if cap != 0:
+                        for member in range(group):
+                            for slot in range(low, high):
+                                weights[member, slot] = cap * np.tanh(weights[member, slot] / cap)
+                    for member in range(group):
+                        before = most[head, member]
+                        top = before
+                        for slot in range(low, high):
+                            # True of NaN, which then stays.
+                            if not weights[member, slot] <= top:
+                                top = weights[member, slot]
+                        for slot in range(low, high):
+                            weights[member, slot] = exp(weights[member, slot] - top)
+                        added = np.float32(0)
+                        for slot in range(low, high):
+                            added += weights[member, slot]
+                        shrink = exp(before - top)
+                        if top != before:
+                            for i in range(size):
+                                out[head, member, i] *= shrink
+                        total[head, member] = total[head, member] * shrink + added
+                        most[head, member] = top
+                    for slot in range(low, high):
+                        for member in range(group):
+                            weight = weights[member, slot]
+                            for i in range(size):
+                                out[head, member, i] += weight * widen(values[slot, i])
+            for head in range(num_heads):
                 for member in range(group):
-                    sums[sequence, first_head + head, member] = most[head, member] + np.log(total[head, member])
+                    lse[head, member] = most[head, member] + np.log(total[head, member])
                     for i in range(size):
                         out[head, member, i] /= total[head, member]
 
-    compiled = cfunc(types.void(types.voidptr), **OPTIONS)(work)
-    # The code lives as long as its object.
-    _kept.append(compiled)
-    address: int = compiled.address
-    return address
-
-
-_kept: list[Any] = []
+    return address_of(work)

@@ -1,24 +1,79 @@
-"""Element types as compiled loops see them, and functions of one number."""
+"""Numbers as compiled loops see them: float32 in the computation, stored as float32 or as the bits of a bfloat16."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
+from numba import cfunc, njit, types
+from numba.extending import overload
 
 from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits
 
 # Sums may be taken in any order. NaN stays NaN: a sequence whose logits are no numbers must be noticed.
 OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
+# Elements of a tensor as NumPy knows them.
+STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 # exp of less is 0 in float32, and of more infinite.
 LEAST, MOST = np.float32(-87.3), np.float32(88.7)
 
+_kept: list[Any] = []
+
+
+def address_of(work: Any) -> int:
+    """Address of the machine code of `work(arguments)`, `void (void *)`: compiled, or taken from the cache that Numba
+    keeps beside the source or in the user's cache folder. The cache tells functions apart by numbers and types in their
+    closures, so these have no function in them.
+    """
+    compiled = cfunc(types.void(types.voidptr), cache=True, **OPTIONS)(work)
+    # The code lives as long as its object.
+    _kept.append(compiled)
+    address: int = compiled.address
+    return address
+
+
+def widen(stored: Any) -> Any:
+    """The float32 that is stored."""
+    raise NotImplementedError("for compiled code")
+
+
+def narrow(number: Any, stored: Any) -> Any:
+    """A float32 as it is stored; `stored` is any number of the type wanted. Of two bfloat16 equally near it is the even
+    one, and NaN stays NaN.
+    """
+    raise NotImplementedError("for compiled code")
+
+
+# Annotations of what stands for a function must be those of the function.
+@overload(widen, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+def _widen(stored: Any) -> Any:
+    def of_bits(stored: Any) -> Any:
+        return float_of_bits(np.int32(np.uint32(stored) << np.uint32(16)))
+
+    def same(stored: Any) -> Any:
+        return stored
+
+    return of_bits if stored == types.uint16 else same
+
+
+@overload(narrow, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+def _narrow(number: Any, stored: Any) -> Any:
+    def rounded(number: Any, stored: Any) -> Any:
+        bits = np.uint32(bits_of_float(number))
+        even = (bits >> np.uint32(16)) & np.uint32(1)
+        upper = np.uint16((bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
+        # False of NaN alone.
+        return upper if number == number else np.uint16(0x7FC0)
+
+    def same(number: Any, stored: Any) -> Any:
+        return number
+
+    return rounded if stored == types.uint16 else same
+
 
 @njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def exp32(x: Any) -> Any:
+def exp(x: Any) -> Any:
     """exp of a float32 to 2 units in the last place (reduction by Cody and Waite, polynomial of Cephes' expf). NumPy's
     own is a call for each number.
     """
@@ -35,44 +90,3 @@ def exp32(x: Any) -> Any:
     found = found * rest + np.float32(5.0000001201e-1)
     found = found * rest * rest + rest + np.float32(1)
     return found * float_of_bits((np.int32(power) + np.int32(127)) << np.int32(23))
-
-
-@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def exp64(x: Any) -> Any:
-    return np.exp(x)
-
-
-@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def same(x: Any) -> Any:
-    return x
-
-
-@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def widened(x: Any) -> Any:
-    """A bfloat16, given as its bits: the upper half of a float32."""
-    return float_of_bits(np.int32(np.uint32(x) << np.uint32(16)))
-
-
-@njit(inline="always", **OPTIONS)  # type: ignore[untyped-decorator]
-def narrowed(x: Any) -> Any:
-    """The bits of the bfloat16 next to a float32, of two equally near the even one; NaN stays NaN."""
-    bits = np.uint32(bits_of_float(x))
-    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
-    return np.uint16(rounded) if x == x else np.uint16(0x7FC0)  # noqa: PLR0124 - false of NaN alone
-
-
-class ElementType(NamedTuple):
-    """Elements of a tensor as NumPy knows them, the type that is computed in, and the ways there, back, and to exp."""
-
-    stored: Any
-    exact: Any
-    widen: Callable[[Any], Any]
-    narrow: Callable[[Any], Any]
-    exp: Callable[[Any], Any]
-
-
-ELEMENTS = {
-    torch.float32: ElementType(np.float32, np.float32, same, same, exp32),
-    torch.float64: ElementType(np.float64, np.float64, same, same, exp64),
-    torch.bfloat16: ElementType(np.uint16, np.float32, widened, narrowed, exp32),
-}

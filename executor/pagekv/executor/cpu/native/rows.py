@@ -1,7 +1,7 @@
 """What a decoder does to the rows of a step between its matrix products: each loop reads and writes every row once.
 
-Tensors have one row per token and their last dimension is contiguous. Few rows are done by one thread: to wake the others
-takes longer.
+Tensors have one row per token and their last dimension is contiguous. Few rows are done by one thread: to wake the
+others takes longer.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray
 
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
-from pagekv.executor.cpu.native.numbers import ELEMENTS, OPTIONS
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, widen
 from pagekv.executor.cpu.native.openmp import run_alone, run_parallel
 from pagekv.executor.model.decoder import RmsNorm
 
@@ -42,7 +42,7 @@ def add_norm(
         0 if added_norm is None else added_norm.weight.data_ptr(),
         0 if norm is None else norm.weight.data_ptr(),
     ]
-    _run(_add_norm(rows.dtype), rows.shape[0], size, arguments)
+    _run(_add_norm(STORED[rows.dtype]), rows.shape[0], size, arguments)
     return out
 
 
@@ -50,7 +50,12 @@ def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
     """`activation(gate) * up` `[T, n]` of `both` `[T, 2 * n]`, gates first."""
     size = both.shape[1] // 2
     out = both.new_empty(both.shape[0], size)
-    _run(_gated(both.dtype, activation), both.shape[0], 2 * size, [both.data_ptr(), out.data_ptr(), size])
+    _run(
+        _gated(STORED[both.dtype], activation == "silu"),
+        both.shape[0],
+        2 * size,
+        [both.data_ptr(), out.data_ptr(), size],
+    )
     return out
 
 
@@ -64,8 +69,8 @@ def rotate(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Norms and rotates queries and keys in `heads` `[T, query + key + value heads, head_size]`, in place, by cosines and
-    sines `[T, R]` of the first R elements of each head (Su et al., arXiv:2104.09864; halves as in transformers'
+    """Norms and rotates queries and keys in `heads` `[T, query + key + value heads, head_size]`, in place, by cosines
+    and sines `[T, R]` of the first R elements of each head (Su et al., arXiv:2104.09864; halves as in transformers'
     `rotate_half`), and stores keys and values in the slots at `places` `[T]`, elements from the pools' begins.
 
     `num_heads`: of queries and of keys. `keys`, `values`: pools `[num_blocks, block_size, key heads, head_size]`.
@@ -80,12 +85,16 @@ def rotate(
     numbers = np.array(eps)
     arguments = [
         *(heads.data_ptr(), num_heads[0], num_heads[1], size),
-        *(0 if cos is None else cos.data_ptr(), 0 if sin is None else sin.data_ptr(), 0 if cos is None else cos.shape[1]),
+        *(
+            0 if cos is None else cos.data_ptr(),
+            0 if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.shape[1],
+        ),
         *(0 if query_norm is None else query_norm.weight.data_ptr(), whole(query_norm)),
         *(0 if key_norm is None else key_norm.weight.data_ptr(), whole(key_norm)),
         *(numbers.ctypes.data, places.data_ptr(), keys.data_ptr(), values.data_ptr()),
     ]
-    _run(_rotate(heads.dtype), heads.shape[0], heads.shape[1] * size, arguments)
+    _run(_rotate(STORED[heads.dtype]), heads.shape[0], heads.shape[1] * size, arguments)
 
 
 def _run(function: int, num_rows: int, row_elements: int, arguments: list[int]) -> None:
@@ -98,27 +107,15 @@ def _run(function: int, num_rows: int, row_elements: int, arguments: list[int]) 
         run_parallel(function, packed)
 
 
-_kept: list[Any] = []
-
-
-def _address(work: Any) -> int:
-    compiled = cfunc(types.void(types.voidptr), **OPTIONS)(work)
-    # The code lives as long as its object.
-    _kept.append(compiled)
-    address: int = compiled.address
-    return address
-
-
 @cache
-def _add_norm(dtype: torch.dtype) -> int:
-    stored, exact, widen, narrow, _ = ELEMENTS[dtype]
+def _add_norm(stored: Any) -> int:
     width = np.dtype(stored).itemsize
 
     def work(raw: Any) -> None:
         args = carray(raw, 9, np.int64)
         count, size = args[1], args[5]
         numbers = carray(pointer(args[6]), 3, np.float64)
-        factor = exact(numbers[0])
+        factor = np.float32(numbers[0])
         added_weight = carray(pointer(args[7]), size, np.float32)
         weight = carray(pointer(args[8]), size, np.float32)
         while True:
@@ -130,34 +127,32 @@ def _add_norm(dtype: torch.dtype) -> int:
                 if args[3] != 0:
                     added = carray(pointer(args[3] + at * size * width), size, stored)
                     if args[7] != 0:
-                        squares = exact(0)
+                        squares = np.float32(0)
                         for i in range(size):
                             squares += widen(added[i]) * widen(added[i])
-                        scale = factor / np.sqrt(squares / exact(size) + exact(numbers[1]))
+                        scale = factor / np.sqrt(squares / np.float32(size) + np.float32(numbers[1]))
                         for i in range(size):
-                            row[i] = narrow(widen(row[i]) + widen(added[i]) * scale * exact(added_weight[i]))
+                            row[i] = narrow(widen(row[i]) + widen(added[i]) * scale * added_weight[i], row[i])
                     else:
                         for i in range(size):
-                            row[i] = narrow(widen(row[i]) + widen(added[i]) * factor)
+                            row[i] = narrow(widen(row[i]) + widen(added[i]) * factor, row[i])
                 if args[8] != 0:
                     out = carray(pointer(args[4] + at * size * width), size, stored)
-                    squares = exact(0)
+                    squares = np.float32(0)
                     for i in range(size):
                         squares += widen(row[i]) * widen(row[i])
-                    scale = exact(1) / np.sqrt(squares / exact(size) + exact(numbers[2]))
+                    scale = np.float32(1) / np.sqrt(squares / np.float32(size) + np.float32(numbers[2]))
                     for i in range(size):
-                        out[i] = narrow(widen(row[i]) * scale * exact(weight[i]))
+                        out[i] = narrow(widen(row[i]) * scale * weight[i], out[i])
 
-    return _address(work)
+    return address_of(work)
 
 
 @cache
-def _gated(dtype: torch.dtype, activation: str) -> int:
-    stored, exact, widen, narrow, exp = ELEMENTS[dtype]
+def _gated(stored: Any, silu: bool) -> int:
     width = np.dtype(stored).itemsize
-    silu = activation == "silu"
     # gelu(x) = x * sigmoid(2 * z), z = sqrt(2 / pi) * (x + 0.044715 * x^3), by tanh(z) = 2 * sigmoid(2 * z) - 1.
-    outer, inner = exact(2 * np.sqrt(2 / np.pi)), exact(0.044715)
+    outer, inner = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 
     def work(raw: Any) -> None:
         args = carray(raw, 5, np.int64)
@@ -173,14 +168,13 @@ def _gated(dtype: torch.dtype, activation: str) -> int:
                 for i in range(size):
                     x = widen(gate[i])
                     z = x if silu else outer * (x + inner * x * x * x)
-                    out[i] = narrow(x / (exact(1) + exp(-z)) * widen(up[i]))
+                    out[i] = narrow(x / (np.float32(1) + exp(-z)) * widen(up[i]), out[i])
 
-    return _address(work)
+    return address_of(work)
 
 
 @cache
-def _rotate(dtype: torch.dtype) -> int:
-    stored, exact, widen, narrow, _ = ELEMENTS[dtype]
+def _rotate(stored: Any) -> int:
     width = np.dtype(stored).itemsize
 
     def work(raw: Any) -> None:
@@ -215,18 +209,18 @@ def _rotate(dtype: torch.dtype) -> int:
                             weight = carray(pointer(norm + (head - start) * size * 4), size, np.float32)
                         # Over all heads the sum is taken before the first of them changes.
                         if whole == 0 or head == start:
-                            squares = exact(0)
+                            squares = np.float32(0)
                             for i in range(length):
                                 squares += widen(scale_of[i]) * widen(scale_of[i])
-                            scale = exact(1) / np.sqrt(
-                                squares / exact(length) + exact(numbers[1] if of_key else numbers[0])
+                            scale = np.float32(1) / np.sqrt(
+                                squares / np.float32(length) + np.float32(numbers[1] if of_key else numbers[0])
                             )
                         for i in range(size):
-                            vector[i] = narrow(widen(vector[i]) * scale * exact(weight[i]))
+                            vector[i] = narrow(widen(vector[i]) * scale * weight[i], vector[i])
                     for i in range(half):
                         left, right = widen(vector[i]), widen(vector[i + half])
-                        vector[i] = narrow(left * exact(cos[i]) - right * exact(sin[i]))
-                        vector[i + half] = narrow(right * exact(cos[i + half]) + left * exact(sin[i + half]))
+                        vector[i] = narrow(left * cos[i] - right * sin[i], vector[i])
+                        vector[i + half] = narrow(right * cos[i + half] + left * sin[i + half], vector[i + half])
                 place = places[at] * width
                 keys = carray(pointer(args[15] + place), pairs * size, stored)
                 values = carray(pointer(args[16] + place), pairs * size, stored)
@@ -237,4 +231,4 @@ def _rotate(dtype: torch.dtype) -> int:
                 for i in range(pairs * size):
                     values[i] = new_values[i]
 
-    return _address(work)
+    return address_of(work)
