@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.common.port_file import add_to_port_file, bound_address, read_port_file, write_port_file
+from pagekv.common.port_file import add_to_port_file, bound_address, read_port_file, tell_cannot_start, write_port_file
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,14 @@ def test_facts_make_no_file_and_stop_nobody(tmp_path: Path) -> None:
     add_to_port_file(str(tmp_path / "port"), phase="a")
     add_to_port_file(str(tmp_path / "none" / "port"), phase="a")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_process_that_never_listened_says_why_and_nothing_of_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "port"
+    for _ in range(2):
+        tell_cannot_start(str(path), "no luck")
+        assert read_port_file(path) == {"cannot_start": "no luck"}
+        write_port_file(path, {"listen": "127.0.0.1:1"})
+    tell_cannot_start("", "no luck")
+    tell_cannot_start(str(tmp_path / "none" / "port"), "no luck")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
