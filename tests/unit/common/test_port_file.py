@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -59,3 +60,13 @@ def test_a_process_that_never_listened_says_why_and_nothing_of_one_before(tmp_pa
     tell_cannot_start("", "no luck")
     tell_cannot_start(str(tmp_path / "none" / "port"), "no luck")
     assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
+
+
+def test_every_key_is_told_to_users() -> None:
+    keys = {"listen", "http", "kv_events", "recordings", "phase", "cannot_start"}
+    docs = Path(__file__).parents[3] / "docs"
+    rows = [line.split("|")[1] for line in (docs / "deployment.md").read_text().splitlines() if line.startswith("| `")]
+    assert keys <= set(re.findall(r"`(\w+)`", " ".join(rows)))
+    flags = [line for line in (docs / "flags.md").read_text().splitlines() if line.startswith("| `--port-file")]
+    assert len(flags) == 2
+    assert all({"phase", "cannot_start"} <= set(re.findall(r"`(\w+)`", line)) for line in flags)
