@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.phases import phase, phases_told
-from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
+from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
@@ -329,8 +329,10 @@ async def serve(config: ManagerConfig) -> int:
         return await Manager(config, tokenizer).run(stop)
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
+        tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
     except (OSError, ExtraMissing) as error:
         log.error("cannot start", reason=error)
+        tell_cannot_start(config.port_file, str(error))
     return 1
 
 

@@ -39,6 +39,10 @@ class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # pu
             raise NotFound(f"no service {request.service!r} here", "service", request.service)
         return health_pb2.HealthCheckResponse(status=status)
 
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        statuses = {name: health_pb2.HealthCheckResponse(status=status) for name, status in self._status.items()}
+        return health_pb2.HealthListResponse(statuses=statuses)
+
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: Any
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:

@@ -16,6 +16,7 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave
 from grpc_health.v1 import health_pb2_grpc
 
 from pagekv.common import health
+from pagekv.common.aio_server import aio_server
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
@@ -162,7 +163,7 @@ class GrpcServer:
             "grpc.max_connection_idle_ms": IDLE_MS,
         }
         options |= dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), max_message_bytes)
-        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=list(options.items()))
+        self.server = aio_server((ErrorInterceptor(),), list(options.items()))
         self._health = health.HealthService(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._reflection = reflection

@@ -46,6 +46,10 @@ def test_checks_say_what_was_set_of_the_process_and_of_each_service() -> None:
             server.set_serving(serving)
             for name in ("", "test.Service"):
                 assert (await stub.Check(request(name))).status == (SERVING if serving else NOT_SERVING)
+            listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+            assert {name: each.status for name, each in listed.items()} == dict.fromkeys(
+                ("", "test.Service"), SERVING if serving else NOT_SERVING
+            )
         with pytest.raises(grpc.aio.AioRpcError, match="no service 'other' here") as caught:
             await stub.Check(request("other"))
         assert caught.value.code() is grpc.StatusCode.NOT_FOUND
@@ -70,7 +74,7 @@ def test_watchers_get_every_change_that_lasts_and_go_when_they_like() -> None:
 def test_a_watcher_that_takes_nothing_holds_no_change_up_and_no_end() -> None:
     async def body(server: GrpcServer, channel: Any) -> None:
         stub = health_pb2_grpc.HealthStub(channel)
-        with deaf_call(server.port, f"/{SERVICE_NAME}/Watch"):
+        with deaf_call(server.port, f"/{SERVICE_NAME}/Watch".encode()):
             # The watch has begun once one that came later has.
             watch = stub.Watch(request())
             assert (await watch.read()).status == NOT_SERVING

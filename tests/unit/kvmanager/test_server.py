@@ -417,7 +417,7 @@ async def nothing_listens(port: int) -> bool:
 def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every part that was open already is closed, without a trace in the log or in files."""
+    """Every part that was open already is closed, without a trace in the log or in files but the reason."""
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         port = free.getsockname()[1]
@@ -442,6 +442,10 @@ def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
         assert words.startswith("cannot start: ")
         assert (str(tmp_path / "none") if flag in ("--record-steps", "--port-file") else address) in words
         assert asyncio.run(nothing_listens(port))
+    told = read_port_file(tmp_path / "port")
+    if flag != "--port-file":
+        assert f"cannot start: {told['cannot_start']}" == words
+        (tmp_path / "port").unlink()
     assert [path.name for path in tmp_path.iterdir()] == []
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == ["cannot start"]
     assert "Traceback" not in capfd.readouterr().err
@@ -455,8 +459,9 @@ def test_a_start_without_an_extra_leaves_nothing(
     record, port_file = str(tmp_path / "trace"), str(tmp_path / "port")
     flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--record", record, "--port-file", port_file]
     status, words = main([*flags, "--http-listen", "127.0.0.1:0"], caplog)
-    assert (status, [*tmp_path.iterdir()]) == (1, [])
+    assert (status, [path.name for path in tmp_path.iterdir()]) == (1, ["port"])
     assert words.startswith("cannot start: --http-listen needs ")
+    assert f"cannot start: {read_port_file(tmp_path / 'port')['cannot_start']}" == words
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == ["cannot start"]
 
 
@@ -465,8 +470,11 @@ def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path, make: bool, cap
     where = tmp_path / "model"
     if make:
         where.mkdir()
-    status, words = main(["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--tokenizer", str(where)], caplog)
+    flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--port-file", str(tmp_path / "port")]
+    status, words = main([*flags, "--tokenizer", str(where)], caplog)
     assert status == 1
+    # `pagekv up` tells this in one line, in the place of the log.
+    assert f"cannot start: {read_port_file(tmp_path / 'port')['cannot_start']}" == words
     assert words.startswith("cannot start: --tokenizer leads nowhere: ")
     assert ("no tokenizer.json: save" if make else "neither a model directory") in words
 

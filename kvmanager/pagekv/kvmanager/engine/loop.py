@@ -218,10 +218,11 @@ class EngineLoop:
     async def _watch(self) -> None:
         """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
         timeout = self._config.step_timeout_s
+        interval = min(1.0, timeout / 4)
         try:
             while True:
-                await asyncio.sleep(min(1.0, timeout / 4))
-                if self._in_flight.waited_s() > timeout:
+                await asyncio.sleep(interval)
+                if self._in_flight.count_wait(interval) >= timeout:
                     raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)", Fault.STEP)
         finally:
             self._wake.set()
