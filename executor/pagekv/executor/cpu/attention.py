@@ -85,9 +85,7 @@ class PagedStepAttention:
         return out.reshape(num_heads, count, size).transpose(0, 1), lse.reshape(num_heads, count).t()
 
 
-def _decode_attention(
-    cache: KvCache, layer: int, query: torch.Tensor, decodes: PagedDecodes, scores: Scores
-) -> Part:
+def _decode_attention(cache: KvCache, layer: int, query: torch.Tensor, decodes: PagedDecodes, scores: Scores) -> Part:
     # Imported where it is used: Numba may not be installed.
     from pagekv.executor.cpu.native.decode_attention import decode_attention
 

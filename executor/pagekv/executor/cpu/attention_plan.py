@@ -195,10 +195,7 @@ class CpuAttentionPlan:
             return []
         size = self._block_size
         ends = np.array([row.item.start + 1 for row in rows])
-        if window is None:
-            begins = np.array([row.shared * size for row in rows])
-        else:
-            begins = np.maximum(ends - window, 0)
+        begins = np.array([row.shared * size for row in rows]) if window is None else np.maximum(ends - window, 0)
         tables = [row.item.state.block_table[: row.item.start // size + 1] for row in rows]
         offsets = np.cumsum([0, *map(len, tables)])
         first = rows[0].first

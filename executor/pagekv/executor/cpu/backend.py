@@ -16,14 +16,12 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
+from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
-from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.description import ModelBackendInfo
-from pagekv.executor.model.loading import load_model
 from pagekv.executor.model.start_check import check_cpu_dtype
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -43,9 +41,12 @@ class CpuBackend:
         kv_memory: int = 0,
         memory_share: float = 0.4,
         max_sequences: int = 1024,
+        *,
+        fused: bool = True,
     ) -> None:
         """`dtype`: auto, float32, bfloat16 or float64. `threads` 0: one per core. `kv_memory`: bytes of the device
         pool; 0: `memory_share` of what is available after profiling, by default little, since others use it too.
+        `fused`: compiled loops compute what they can.
 
         `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
         """
@@ -53,14 +54,8 @@ class CpuBackend:
         keep_freed_memory()
         torch.set_num_threads(threads or usable_cores())
         fingerprint = model_fingerprint(model_path)
-        self._loaded = loaded = load_model(model_path, DTYPES[dtype])
-        decoder = read_decoder(loaded.model) if loaded.geometry.dtype != torch.float64 else None
-        self._fused = None
-        if decoder is not None:
-            from pagekv.executor.cpu.fused_decoder import FusedDecoder
-
-            self._fused = FusedDecoder(decoder, loaded.scores, loaded.num_heads, loaded.geometry.num_kv_heads)
-        pack_linears(loaded.model)
+        loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused)
+        self._loaded = loaded
         self._cache: KvCache | None = None
         self._info = ModelBackendInfo(
             backend="cpu",
@@ -82,7 +77,7 @@ class CpuBackend:
         info.check_block_fits(block_size)
         if key not in info.profiles:
             with phase(f"profiling a step of {token_budget} tokens"):
-                info.add_profile(key, profile_step(self._loaded, block_size, token_budget))
+                info.add_profile(key, profile_step(self._forward, self._loaded, block_size, token_budget))
         if block_size not in self._swap_rates:
             self._swap_rates[block_size] = measure_swap_rates(info.geometry, block_size)
         host_bytes = max(0, min(info.device_kv_bytes, int(MAX_MEMORY_SHARE * info.left) - info.device_kv_bytes))
@@ -112,7 +107,7 @@ class CpuBackend:
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """Computes at once."""
-        return Finished(run_step(self._loaded.model, self.cache, scheduled, self._fused))
+        return Finished(run_step(self._forward, self.cache, scheduled))
 
     def finish(self, states: list[SequenceState]) -> None:
         """Nothing is kept of a sequence."""

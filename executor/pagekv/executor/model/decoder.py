@@ -42,103 +42,108 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """One layer: `x += factor * after(f(before(x)))`, for attention and then for the feed-forward part; a norm that is
-    None changes nothing.
-
-    `qkv` gives queries, keys and values of all heads, one behind the other. `query_norm` and `key_norm` come before the
-    rotation, each over one head or over all, as long as their weights are. `rope` names the rotation: a type of layers, ""
-    where the model has one for all, None for no rotation. `gate_up` gives the gate, then what is gated.
+class DecoderNorms:
+    """The norms of a layer: `x += factor * after(f(before(x)))`, f being attention and then the feed-forward part. One
+    that is None changes nothing. Those of queries and keys come before the rotation, each over one head or over all, as
+    long as their weights are.
     """
 
     before_attention: RmsNorm | None
-    qkv: Linear
-    query_norm: RmsNorm | None
-    key_norm: RmsNorm | None
-    rope: str | None
-    out: Linear
+    query: RmsNorm | None
+    key: RmsNorm | None
     after_attention: RmsNorm | None
     before_feed_forward: RmsNorm | None
-    gate_up: Linear
-    down: Linear
     after_feed_forward: RmsNorm | None
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
-    """A whole model: `cap * tanh(scale * head(norm(layers(embed(ids)))) / cap)`, without a cap the scaled logits."""
+class DecoderLayer:
+    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other; `gate_up` the gate, then what
+    is gated. `rope` names the rotation: a type of layers, "" where the model has one for all, None for no rotation.
+    """
 
-    embed: nn.Module
-    embed_factor: float
-    rotary: nn.Module
-    layers: tuple[DecoderLayer, ...]
-    activation: str
-    residual_factor: float
-    norm: RmsNorm
-    head: Linear
-    logits_scale: float
-    logits_cap: float | None
+    norms: DecoderNorms
+    rope: str | None
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A whole model: `cap * tanh(scale * head(norm(layers(embed_factor * embed(ids)))) / cap)`; without a cap, the
+    scaled logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, activation: str) -> None:
+        """`activation`: a value of ACTIVATIONS."""
+        text, inner = model.config.get_text_config(), _inner(model)
+        self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
+        self._rotary: Any = inner.rotary_emb
+        # One rotation for each type of layers, or one for all.
+        by_type = hasattr(self._rotary, "layer_types")
+        self._ropes: list[str] = list(text.layer_types) if by_type else [""] * len(inner.layers)
+        self._layers = inner.layers
+        self.activation = activation
+        self.embed: nn.Module = inner.embed_tokens
+        self.embed_factor = float(getattr(inner, "embedding_multiplier", 1.0))
+        self.residual_factor = float(getattr(text, "residual_multiplier", 1.0))
+        self.norm = _norm(inner.norm, self._more)
+        self.head = _linear(model.get_output_embeddings())
+        self.logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
+        self.logits_cap: float | None = getattr(text, "final_logit_softcapping", None)
+
+    def take_layer(self, index: int) -> DecoderLayer:
+        """A layer with its weights, which the model of transformers no longer has afterwards."""
+        module: Any = self._layers[index]
+        attention, feed_forward = module.self_attn, module.mlp
+
+        def norm(of: Any, name: str) -> RmsNorm | None:
+            return _norm(getattr(of, name), self._more) if hasattr(of, name) else None
+
+        # A norm behind the feed-forward part tells that the one called post_attention is behind the attention.
+        behind = hasattr(module, "post_feedforward_layernorm")
+        layer = DecoderLayer(
+            norms=DecoderNorms(
+                before_attention=norm(module, "input_layernorm"),
+                query=norm(attention, "q_norm"),
+                key=norm(attention, "k_norm"),
+                after_attention=norm(module, "post_attention_layernorm") if behind else None,
+                before_feed_forward=norm(module, "pre_feedforward_layernorm" if behind else "post_attention_layernorm"),
+                after_feed_forward=norm(module, "post_feedforward_layernorm"),
+            ),
+            rope=self._ropes[index] if getattr(attention, "use_rope", True) else None,
+            qkv=_joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            out=_linear(attention.o_proj),
+            gate_up=_joined(feed_forward, "gate_up_proj", ("gate_proj", "up_proj")),
+            down=_linear(feed_forward.down_proj),
+        )
+        self._layers[index] = nn.Identity()
+        return layer
 
     def rotations(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
         `[1, T]`.
         """
-        like = torch.empty(0, dtype=torch.float32)
+        # Tells the type and device wanted, and nothing else.
+        like = torch.empty(0)
         found = {}
-        for name in {layer.rope for layer in self.layers if layer.rope is not None}:
-            cos, sin = self.rotary(like, position_ids, name) if name else self.rotary(like, position_ids)
+        for name in {*self._ropes}:
+            cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
             found[name] = cos[0].contiguous(), sin[0].contiguous()
         return found
 
 
 def read_decoder(model: PreTrainedModel) -> Decoder | None:
-    """The decoder of a model of transformers, with its weights; None for a family, or a kind within it, that is not
-    described here.
-    """
+    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
     text = model.config.get_text_config()
-    activation = ACTIVATIONS.get(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "")
-    if text.model_type not in FAMILIES or activation is None:
-        return None
-    inner: Any = model.model
-    more = 1.0 if text.model_type in _ONE_MORE else 0.0
-    rotary: Any = inner.rotary_emb
-    # One rotation for each type of layers, or one for all.
-    types = text.layer_types if hasattr(rotary, "layer_types") else [""] * len(inner.layers)
-    return Decoder(
-        embed=inner.embed_tokens,
-        embed_factor=float(getattr(inner, "embedding_multiplier", 1.0)),
-        rotary=rotary,
-        layers=tuple(_layer(layer, more, rope) for layer, rope in zip(inner.layers, types, strict=True)),
-        activation=activation,
-        residual_factor=float(getattr(text, "residual_multiplier", 1.0)),
-        norm=_norm(inner.norm, more),
-        head=_linear(model.get_output_embeddings()),
-        logits_scale=1.0 / float(getattr(text, "logits_scaling", 1.0)),
-        logits_cap=getattr(text, "final_logit_softcapping", None),
-    )
+    named = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
+    activation = ACTIVATIONS.get(named or "")
+    return None if text.model_type not in FAMILIES or activation is None else Decoder(model, activation)
 
 
-def _layer(layer: Any, more: float, rope: str) -> DecoderLayer:
-    attention, feed_forward = layer.self_attn, layer.mlp
-
-    def norm(of: Any, name: str) -> RmsNorm | None:
-        return _norm(getattr(of, name), more) if hasattr(of, name) else None
-
-    # A norm behind the feed-forward part tells that the one called post_attention is behind the attention.
-    behind = hasattr(layer, "post_feedforward_layernorm")
-    return DecoderLayer(
-        before_attention=norm(layer, "input_layernorm"),
-        qkv=_joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-        query_norm=norm(attention, "q_norm"),
-        key_norm=norm(attention, "k_norm"),
-        rope=rope if getattr(attention, "use_rope", True) else None,
-        out=_linear(attention.o_proj),
-        after_attention=norm(layer, "post_attention_layernorm") if behind else None,
-        before_feed_forward=norm(layer, "pre_feedforward_layernorm" if behind else "post_attention_layernorm"),
-        gate_up=_joined(feed_forward, "gate_up_proj", ("gate_proj", "up_proj")),
-        down=_linear(feed_forward.down_proj),
-        after_feed_forward=norm(layer, "post_feedforward_layernorm"),
-    )
+def _inner(model: PreTrainedModel) -> Any:
+    return model.model
 
 
 def _norm(module: Any, more: float) -> RmsNorm:
