@@ -117,7 +117,7 @@ def running(module: str, args: list[str], directory: Path) -> Iterator[Watched]:
             [*command, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()
         )
     try:
-        while not (listening := read_port_file(port_file)):
+        while "listen" not in (listening := read_port_file(port_file)):
             assert process.poll() is None, (directory / f"{module}.log").read_text()
             time.sleep(0.05)
         yield Watched(process, f"127.0.0.1:{port_of(listening)}", listening.get("http", ""))

@@ -97,7 +97,11 @@ class ExecutorConfig:
     log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
     log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
     # Empty: none is written.
-    port_file: str = flag("file for a JSON line with the bound address, once listening", default="")
+    port_file: str = flag(
+        "file for a JSON line: the bound address once listening, `phase` of a start that takes long, `cannot_start` "
+        "with the reason",
+        default="",
+    )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     oracle: OracleConfig = field(default_factory=OracleConfig, metadata=flag_group("oracle"))
 

@@ -189,7 +189,7 @@ class Executor:
         if loading.done():
             spare_the_collector()
             self.session.serve(loading.result())
-            await self._grpc.set_serving(True)
+            self._grpc.set_serving(True)
             self.serving_since = time.perf_counter()
             lost = asyncio.create_task(self.session.lost.wait(), name="device lost")
             await asyncio.wait([stopped, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -206,7 +206,7 @@ class Executor:
         """`idle`: the worker thread can be waited for, because it is not loading a model."""
         grace_s = self._config.grace_s
         log.info("shutting down", grace_s=grace_s)
-        await self._grpc.set_serving(False)
+        self._grpc.set_serving(False)
         try:
             async with asyncio.timeout(grace_s if idle else 0):
                 await self.session.shut_down()

@@ -44,7 +44,12 @@ class ManagerConfig:
     log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
     log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
     # Empty: none is written.
-    port_file: str = flag("file for a JSON line with the bound addresses, once listening", default="", metavar="PATH")
+    port_file: str = flag(
+        "file for a JSON line: the bound addresses once listening, `phase` of a start that takes long, `cannot_start` "
+        "with the reason",
+        default="",
+        metavar="PATH",
+    )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     engine: EngineConfig = field(default_factory=EngineConfig, metadata=flag_group("executor and KV memory"))
     observe: ObserveConfig = field(default_factory=ObserveConfig, metadata=flag_group("observability and gateway"))

@@ -174,7 +174,7 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(argv: list[str], words
         (["--model", "{empty}"], "is empty: it should hold a model's config.json"),
         (["--model", "{config}"], "has no weights"),
         (["--dtype", "float16"], "--dtype float16: must be one of"),
-        (["--kv-memory", "1"], "--kv-memory 1: must be a size of at least one block"),
+        (["--kv-memory", "1"], "--kv-memory 1: must hold a block of 16 tokens"),
         (["--kv-dtype", "fp8"], "--kv-dtype fp8 needs --backend cuda"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",

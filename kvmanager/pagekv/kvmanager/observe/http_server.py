@@ -9,10 +9,12 @@ a flag says otherwise, and everybody who can reach the port can read all of it.
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 from pagekv.common.loopback import ip_address, is_loopback
@@ -34,6 +36,17 @@ FOR_MACHINES = frozenset(("/metrics", "/health", "/ready"))
 
 # Subclasses stand before their bases: the first match wins.
 _STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's is about an error of this process, and not about a request that is none or a client
+    that has gone: clients could fill the log with tracebacks.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, ConnectionError)))
+
+
+_aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
+_aiohttp_log.addFilter(_is_ours)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,7 +70,12 @@ class HttpServer:
         self._app.add_routes(routes)
         self._app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(
-            self._app, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=HEADERS_S
+            self._app,
+            access_log=None,
+            logger=_aiohttp_log,
+            auto_decompress=False,  # bodies are small, and no client here compresses any
+            shutdown_timeout=SHUTDOWN_S,
+            keepalive_timeout=HEADERS_S,
         )
         self._listening: asyncio.Server | None = None
         # Connections with a request that is being answered.

@@ -48,8 +48,9 @@ def base_step(rng: random.Random, world: World) -> pb.StepRequest:
         new.block_ids.extend(free.pop() for _ in range(-(-len(tokens) // 4)))
         new.sampling.CopyFrom(pb.StepSampling(top_p=1.0, repetition_penalty=1.0, logprobs=rng.choice([0, 3])))
         request.scheduled_seqs.append(seq_id)
-        if rng.random() < 0.05:
-            new.computed_tokens = len(tokens) - 1  # which nobody computed
+        if rng.random() < 0.1:
+            new.computed_tokens = len(tokens) - 1  # which nobody computed, or computed of other tokens
+            new.block_ids[:] = [*sorted(used), *new.block_ids][: len(new.block_ids)]
         request.scheduled_tokens.append(rng.randint(1, len(tokens) - new.computed_tokens))
     if len(free) > 2 and rng.random() < 0.3:
         kind = rng.choice([pb.MEMORY_OP_KIND_COPY, pb.MEMORY_OP_KIND_SWAP_OUT])
