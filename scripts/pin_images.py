@@ -46,9 +46,12 @@ def pinned(text: str, find: Callable[[str], str]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Status 1 where --check finds an image without a digest."""
+    """Status 1 where --check finds an image without a digest, 2 for other arguments."""
+    if argv not in ([], ["--check"]):
+        print("usage: scripts/pin_images.py [--check]", file=sys.stderr)
+        return 2
     texts = {ROOT / name: (ROOT / name).read_text() for name in FILES}
-    if argv == ["--check"]:
+    if argv:
         images = sorted({image for text in texts.values() for image in unpinned(text)})
         print(f"not pinned by digest: {', '.join(images)}" if images else "every image is pinned by digest")
         return 1 if images else 0

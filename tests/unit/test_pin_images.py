@@ -85,6 +85,11 @@ def test_the_security_page_says_whether_images_are_pinned() -> None:
     assert ("not pinned by digest" in page) is bool(found)
 
 
+def test_a_misspelt_argument_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert SCRIPT["main"](["--chek"]) == 2
+    assert "usage:" in capsys.readouterr().err
+
+
 def test_no_image_is_overlooked() -> None:
     """Everything that a Dockerfile or a compose file gets from a registry is in the script's sight."""
     pinned = [SCRIPT["pinned"]((ROOT / name).read_text(), lambda image: PIN) for name in SCRIPT["FILES"]]
