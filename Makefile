@@ -137,6 +137,10 @@ locks: $(DEV_STAMP) ## write locks/, what images install with the hash of every 
 sbom: $(DEV_STAMP) ## write build/sbom: what each image installs, as CycloneDX, from locks/
 	@scripts/sbom.sh $(BIN)
 
+.PHONY: pin-images
+pin-images: $(DEV_STAMP) ## write the digests that Docker Hub has now behind the images of Dockerfiles and compose files
+	@$(BIN)/python scripts/pin_images.py
+
 .PHONY: proto-breaking
 proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag, or of the parent commit until there is one
 	@scripts/proto_breaking.sh $(BIN)/buf
