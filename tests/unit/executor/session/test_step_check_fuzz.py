@@ -10,9 +10,9 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from support.executor.executor_steps import EPOCH, VOCAB, World
+from support.fuzz.mutations import WHOLE, damaged, mutate
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.oracle.backend import SlotError
@@ -22,8 +22,7 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 
 NUM_STEPS = int(os.environ.get("PAGEKV_TEST_FUZZ_STEPS", "4000"))
 NUM_BLOCKS = 32
-WHOLE = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, VOCAB - 1, VOCAB, 2**31 - 1, 2**31, 2**32 - 1]
-REAL = [0.0, -0.0, 1e-45, 0.5, 1.0, 1.0000001, 2.0, -2.0, 10.0, 100.0, 100.1, -1e38, 3e38, float("nan"), float("inf")]
+NUMBERS = [*WHOLE, EPOCH]
 
 
 def base_step(rng: random.Random, world: World) -> pb.StepRequest:
@@ -58,49 +57,6 @@ def base_step(rng: random.Random, world: World) -> pb.StepRequest:
     return request
 
 
-def mutate(rng: random.Random, message: Message) -> None:
-    """Changes one field somewhere in the message."""
-    field: Any = rng.choice(list(message.DESCRIPTOR.fields))
-    value: Any = getattr(message, field.name)
-    if not isinstance(value, (int, float, Message)):
-        action = rng.randrange(4)
-        if action == 0 and len(value):
-            del value[rng.randrange(len(value))]
-        elif action == 1 and len(value) and field.message_type is None:
-            value[rng.randrange(len(value))] = scalar(rng, field)
-        elif action == 2 and len(value):
-            value.append(value[rng.randrange(len(value))])
-        elif field.message_type is not None:
-            mutate(rng, value[rng.randrange(len(value))] if len(value) and rng.random() < 0.8 else value.add())
-        else:
-            value.extend(scalar(rng, field) for _ in range(rng.choice([1, 1, 1, 2, 70, 1100])))
-    elif isinstance(value, Message):
-        if rng.random() < 0.1:
-            message.ClearField(field.name)
-        else:
-            mutate(rng, value)
-    else:
-        setattr(message, field.name, scalar(rng, field))
-
-
-def scalar(rng: random.Random, field: FieldDescriptor) -> Any:
-    if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
-        return rng.choice(REAL)
-    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
-        return rng.choice([0, 1, 2, 3, 4, -1])
-    if field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
-        return rng.choice([*WHOLE, EPOCH, 2**63, 2**64 - 1])
-    return rng.choice([*WHOLE, rng.randrange(40)])
-
-
-def damaged(rng: random.Random, data: bytes) -> bytes:
-    """Cut off somewhere, or with one bit turned over."""
-    if rng.random() < 0.5:
-        return data[: rng.randrange(len(data))]
-    at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
-
-
 def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
     rng = random.Random(3)
     counts: Counter[str] = Counter()
@@ -109,7 +65,7 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
     for _ in range(NUM_STEPS):
         request = base_step(rng, world)
         for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
-            mutate(rng, request)
+            mutate(rng, request, NUMBERS)
         data = request.SerializeToString()
         sent.append(data)
         # Anything that a network could deliver: once more, out of order, or with bytes missing or turned over.
