@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ MAX_METHOD = 126
 
 @dataclass(frozen=True)
 class Connection:
-    """All that is written, and seconds until the client closes."""
+    """All that is written, to which process, and seconds until the client closes."""
 
+    port: str
     data: bytes
     patience_s: float
     count: int = 1
@@ -29,9 +31,10 @@ class Connection:
         return len(self.data)
 
 
-def make_connection(rng: random.Random, methods: Methods) -> Connection:
-    """The connection that these random numbers mean."""
-    method = methods.draw(rng)
+def make_connection(rng: random.Random, methods: Mapping[str, Methods]) -> Connection:
+    """The connection that these random numbers mean; `methods` of each process."""
+    port = rng.choice(list(methods))
+    method = methods[port].draw(rng)
     message = encoded(rng, method.input_type, forbidden=frozenset(("take_over",)))
     name = f"/{method.containing_service.full_name}/{method.name}".encode()[:MAX_METHOD]
     if rng.random() < 0.05:
@@ -49,7 +52,7 @@ def make_connection(rng: random.Random, methods: Methods) -> Connection:
     if fate > 0.9:
         at = rng.randrange(len(data))
         data = rng.choice((data[:at], data[:at] + rng.randbytes(3) + data[at + 3 :], rng.randbytes(200)))
-    return Connection(data, rng.choice([0.0, 0.02, 0.2]))
+    return Connection(port, data, rng.choice([0.0, 0.02, 0.2]))
 
 
 def _wild(rng: random.Random) -> bytes:
@@ -79,4 +82,4 @@ async def perform(target: str, case: Connection) -> str:
 
 def shown(case: Connection) -> str:
     """All of a connection, for a failure's report."""
-    return f"{case.data[:8192].hex()}, {case.size} bytes, patience {case.patience_s}"
+    return f"{case.port}: {case.data[:8192].hex()}, {case.size} bytes, patience {case.patience_s}"

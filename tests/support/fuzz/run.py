@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ MOST_IN_FLIGHT = 2 * messages.MOST_BYTES
 # Of an event loop's silence, in processor time of its thread. One call holds it for some milliseconds; the cases of all
 # lanes may come at once where the machine has let the process wait. Defects of this kind take seconds.
 MOST_SILENT_S = 0.5
-# Cases of each port before memory is compared.
-WARM_UP = 300
+# Cases before the memory that there was is looked at: imports, caches and pools are not any call's.
+WARM_UP = 2000
 MOST_FAILURES = 5
 # Cases whose names are remembered for a report.
 REMEMBERED = 200
@@ -217,8 +217,10 @@ class Fuzzer:
                     http_requests.shown,
                 ),
                 "frames": Port(
-                    lambda rng: frames.make_connection(rng, served[0]),
-                    lambda case: frames.perform(manager.target, case),
+                    lambda rng: frames.make_connection(
+                        rng, dict(zip(self._running, (*served, served[1]), strict=True))
+                    ),
+                    lambda case: frames.perform(self._running[case.port].target, case),
                     frames.shown,
                 ),
             }
@@ -266,34 +268,31 @@ class Fuzzer:
 
     async def _watch(self) -> None:
         """Looks at each process every second."""
-        before: dict[str, int] = {}
-        while True:
+        begin, before = time.monotonic(), dict[str, int]()
+        for process in self._running.values():
+            process.figures()  # of the start
+        over = False
+        while not over:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._over.wait(), 1)
             over = self._over.is_set()
+            warm = self.account.cases.total() >= WARM_UP or time.monotonic() > begin + self._options.seconds / 2
             for name, process in self._running.items():
                 try:
                     figures = await asyncio.to_thread(process.figures)
                 except RuntimeError as error:
                     self._fail(f"{error}\nunder way were {', '.join(self._under_way)}")
                     return
-                if name not in before:
-                    # The start is not counted, nor what imports and caches take once.
-                    if min(self.account.cases[port] for port in LANES) >= WARM_UP or self._options.only:
-                        before[name] = figures.before_bytes
-                        self.account.figures[name] = 0.0, 0.0, 0.0
-                    continue
-                silence, own, taken = self.account.figures[name]
-                now = (figures.peak_bytes - before[name]) / MIB
+                if warm:
+                    before.setdefault(name, figures.before_bytes)
+                silence, own, taken = self.account.figures.get(name, (0.0, 0.0, 0.0))
+                now = (figures.peak_bytes - before.get(name, figures.peak_bytes)) / MIB
                 self.account.figures[name] = max(silence, figures.silence_s), max(own, figures.own_s), max(taken, now)
+                lately = " ".join(self._latest)
                 if figures.own_s > MOST_SILENT_S:
-                    self._fail(f"{name}'s event loop was busy for {figures.own_s:.2f} s; lately {self._names()}")
+                    self._fail(f"{name}'s event loop was busy for {figures.own_s:.2f} s; lately {lately}")
                 if now > MOST_MIB + 2 * MOST_IN_FLIGHT / MIB:
-                    self._fail(f"{name} took {now:.0f} MiB; lately {self._names()}")
-            if over:
-                return
-            await asyncio.sleep(1)
-
-    def _names(self) -> str:
-        return " ".join(self._latest)
+                    self._fail(f"{name} took {now:.0f} MiB; lately {lately}")
 
     async def _look_for_leftovers(self, caller: Caller) -> None:
         """Everything that was taken is given back, and the manager has kept its executor."""
