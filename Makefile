@@ -130,6 +130,14 @@ proto-check: ## fail when the committed stubs are stale
 flags: $(DEV_STAMP) ## write docs/flags.md from the flags that pagekv-manager and pagekv-executor declare
 	@$(BIN)/python scripts/flags_page.py
 
+.PHONY: locks
+locks: $(DEV_STAMP) ## write locks/, what images install with the hash of every file, from constraints.txt (ARGS=--upgrade)
+	@scripts/lock.sh $(BIN) $(ARGS)
+
+.PHONY: sbom
+sbom: $(DEV_STAMP) ## write build/sbom: what each image installs, as CycloneDX, from locks/
+	@scripts/sbom.sh $(BIN)
+
 .PHONY: proto-breaking
 proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag, or of the parent commit until there is one
 	@scripts/proto_breaking.sh $(BIN)/buf

@@ -66,7 +66,7 @@ def running_watched(module: str, args: Sequence[str], directory: Path, name: str
         )
     try:
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not (listening := read_port_file(port_file)):
+        while "listen" not in (listening := read_port_file(port_file)):
             assert popen.poll() is None, log_file.read_text()
             assert time.monotonic() < deadline, f"{name} does not listen after {START_TIMEOUT_S:g} s"
             time.sleep(0.05)

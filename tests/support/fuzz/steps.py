@@ -15,9 +15,19 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 from grpc import StatusCode
-from support.executor.executor_steps import EPOCH, VOCAB, World
+from support.executor.executor_steps import EPOCH
+from support.executor.random_steps import (
+    BLOCK_SIZE,
+    DEVICE_BLOCKS,
+    HOST_BLOCKS,
+    MODEL_LEN,
+    NUMBERS,
+    SEQUENCES,
+    base_step,
+    small_world,
+)
 from support.fuzz.calls import ENDED_BEFORE_ALL_WAS_SENT
-from support.fuzz.mutations import WHOLE, damaged, mutate
+from support.fuzz.mutations import damaged, mutate
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.backend.interface import LAYOUT, BackendFeature
@@ -26,9 +36,7 @@ from pagekv.executor.rpc import wire
 from pagekv.executor.session.attach_check import CONTRACT_REVISION
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
-NUMBERS = [*WHOLE, EPOCH]
 SERVICE = "/pagekv.steps.v1.ExecutorService"
-BLOCK_SIZE, DEVICE_BLOCKS, HOST_BLOCKS, MODEL_LEN, SEQUENCES = 4, 32, 8, 64, 6
 # Of an executor whose steps are made here.
 EXECUTOR_ARGS = (
     *("--backend", "oracle", "--max-model-len", str(MODEL_LEN), "--max-sequences", str(SEQUENCES)),
@@ -42,38 +50,6 @@ FEATURES = {
 # Answers of an epoch that are a step's own fault.
 REFUSALS = {InvalidRequest: StatusCode.INVALID_ARGUMENT, StaleEpoch: StatusCode.ABORTED}
 HANG_S = 240.0
-
-
-def base_step(rng: random.Random, world: World) -> pb.StepRequest:
-    """A step that is likely to be good: grows sequences that need a block, finishes some, enters some."""
-    epoch = world.epoch
-    request = pb.StepRequest(epoch=EPOCH, step=epoch.next_step)
-    used = {block for state in epoch.live.values() for block in state.block_table}
-    free = [block for block in range(DEVICE_BLOCKS) if block not in used]
-    rng.shuffle(free)
-    for seq_id, state in epoch.live.items():
-        if state.computed_tokens > 40 or rng.random() < 0.1 or not free:
-            request.finished_seqs.append(seq_id)
-        elif state.computed_tokens + 1 > len(state.block_table) * 4:
-            request.append_seqs.append(seq_id)
-            request.append_blocks.append(free.pop())
-    while len(free) > 8 and rng.random() < 0.5:
-        tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-        seq_id = rng.randrange(1000)
-        if seq_id in epoch.live or seq_id in request.scheduled_seqs:
-            continue
-        new = request.new_seqs.add(seq_id=seq_id, token_ids=tokens, num_prompt_tokens=rng.randint(1, len(tokens)))
-        new.block_ids.extend(free.pop() for _ in range(-(-len(tokens) // 4)))
-        new.sampling.CopyFrom(pb.StepSampling(top_p=1.0, repetition_penalty=1.0, logprobs=rng.choice([0, 3])))
-        request.scheduled_seqs.append(seq_id)
-        if rng.random() < 0.05:
-            new.computed_tokens = len(tokens) - 1  # which nobody computed
-        request.scheduled_tokens.append(rng.randint(1, len(tokens) - new.computed_tokens))
-    if len(free) > 2 and rng.random() < 0.3:
-        kind = rng.choice([pb.MEMORY_OP_KIND_COPY, pb.MEMORY_OP_KIND_SWAP_OUT])
-        destination = free.pop() if kind == pb.MEMORY_OP_KIND_COPY else rng.randrange(8)
-        request.memory_ops.add(kind=kind, sources=[rng.randrange(DEVICE_BLOCKS)], destinations=[destination])
-    return request
 
 
 @dataclass(frozen=True)
@@ -99,14 +75,7 @@ def epoch_of_steps(rng: random.Random) -> Iterator[Judged]:
     """The steps of one epoch. The last one may be refused; steps are left out in which a sequence would read what is
     not there, a lawful mistake that the oracle answers with INTERNAL, as it should.
     """
-    world = World(
-        block_size=BLOCK_SIZE,
-        num_device_blocks=DEVICE_BLOCKS,
-        num_host_blocks=HOST_BLOCKS,
-        max_model_len=MODEL_LEN,
-        max_sequences=SEQUENCES,
-        features=frozenset(FEATURES),
-    )
+    world = small_world(frozenset(FEATURES))
     before = b""
     for _ in range(rng.choice([1, 5, 30, 100])):
         request = base_step(rng, world)

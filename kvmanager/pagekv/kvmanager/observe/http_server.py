@@ -9,7 +9,6 @@ a flag says otherwise, and everybody who can reach the port can read all of it.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable
@@ -18,6 +17,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
+from pagekv.common.loopback import ip_address, is_loopback
 
 # Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 4 ms.
 MAX_BODY_BYTES = 128 * 2**10
@@ -186,17 +186,4 @@ def may_name(host: str, listen: str) -> bool:
     """
     if is_loopback(listen):
         return is_loopback(host)
-    return host.lower() == listen.lower() or "." not in host or _address(host) is not None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address means this machine and no other."""
-    address = _address(host)
-    return host.lower() == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
+    return host.lower() == listen.lower() or "." not in host or ip_address(host) is not None
