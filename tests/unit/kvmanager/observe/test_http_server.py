@@ -14,7 +14,7 @@ import pytest
 from aiohttp import web
 
 from pagekv.kvmanager.observe import http_server
-from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, is_loopback, may_name
+from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, may_name
 
 
 async def hello(request: web.Request) -> web.Response:
@@ -178,7 +178,13 @@ async def answer(connection: socket.socket) -> bytes:
         ("HEADERS_S", b"", b""),
         ("HEADERS_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n", b""),
         ("HEADERS_S", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n", b"HTTP/1.1 200 OK"),
-        ("BODY_S", b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nslow", b"HTTP/1.1 408 "),
+        # aiohttp waits another ten seconds for what is left of the body.
+        pytest.param(
+            "BODY_S",
+            b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nslow",
+            b"HTTP/1.1 408 ",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_connections_that_are_slow_or_idle_are_closed(
@@ -207,6 +213,8 @@ GZIP = b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Enco
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b" 400 "),
         (b"GET /\xe4 HTTP/1.1\r\n\r\n", b" 400 "),
         (b"\0" * 9000, b" 400 "),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: \xff\r\nConnection: close\r\n\r\n", b" 417 "),
+        (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nExpect: 100-conti\xf5ue\r\nConnection: close\r\n\r\n", b" 417 "),
         (GZIP + b"Content-Length: 3\r\n\r\nabc", b" 200 "),  # no gzip; answered with its length
         (GZIP + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b" 400 "),
     ],
@@ -325,11 +333,6 @@ def test_a_port_that_is_taken_is_an_error() -> None:
                 await HttpServer(url.removeprefix("http://").strip("/"), []).start()
 
     asyncio.run(body())
-
-
-@pytest.mark.parametrize(("host", "expected"), [("::1", True), ("127.9.9.9", True), ("0.0.0.0", False), ("", False)])
-def test_loopback_names(host: str, expected: bool) -> None:
-    assert is_loopback(host) is expected
 
 
 @pytest.mark.parametrize(
