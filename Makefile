@@ -51,7 +51,7 @@ test-all: $(DEV_STAMP) ## all tests but those of test-nightly, emulated kernels 
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(ARGS)
 
 .PHONY: test-nightly
-test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
+test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps, ten minutes of the fuzzer (about 40 minutes)
 	@$(BIN)/python -m pytest -m nightly
 	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/session/test_step_check_fuzz.py
 	@PAGEKV_TEST_FUZZ_S=600 $(BIN)/python -m pytest -m "not nightly" --timeout 3600 tests/e2e/test_fuzz.py
@@ -164,7 +164,7 @@ chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for nine minutes; w
 
 .PHONY: fuzz
 fuzz: $(DEV_STAMP) ## messages at random, hostile ones too, to all ports for nine minutes (ARGS="--seconds 60 --seed 1")
-	@PYTHONPATH="$(GPU_PATH)" $(BIN)/python -m support.fuzz $(ARGS)
+	@PYTHONPATH=tests $(BIN)/python -m support.fuzz $(ARGS)
 
 .PHONY: mutants
 mutants: $(DEV_STAMP) ## 300 single mutations of the manager's core: which of them no test notices (an hour; goes on where it was cut off)
