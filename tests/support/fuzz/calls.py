@@ -46,7 +46,7 @@ CONNECTION = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 )
-# Fields that are never set on purpose, by the port's owner: an Attach that takes over would end the manager's epoch.
+# Fields that are never set: an Attach that takes over ends the epoch of the manager, whose executor this is, as it may.
 FORBIDDEN = frozenset(("take_over",))
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from support.clients.deaf_client import PREFACE, deaf_frames, frame
-from support.fuzz.calls import Methods
+from support.fuzz.calls import FORBIDDEN, Methods
 from support.fuzz.messages import encoded
 from support.fuzz.mutations import damaged
 
@@ -35,7 +35,7 @@ def make_connection(rng: random.Random, methods: Mapping[str, Methods]) -> Conne
     """The connection that these random numbers mean; `methods` of each process."""
     port = rng.choice(list(methods))
     method = methods[port].draw(rng)
-    message = encoded(rng, method.input_type, forbidden=frozenset(("take_over",)))
+    message = encoded(rng, method.input_type, forbidden=FORBIDDEN)
     name = f"/{method.containing_service.full_name}/{method.name}".encode()[:MAX_METHOD]
     if rng.random() < 0.05:
         name = damaged(rng, name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from google.protobuf import message_factory
 from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 from support.fuzz.mutations import hostile, mutate, scalar
 
 from pagekv.executor.backend.interface import LAYOUT
@@ -104,7 +104,6 @@ VALUES: dict[str, Maker | None] = {
     "num_device_blocks": _one_of(1, 8, 32),
     "num_host_blocks": _one_of(0),
     "layout": _one_of(LAYOUT),
-    # Never of its own accord: it would end the epoch of the manager, as it may.
     "take_over": None,
     "required_features": _list(_one_of(1, 2, 4), 0, 1),
     # The gateway's.
@@ -148,7 +147,7 @@ def lawful(rng: random.Random, descriptor: Any) -> Message:
         group = field.containing_oneof
         # An optional field is alone in a group of its own.
         if group is not None and len(group.fields) > 1:
-            wanted = chosen[group.name] == field.name and _wanted(rng, group) and field.name not in ("grammar",)
+            wanted = chosen[group.name] == field.name and _wanted(rng, group)
         else:
             wanted = _wanted(rng, field)
         if wanted:
@@ -188,16 +187,23 @@ def _set(rng: random.Random, message: Message, field: Any) -> None:
 
 def encoded(rng: random.Random, descriptor: Any, *, forbidden: frozenset[str] = frozenset()) -> bytes:
     """A message as bytes: lawful in about half of all cases, with one or two wild fields in a third, and wild bytes in
-    a sixth. Fields of the names in `forbidden` are not set on purpose.
+    a sixth. Fields of the names in `forbidden` are never set.
     """
-    message = lawful(rng, descriptor)
+    message, kept_clear = lawful(rng, descriptor), forbidden & set(descriptor.fields_by_name)
     fate = rng.random()
     for _ in range(0 if fate < 0.5 else rng.choice([1, 1, 2])):
         mutate(rng, message)
-    for name in forbidden & set(descriptor.fields_by_name):
+    for name in kept_clear:
         message.ClearField(name)
     data = message.SerializeToString()
     if fate < 0.83:
         return data
     made = hostile(rng, data, descriptor, MOST_BYTES if rng.random() < 0.005 else USUAL_BYTES)
+    if kept_clear:
+        try:
+            found = type(message).FromString(made)
+        except DecodeError:
+            return made
+        if any(getattr(found, name) for name in kept_clear):
+            return data
     return made
