@@ -14,6 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.loopback import is_local
