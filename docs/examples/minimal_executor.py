@@ -61,7 +61,7 @@ class Live:
 
 @dataclass
 class Epoch:
-    """What a manager attached: a pool of token ids, and the sequences that live."""
+    """What a manager attached: a pool of token ids, -1 where none was written yet, and the sequences that live."""
 
     number: int
     manager: str
@@ -81,6 +81,7 @@ class Epoch:
         for i, seq in enumerate(step.finished_seqs):
             need(seq in self.live, "R2", f"finished_seqs[{i}]")
             need(live.pop(seq, None), "R3", f"finished_seqs[{i}]")
+        filled = [sum(token >= 0 for token in block) for block in self.pool]
         for i, op in enumerate(step.memory_ops):
             path, sources, destinations = f"memory_ops[{i}]", list(op.sources), list(op.destinations)
             need(not len(UnknownFieldSet(op)), "R35", path)
@@ -91,6 +92,9 @@ class Epoch:
             need(all(block < blocks for block in destinations), "R7", f"{path}.destinations")
             need(len(set(destinations)) == len(destinations), "R8", f"{path}.destinations")
             need(not set(destinations) & set(sources), "R9", f"{path}.destinations")
+            need(all(filled[block] for block in sources), "R36", f"{path}.sources")
+            for source, destination in zip(sources, destinations, strict=True):
+                filled[destination] = filled[source]
         for i, new in enumerate(step.new_seqs):
             path, count, table, sampling = f"new_seqs[{i}]", len(new.token_ids), list(new.block_ids), new.sampling
             need(not len(UnknownFieldSet(new)) and not len(UnknownFieldSet(sampling)), "R35", path)
@@ -126,16 +130,21 @@ class Epoch:
         counts = dict.fromkeys(live, 1) | dict(zip(step.scheduled_seqs, step.scheduled_tokens, strict=True))
         need(len(set(step.scheduled_seqs)) == len(step.scheduled_seqs), "R28", "scheduled_seqs")
         entering = {new.seq_id: f"new_seqs[{i}].block_ids" for i, new in enumerate(step.new_seqs)}
-        written: set[int] = set()
+        ends: dict[int, int] = {}
         for seq, state in live.items():
             end = state.computed + counts[seq]
             need(end <= len(state.tokens), "R29", "scheduled_tokens")
             need(end <= MAX_LEN, "R31", "scheduled_seqs")
             need(not counts[seq] or end <= len(tables[seq]) * self.size, "R30", entering.get(seq, "append_blocks"))
             own = {tables[seq][at // self.size] for at in range(state.computed, end)}
-            need(not own & written, "R32", entering.get(seq, "append_blocks"))
-            written |= own
+            need(not own & ends.keys(), "R32", entering.get(seq, "append_blocks"))
+            ends |= {tables[seq][at // self.size]: at % self.size + 1 for at in range(state.computed, end)}
         need(sum(counts.values()) <= MAX_STEP_TOKENS, "R33", "scheduled_tokens")
+        for i, new in enumerate(step.new_seqs):
+            for at in range(new.computed_tokens):
+                block, own_block = new.block_ids[at // self.size], new.computed_tokens // self.size
+                others = 0 if counts[new.seq_id] and at // self.size == own_block else ends.get(block, 0)
+                need(at % self.size < max(filled[block], others), "R37", f"new_seqs[{i}].computed_tokens")
         return live, tables, counts
 
     def run(self, step: pb.StepRequest) -> pb.StepResult:
@@ -218,17 +227,22 @@ class Toy(pb_grpc.ExecutorServiceServicer):
         if request.num_device_blocks * size * BYTES_PER_TOKEN > POOL_BYTES:
             await refuse(context, Refused(Code.RESOURCE_EXHAUSTED, "the pool does not fit", rule="P11"))
         if old and old.streaming and old.manager != request.manager_id and not request.take_over:
-            await refuse(context, Refused(Code.FAILED_PRECONDITION, f"{old.manager!r} drives this executor", rule="P3"))
+            await refuse(context, Refused(Code.FAILED_PRECONDITION, "another manager drives this executor", rule="P3"))
         if old and not old.over.done():
             old.over.set_result(None)
         self.last = max(time.time_ns(), self.last + 1)
-        pool = [[0] * size for _ in range(request.num_device_blocks)]
+        pool = [[-1] * size for _ in range(request.num_device_blocks)]
         self.epoch = Epoch(self.last, request.manager_id, size, pool, asyncio.get_running_loop().create_future())
         return pb.AttachResponse(epoch=self.last)
 
     async def Run(self, requests: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
-        incoming, mine, read = aiter(requests), None, None
+        mine, read = None, None
+        named = dict(context.invocation_metadata()).get("pagekv-epoch")
         try:
+            if named is not None:
+                need(named.isdecimal(), "P3", "pagekv-epoch")
+                mine = self.bind(int(named))
+            incoming = aiter(requests)
             while True:
                 read = asyncio.ensure_future(anext(incoming, None))
                 waits: list[asyncio.Future[Any]] = [read, mine.over] if mine else [read]
@@ -253,7 +267,7 @@ class Toy(pb_grpc.ExecutorServiceServicer):
                     mine.over.set_result(None)
 
     def bind(self, number: int) -> Epoch:
-        """The present epoch, for a stream whose first step names it."""
+        """The present epoch, for a stream whose metadata or first step names it."""
         if self.epoch is None or self.epoch.number != number or self.epoch.over.done():
             raise Refused(Code.ABORTED, f"epoch {number} is over", rule="P6")
         if self.epoch.streaming:

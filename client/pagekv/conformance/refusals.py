@@ -1,4 +1,4 @@
-"""Layer two: a step that breaks a rule is refused by its field, and nothing is touched, rules R1 to R35."""
+"""Layer two: a step that breaks a rule is refused by its field, and nothing is touched, rules R1 to R37."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import grpc
 from pagekv.conformance.kit import Kit, expect, with_unknown
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, copying
 from pagekv.conformance.sampling_refusals import BAD_SAMPLING, UNREQUIRED, UNSET
-from pagekv.conformance.scene import FREE_BLOCK, HUGE, BadStep, LiveScene, new_sequence
+from pagekv.conformance.scene import FREE_BLOCK, HUGE, NEW_BLOCK, BadStep, LiveScene, new_sequence
 from pagekv.conformance.target import TOKEN_BUDGET
 from pagekv.conformance.verdict import NotTested, Rule
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -74,6 +74,20 @@ def too_many_tokens(scene: LiveScene) -> dict[str, Any]:
     return {"new_seqs": new, **schedule(range(9, 9 + count), [scene.max_len] * count)}
 
 
+def one_too_many_computed(scene: LiveScene) -> dict[str, Any]:
+    """Of the block that sequence 1, which leaves, would have written next."""
+    computed = len(scene.prompts[0]) % scene.size + 1
+    return {
+        "finished_seqs": [1],
+        **scene.entering(
+            token_ids=[0] * (computed + 1),
+            num_prompt_tokens=1,
+            block_ids=[scene.written, FREE_BLOCK],
+            computed_tokens=computed,
+        ),
+    }
+
+
 # By number and words of the rule.
 BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
     "R1 steps are counted from 1": (
@@ -101,15 +115,15 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
         BadStep("COPY from", lambda s: op(COPY, [0, s.num_blocks], [21, 22]), ["memory_ops[1].sources[1]"]),
         BadStep("COPY to", lambda s: op(COPY, [0], [s.num_blocks]), ["memory_ops[1].destinations[0]"]),
         BadStep("COPY far", op(COPY, [0], [HUGE]), ["memory_ops[1].destinations[0]"]),
-        BadStep("SWAP_OUT to", op(SWAP_OUT, [30], [8]), ["memory_ops[1].destinations[0]"], needs=HOST_POOL),
+        BadStep("SWAP_OUT to", op(SWAP_OUT, [0], [8]), ["memory_ops[1].destinations[0]"], needs=HOST_POOL),
         BadStep("SWAP_IN from", op(SWAP_IN, [8], [30]), ["memory_ops[1].sources[0]"], needs=HOST_POOL),
     ),
     "R8 memory_ops write no block twice": (
         BadStep("a destination twice", op(COPY, [0, 1], [21, 21]), ["memory_ops[1].destinations[1]"]),
     ),
     "R9 COPY has no chains": (
-        BadStep("a chain", op(COPY, [0, 21], [21, 22]), ["memory_ops[1].destinations[0]"]),
-        BadStep("a block onto itself", op(COPY, [21], [21]), ["memory_ops[1].destinations[0]"]),
+        BadStep("a chain", op(COPY, [0, 1], [1, 22]), ["memory_ops[1].destinations[0]"]),
+        BadStep("a block onto itself", op(COPY, [1], [1]), ["memory_ops[1].destinations[0]"]),
     ),
     "R10 new_seqs.seq_id is free": (
         BadStep("the number of a live sequence", lambda s: s.entering(seq_id=1), ["new_seqs[0].seq_id"]),
@@ -154,7 +168,9 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
         BadStep("a block twice", lambda s: s.entering(block_ids=[9, 10, 9]), ["new_seqs[0].block_ids[2]"]),
     ),
     "R17 new_seqs.computed_tokens is within tokens and blocks": (
-        BadStep("all tokens", lambda s: s.idle(computed_tokens=3), ["new_seqs[0].computed_tokens"]),
+        BadStep(
+            "all tokens", lambda s: s.idle(computed_tokens=3, block_ids=[0, 1, 2]), ["new_seqs[0].computed_tokens"]
+        ),
         BadStep("no blocks", lambda s: s.idle(computed_tokens=1, block_ids=[]), ["new_seqs[0].computed_tokens"]),
     ),
     "R18 new_seqs.sampling is set, with numbers within bounds": (UNSET, *BAD_SAMPLING["R18"]),
@@ -243,6 +259,25 @@ BAD_STEPS: dict[str, tuple[BadStep, ...]] = {
         BadStep("in the sequence", {"new_seqs": [with_unknown(new_sequence())]}, []),
         BadStep("in the sampling", {"new_seqs": [new_sequence(sampling=with_unknown(new_sequence().sampling))]}, []),
         BadStep("in a memory operation", {"memory_ops": [with_unknown(copying(COPY, [0], [20]))]}, []),
+    ),
+    "R36 memory_ops read blocks that were written": (
+        BadStep("COPY", op(COPY, [0, FREE_BLOCK], [21, 22]), ["memory_ops[1].sources[1]"]),
+        BadStep("SWAP_OUT", op(SWAP_OUT, [0, FREE_BLOCK], [0, 1]), ["memory_ops[1].sources[1]"], needs=HOST_POOL),
+        BadStep("SWAP_IN", op(SWAP_IN, [0], [21]), ["memory_ops[1].sources[0]"], needs=HOST_POOL),
+        BadStep(
+            "what was copied to it comes later",
+            {"memory_ops": [copying(COPY, [20], [21]), copying(COPY, [0], [20])]},
+            ["memory_ops[0].sources[0]"],
+        ),
+    ),
+    "R37 computed_tokens were written": (
+        BadStep(
+            "in no block",
+            lambda s: s.entering(computed_tokens=1, block_ids=[NEW_BLOCK, FREE_BLOCK]),
+            ["new_seqs[0].computed_tokens"],
+        ),
+        BadStep("by one that sits out", lambda s: s.idle(computed_tokens=1), ["new_seqs[0].computed_tokens"]),
+        BadStep("one more than another sequence wrote", one_too_many_computed, ["new_seqs[0].computed_tokens"]),
     ),
 }
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
@@ -127,7 +131,7 @@ class Manager:
         log.info("shutting down", grace_s=self._config.grace_s)
         self._draining = True
         try:
-            await self._grpc.set_serving(False)
+            self._grpc.set_serving(False)
             await self._end_requests(engine, 0 if health.done() else self._config.grace_s)
             # First of all that is closed: it may be loading a tokenizer.
             await _end(health)
@@ -176,6 +180,9 @@ class Manager:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
         log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
+        if reached := config.open_listeners():
+            addresses = " ".join(reached.values())
+            log.warning("other machines can connect, without TLS or a login (--insecure)", listen=addresses)
         self._opened.callback(self._keep, None)
         self._opened.enter_context(phases_told(config.port_file))
         if http_port:
@@ -202,9 +209,10 @@ class Manager:
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 
+        reached = self._config.open_listeners()
         hub = PageHub(self.engine, requests=requests)
         self.engine.observers.add(hub.feed)
-        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
+        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text, reached=reached).routes()
 
     def _not_ready(self) -> str:
         """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
@@ -224,7 +232,9 @@ class Manager:
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
-        collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
+        collector = EngineCollector(
+            self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
+        )
         routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(observe.http_listen, routes, observe.http_names)
         self._opened.push_async_callback(http.stop)
@@ -255,7 +265,7 @@ class Manager:
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
-                await self._grpc.set_serving(self._serving)
+                self._grpc.set_serving(self._serving)
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 

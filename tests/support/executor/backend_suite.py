@@ -42,6 +42,16 @@ class BackendSuite:
             driver.share(owner, state, hit)
         assert driver.generate([owner, *others], case.new) == [case.answer(prompt) for prompt in prompts]
 
+    def test_pools_begin_as_zeros(self, case: Case) -> None:
+        """Contents of an epoch before are gone, whatever memory the new pools get."""
+        for _ in range(3):
+            case.backend.allocate(4, 48, 32)
+            pools = case.backend.cache
+            assert not pools.device.any()
+            assert not pools.host.any()
+            pools.device.fill_(7)
+            pools.host.fill_(7)
+
     def test_prefix_computed_in_the_same_step(self, case: Case) -> None:
         """The step that computes a prefix may already read it for others: writes of a layer come before its reads."""
         base, *tails = prompts_of([32, *self.TAILS], seed=2)

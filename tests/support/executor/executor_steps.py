@@ -111,4 +111,5 @@ class World:
             (s.seq_id, tuple(s.token_ids), s.num_prompt_tokens, tuple(s.block_table), s.computed_tokens, s.sampling)
             for s in self.epoch.live.values()
         ]
-        return checksum(self.backend), live, self.epoch.next_step
+        written = [self.epoch.written.of(block) for block in range(self.epoch.limits.num_device_blocks)]
+        return checksum(self.backend), live, self.epoch.next_step, written

@@ -26,6 +26,8 @@ def copying(kind: CopyDirection | None, sources: list[int], destinations: list[i
 
 COPY, OUT, IN = CopyDirection.COPY, CopyDirection.SWAP_OUT, CopyDirection.SWAP_IN
 
+IDLE = {"scheduled_seqs": [9], "scheduled_tokens": [0]}
+
 # Of sequences 1 (tokens 0-8 computed, blocks 0-2) and 2 (4 of 10 tokens computed, blocks 3-5), max_model_len 64:
 # (id, the rule, columns of the step, the field refused, a part of the description)
 REFUSALS: list[tuple[str, str, dict[str, Any], str, str]] = [
@@ -210,6 +212,45 @@ REFUSALS: list[tuple[str, str, dict[str, Any], str, str]] = [
         {"new_seqs": [new_sequence(8, [1], [9]), new_sequence(9, [1], [9])]},
         "new_seqs[1].block_ids",
         "block 9 would be written by sequences 8 and 9",
+    ),
+    *(
+        (
+            f"unwritten-{name}",
+            "R36",
+            {"memory_ops": ops},
+            f"memory_ops[{len(ops) - 1}].sources[1]",
+            f"got block {block}",
+        )
+        for name, block, ops in (
+            ("copy", 9, [memory_op(COPY, [0, 9], [20, 21])]),
+            # A block that a live sequence has, and has not come to.
+            ("out", 4, [memory_op(OUT, [0, 4], [0, 1])]),
+            ("in", 5, [memory_op(OUT, [0], [4]), memory_op(IN, [4, 5], [20, 21])]),
+            ("copied-of-nothing", 21, [memory_op(COPY, [0], [20]), memory_op(COPY, [20, 21], [22, 23])]),
+        )
+    ),
+    *(
+        (
+            f"computed-{name}",
+            "R37",
+            {**entering(token_ids=list(range(10)), block_table=table, computed_tokens=computed), **columns},
+            "new_seqs[0].computed_tokens",
+            part,
+        )
+        for name, table, computed, columns, part in (
+            ("nowhere", [9, 10, 11], 5, {}, "4 slots of block 9, of which 0"),
+            ("nowhere-idle", [9, 10, 11], 5, IDLE, "4 slots of block 9, of which 0"),
+            # Its own writes do not count: block 2 has one token of another.
+            ("in-part", [2, 9, 10], 2, {"finished_seqs": [1]}, "2 slots of block 2, of which 1"),
+            (
+                "copied-over",
+                [0, 1, 9],
+                8,
+                {"memory_ops": [memory_op(COPY, [2], [0])]},
+                "4 slots of block 0, of which 1",
+            ),
+            ("by-one-too-many", [3, 4, 9], 6, IDLE, "2 slots of block 4, of which 1"),
+        )
     ),
 ]
 

@@ -30,7 +30,7 @@ def test_one_line_a_rule_and_exit_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "toy executor of no model, contract revision 1"
     assert lines[2] == "P1 ok Describe during an epoch changes nothing"
     assert "M5 skipped: no host_pool" in lines
-    assert lines[-1] == "57 rules hold, 0 are broken, 8 were skipped"
+    assert lines[-1] == "59 rules hold, 0 are broken, 8 were skipped"
 
 
 def test_json_is_one_object_and_a_broken_rule_exit_1(capsys: pytest.CaptureFixture[str]) -> None:

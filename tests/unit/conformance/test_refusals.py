@@ -23,7 +23,7 @@ def test_a_rule_that_the_executor_does_not_know_is_missed(rule: str) -> None:
 
 
 def test_rules_are_those_of_the_contract() -> None:
-    assert [rule.number for rule in RULES] == [f"R{number}" for number in range(1, 36)]
+    assert [rule.number for rule in RULES] == [f"R{number}" for number in range(1, 38)]
 
 
 def test_a_model_without_end_is_not_sent_a_sequence_of_its_length() -> None:

@@ -142,6 +142,24 @@ def test_http_says_what_health_says(tmp_path: Path) -> None:
     assert run(config(tmp_path, "--http-listen", "127.0.0.1:0"), body) == 0
 
 
+def test_ports_that_other_machines_reach_are_warned_of_in_log_page_and_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(running: Running) -> None:
+        port = read_port_file(tmp_path / "port")["http"].rpartition(":")[2]
+        async with aiohttp.ClientSession() as session:
+            for path, words in (
+                ("", "Other machines can connect to this manager (--listen 0.0.0.0:0, --http-listen 0.0.0.0:0)"),
+                ("metrics", "\npagekv_insecure_listeners 2.0\n"),
+            ):
+                async with session.get(f"http://127.0.0.1:{port}/{path}") as response:
+                    assert words in await response.text()
+
+    with caplog.at_level(logging.WARNING):
+        assert run(config(tmp_path, "--listen", "0.0.0.0:0", "--http-listen", "0.0.0.0:0", "--insecure"), body) == 0
+    assert "other machines can connect, without TLS or a login (--insecure)" in caplog.text
+
+
 def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_path: Path) -> None:
     http, events = ["--http-listen", "127.0.0.1:0"], ["--kv-events", "--kv-events-endpoint", "tcp://127.0.0.1:0"]
     (tmp_path / "requests").touch()

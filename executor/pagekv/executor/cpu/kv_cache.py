@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
+import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
@@ -9,7 +13,7 @@ from pagekv.executor.model.loading import BlockGeometry
 
 
 class KvCache:
-    """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`.
+    """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, of zeros at first.
 
     The device pool has one block more than sequences get: the null block, which stays zero and which padding reads, so
     that padding is finite.
@@ -24,13 +28,10 @@ class KvCache:
         self.null_block = num_device_blocks
         shape = (geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
         try:
-            # Not zeros, which would write every page (5 GiB took 19 s): the kernel gives pages when first touched, and
-            # no slot is read before it is written.
-            self.device = torch.empty((num_device_blocks + 1, *shape), dtype=geometry.dtype)
-            self.host = torch.empty((num_host_blocks, *shape), dtype=geometry.dtype)
-        except RuntimeError as error:
+            self.device = _zeros((num_device_blocks + 1, *shape), geometry.dtype)
+            self.host = _zeros((num_host_blocks, *shape), geometry.dtype)
+        except (OSError, OverflowError) as error:
             raise MemoryError(f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}") from error
-        self.device[self.null_block] = 0
         # Views per layer, [num_blocks, block_size, num_kv_heads, head_size]; blocks of one layer are strided.
         self._layers = [(self.device[:, layer, 0], self.device[:, layer, 1]) for layer in range(geometry.num_layers)]
         # The same with one row per block, [num_blocks, row].
@@ -74,3 +75,12 @@ class KvCache:
         if unwritten is not None:
             slots.flatten(0, 1).index_fill_(0, unwritten, 0)
         return slots[0], slots[1]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in pages that the kernel gives, and clears, when they are first touched. `torch.zeros` would write every
+    page (5 GiB took 19 s), and `torch.empty` may find what was freed with the pools before.
+    """
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.from_numpy(np.frombuffer(memory, np.uint8, size)).view(dtype).view(shape)

@@ -16,7 +16,7 @@ from pagekv.kernels.swap import BlockSwapper
 
 
 class KvPools:
-    """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`. Unwritten slots hold anything.
+    """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, of zeros at first.
 
     States: without host blocks, with them after `add_host_pool`, then closed.
     """
@@ -32,6 +32,8 @@ class KvPools:
             raise MemoryError(
                 f"{num_device_blocks} device blocks: {error}; give the manager a smaller --num-device-blocks"
             ) from error
+        # Enqueued, so nothing waits for it. As bytes, since not every element type can be filled.
+        self.device.view(torch.uint8).zero_()
         self.host = torch.empty((0, *shape[1:]), dtype=geometry.dtype)
         self.swapper = BlockSwapper(device.streams, self.device, self.host)
 

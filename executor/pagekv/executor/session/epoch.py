@@ -18,6 +18,7 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits, check_step
+from pagekv.executor.session.written_slots import WrittenSlots
 
 
 @dataclass(slots=True)
@@ -40,19 +41,26 @@ class Epoch:
     failed: bool = False
     # perf_counter_ns at the end of the step before; 0: no step yet.
     last_end: int = 0
+    written: WrittenSlots = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.written = WrittenSlots(self.limits.num_device_blocks, self.limits.num_host_blocks)
 
     def launch(self, step: Step) -> LaunchedStep:
         """Checks and applies a step and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything is
         touched; after any other exception, from the backend, state and memory are undefined: the epoch is over.
         """
         begin = time.perf_counter_ns()
-        live, scheduled = check_step(step, self.epoch, self.next_step, self.live, self.limits)
+        checked = check_step(step, self.epoch, self.next_step, self.live, self.limits, self.written)
+        live, scheduled = checked.live, checked.scheduled
         # In the order of the contract: finish, copy, enter, append.
         if step.finished_seqs:
             self.backend.finish([self.live[seq_id] for seq_id in step.finished_seqs])
         for copies in step.memory_ops:
             if copies.sources:
                 self.backend.copy_blocks(copies)
+        checked.copied.apply()
+        self.written.write(checked.ends)
         self.live = live
         for seq_id, block in zip(step.append_seqs, step.append_blocks, strict=True):
             live[seq_id].block_table.append(block)
@@ -65,7 +73,7 @@ class Epoch:
                 sampling.append((state, len(state.token_ids)))
                 state.token_ids.append(UNKNOWN_TOKEN)
         self.next_step += 1
-        return LaunchedStep(self, step.step, begin, sum(item.count for item in scheduled), launch, sampling)
+        return LaunchedStep(self, step.step, begin, checked.num_tokens, launch, sampling)
 
 
 @dataclass(frozen=True, slots=True)

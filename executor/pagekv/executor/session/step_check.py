@@ -2,12 +2,13 @@
 
 A manager is not trusted with the executor's memory: a step that names a wrong id, length, slot or epoch is refused
 whole, with the proto path of the field, its bounds, and the number that executor_service.proto gives the rule. The cost
-is that of what the step changes and of the block tables that it appends to, plus a few comparisons per live sequence.
+is that of what the step changes and of the block tables that it brings or appends to, plus a few comparisons per live
+sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
@@ -21,6 +22,7 @@ from pagekv.executor.session.field_checks import (
     check_size,
 )
 from pagekv.executor.session.step import NO_SAMPLING, Step
+from pagekv.executor.session.written_slots import CopiedSlots, WrittenSlots
 
 # Tokens one step may compute at most, even where more were profiled.
 MAX_STEP_TOKENS = 65536
@@ -44,26 +46,51 @@ class EpochLimits:
         return -(-self.max_model_len // self.block_size)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedStep:
+    """The outcome of a good step: the sequences that are live after it, by seq_id, and the shares of those that compute
+    tokens, both in the order of entering; the tokens of all shares; what the copies leave written; and by block that
+    tokens are computed for, the slot behind the last of them.
+    """
+
+    live: dict[int, SequenceState]
+    scheduled: list[Scheduled]
+    num_tokens: int
+    copied: CopiedSlots
+    ends: dict[int, int]
+
+
 def check_step(
-    step: Step, epoch: int, next_step: int, live: Mapping[int, SequenceState], limits: EpochLimits
-) -> tuple[dict[int, SequenceState], list[Scheduled]]:
-    """The sequences that are live after the step, by seq_id, and the shares of those that compute a token; both in the
-    order of entering, as `live` is. Raises StaleEpoch or InvalidRequest; changes nothing.
+    step: Step,
+    epoch: int,
+    next_step: int,
+    live: Mapping[int, SequenceState],
+    limits: EpochLimits,
+    written: WrittenSlots,
+) -> CheckedStep:
+    """Checks a step against the sequences that are live, in the order of entering, and what is written. Raises
+    StaleEpoch or InvalidRequest; changes nothing.
     """
     if step.epoch != epoch:
-        raise StaleEpoch(f"epoch: {step.epoch} is over, the epoch now is {epoch}: attach again (P6)")
+        raise StaleEpoch(f"epoch: {step.epoch} is over: attach again (P6)")
     if step.step != next_step:
         raise InvalidRequest("step", f"must be {next_step}, one more than the step before, got {step.step}", "R1")
-    check = _Check(step, live, limits)
-    return check.live, check.scheduled
+    check = _Check(step, live, limits, written)
+    return CheckedStep(check.live, check.scheduled, check.num_tokens, check.copied, check.ends)
 
 
 class _Check:
     """One pass over one step; a class only because the checks share what the step brings in."""
 
-    def __init__(self, step: Step, live: Mapping[int, SequenceState], limits: EpochLimits) -> None:
+    def __init__(
+        self, step: Step, live: Mapping[int, SequenceState], limits: EpochLimits, written: WrittenSlots
+    ) -> None:
         self._step = step
         self._limits = limits
+        self._written = written
+        self.copied = written.copied()
+        # By block that the step computes tokens for: the slot behind the last of them.
+        self.ends: dict[int, int] = {}
         self.live = dict(live)
         for index, seq_id in enumerate(step.finished_seqs):
             if seq_id not in live:
@@ -81,7 +108,11 @@ class _Check:
                 f"must leave at most {limits.max_sequences} live sequences, would leave {len(self.live)}",
                 "R20",
             )
-        self.scheduled = self._schedule(self._extended_tables(), self._counts())
+        tables, counts = self._extended_tables(), self._counts()
+        self.scheduled = self._schedule(tables, counts)
+        for index, state in enumerate(step.new_seqs):
+            if state.computed_tokens:
+                self._check_computed(f"new_seqs[{index}].computed_tokens", state, counts.get(state.seq_id, 1) > 0)
 
     def _check_copies(self, path: str, op: BlockCopies) -> None:
         device, host = self._limits.num_device_blocks, self._limits.num_host_blocks
@@ -107,6 +138,12 @@ class _Check:
                         f"must not be a source of the same operation, got block {block}",
                         "R9",
                     )
+        if (index := self.copied.add(op)) >= 0:
+            raise InvalidRequest(
+                f"{path}.sources[{index}]",
+                f"must be a block that was written in this epoch, got block {op.sources[index]}",
+                "R36",
+            )
 
     def _check_new(self, path: str, new: SequenceState) -> None:
         tokens, table, limits = new.token_ids, new.block_table, self._limits
@@ -185,8 +222,7 @@ class _Check:
         """Checks that every computed position has a slot that no other sequence writes."""
         block_size, max_len = self._limits.block_size, self._limits.max_model_len
         scheduled: list[Scheduled] = []
-        # Block to the one sequence that writes it in this step.
-        writers: dict[int, int] = {}
+        ends, num_tokens = self.ends, 0
         for seq_id, state in self.live.items():
             start, count = state.computed_tokens, counts.get(seq_id, 1)
             if not count:
@@ -205,20 +241,68 @@ class _Check:
                     f"hold positions below {len(table) * block_size}",
                     "R30",
                 )
-            for block in table[start // block_size : (end - 1) // block_size + 1]:
-                if writers.setdefault(block, seq_id) != seq_id:
-                    raise InvalidRequest(
-                        self._blocks_path(seq_id),
-                        f"block {block} would be written by sequences {writers[block]} and {seq_id} in one step",
-                        "R32",
-                    )
+            first = start // block_size
+            last = end - first * block_size
+            if last <= block_size:  # as of most sequences
+                if (block := table[first]) in ends:
+                    raise self._two_writers(block, seq_id, scheduled, tables)
+                ends[block] = last
+            else:
+                for block in table[first : -(-end // block_size)]:
+                    if block in ends:
+                        raise self._two_writers(block, seq_id, scheduled, tables)
+                    ends[block] = min(last, block_size)
+                    last -= block_size
+            num_tokens += count
             scheduled.append(Scheduled(state, start, count))
-        total = sum(item.count for item in scheduled)
-        if total > MAX_STEP_TOKENS:
+        if num_tokens > MAX_STEP_TOKENS:
             raise InvalidRequest(
-                "scheduled_tokens", f"a step must compute at most {MAX_STEP_TOKENS} tokens, not {total}", "R33"
+                "scheduled_tokens", f"a step must compute at most {MAX_STEP_TOKENS} tokens, not {num_tokens}", "R33"
             )
+        self.num_tokens = num_tokens
         return scheduled
+
+    def _two_writers(
+        self, block: int, seq_id: int, scheduled: Sequence[Scheduled], tables: Mapping[int, list[int]]
+    ) -> InvalidRequest:
+        """The refusal of a second sequence that writes to a block in this step."""
+        size = self._limits.block_size
+        other = next(
+            state.seq_id
+            for state, start, count in ((item.state, item.start, item.count) for item in scheduled)
+            if block in tables.get(state.seq_id, state.block_table)[start // size : -(-(start + count) // size)]
+        )
+        return InvalidRequest(
+            self._blocks_path(seq_id),
+            f"block {block} would be written by sequences {other} and {seq_id} in one step",
+            "R32",
+        )
+
+    def _check_computed(self, path: str, new: SequenceState, computes: bool) -> None:
+        """Checks that the slots of computed tokens are written, which they may be in this very step: every layer writes
+        the keys and values of the whole step before it attends.
+        """
+        size, copied = self._limits.block_size, self.copied.on_device
+        num_full, rest = divmod(new.computed_tokens, size)
+        full = new.block_table[:num_full]
+        if not self._written.are_full(full, size) or (copied and not copied.keys().isdisjoint(full)):
+            for block in full:
+                self._check_written(path, block, size, self.ends.get(block, 0))
+        if rest:
+            # The sequence's own tokens come behind its computed ones in this block.
+            block = new.block_table[num_full]
+            self._check_written(path, block, rest, 0 if computes else self.ends.get(block, 0))
+
+    def _check_written(self, path: str, block: int, needed: int, now: int) -> None:
+        """Checks that a block has so many written slots; `now`: as many as this step computes."""
+        written = max(self.copied.on_device.get(block, self._written.of(block)), now)
+        if written < needed:
+            raise InvalidRequest(
+                path,
+                f"must be tokens written in this epoch: they take {needed} slots of block {block}, of which {written} "
+                "were written",
+                "R37",
+            )
 
     def _blocks_path(self, seq_id: int) -> str:
         """The field that gives a sequence its blocks."""

@@ -65,7 +65,8 @@ class ExecutorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Attach(self, request, context):
-        """Allocates the pools and opens an epoch; everything of the epoch before is dropped. Errors: INVALID_ARGUMENT (a
+        """Allocates the pools and opens an epoch; everything of the epoch before is dropped, and the contents of its pools
+        are cleared before a block of the new ones is used. Errors: INVALID_ARGUMENT (a
         field, by name), FAILED_PRECONDITION (another manager's Run stream lives and take_over is false; a required
         feature or the contract revision is not known here, by name), RESOURCE_EXHAUSTED (the pools do not fit).
         """

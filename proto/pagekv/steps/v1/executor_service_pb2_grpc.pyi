@@ -17,7 +17,9 @@ Protocol
   P1  Describe may be called at any time, also during an epoch, and changes nothing that a step could notice.
   P2  Attach ends the epoch before it. No epoch number is ever given twice, also across restarts, and none is 0.
   P3  While a manager's Run stream lives, Attach of another manager_id without take_over is FAILED_PRECONDITION,
-      and the stream goes on. The same manager_id may always attach anew.
+      and the stream goes on. The same manager_id may always attach anew, so the refusal does not name it. A stream
+      is of the epoch that its metadata "pagekv-epoch" names, in decimal digits, from its beginning; without them
+      of the one that its first step names, and of none before: whoever opens streams holds up nobody.
   P4  An epoch has one Run stream at a time: the first step of a second one is FAILED_PRECONDITION.
   P5  Every step has exactly one result, in the order of the steps, with the step's epoch and number.
   P6  A step of any epoch but the present one is ABORTED, and touches nothing of the present epoch.
@@ -79,6 +81,10 @@ touched.
   R33 A step computes at most 65536 tokens (scheduled_tokens).
   R34 A field of an ExecutorFeature is used only in an epoch whose Attach required the feature.
   R35 Step and messages in it have no field that the executor does not know.
+  R36 memory_ops.sources: blocks with a slot that was written in this epoch: by a token computed, or by a copy of a
+      slot that was. Operations are looked at in their order, before anything is computed.
+  R37 new_seqs.computed_tokens: their slots were written in this epoch, or are written by this step, by its copies
+      or by other sequences.
 
 Meaning. Greedy tokens, and drawn ones of one seed, do not depend on how a sequence is brought about; two runs of
 the same prompt give the same tokens wherever the likeliest is not within rounding of the next.
@@ -137,7 +143,8 @@ class ExecutorServiceStub:
         pagekv.steps.v1.executor_service_pb2.AttachRequest,
         pagekv.steps.v1.executor_service_pb2.AttachResponse,
     ]
-    """Allocates the pools and opens an epoch; everything of the epoch before is dropped. Errors: INVALID_ARGUMENT (a
+    """Allocates the pools and opens an epoch; everything of the epoch before is dropped, and the contents of its pools
+    are cleared before a block of the new ones is used. Errors: INVALID_ARGUMENT (a
     field, by name), FAILED_PRECONDITION (another manager's Run stream lives and take_over is false; a required
     feature or the contract revision is not known here, by name), RESOURCE_EXHAUSTED (the pools do not fit).
     """
@@ -174,7 +181,8 @@ class ExecutorServiceAsyncStub:
         pagekv.steps.v1.executor_service_pb2.AttachRequest,
         pagekv.steps.v1.executor_service_pb2.AttachResponse,
     ]
-    """Allocates the pools and opens an epoch; everything of the epoch before is dropped. Errors: INVALID_ARGUMENT (a
+    """Allocates the pools and opens an epoch; everything of the epoch before is dropped, and the contents of its pools
+    are cleared before a block of the new ones is used. Errors: INVALID_ARGUMENT (a
     field, by name), FAILED_PRECONDITION (another manager's Run stream lives and take_over is false; a required
     feature or the contract revision is not known here, by name), RESOURCE_EXHAUSTED (the pools do not fit).
     """
@@ -215,7 +223,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.steps.v1.executor_service_pb2.AttachRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.steps.v1.executor_service_pb2.AttachResponse, collections.abc.Awaitable[pagekv.steps.v1.executor_service_pb2.AttachResponse]]:
-        """Allocates the pools and opens an epoch; everything of the epoch before is dropped. Errors: INVALID_ARGUMENT (a
+        """Allocates the pools and opens an epoch; everything of the epoch before is dropped, and the contents of its pools
+        are cleared before a block of the new ones is used. Errors: INVALID_ARGUMENT (a
         field, by name), FAILED_PRECONDITION (another manager's Run stream lives and take_over is false; a required
         feature or the contract revision is not known here, by name), RESOURCE_EXHAUSTED (the pools do not fit).
         """

@@ -8,7 +8,7 @@ import pytest
 from support.executor.executor_steps import VOCAB, World, memory_op, new_sequence
 from support.executor.expected_tokens import expected_tokens
 
-from pagekv.executor.backend.interface import CopyDirection, Sampled, Sampling, SequenceState
+from pagekv.executor.backend.interface import CopyDirection, Sampled, Sampling, Scheduled, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel, SlotError
 
 PROMPT = list(range(100, 110))
@@ -96,21 +96,17 @@ def test_a_failing_sequence_samples_nothing_more_and_its_mate_is_untouched() -> 
 
 
 def test_unwritten_slot() -> None:
-    world = World()
+    """The backend alone: a step that says this is refused before."""
+    state = new_sequence(4, PROMPT, [9, 10, 11], computed=9)
     with pytest.raises(SlotError, match=r"sequence 4 position 0 \(block 9 slot 0\).*nothing was ever written there"):
-        world.run(new_seqs=[new_sequence(4, PROMPT, [9, 10, 11], computed=9)])
+        World().backend.launch([Scheduled(state, 9, 1)])
 
 
 def test_unwritten_tail_of_a_written_block() -> None:
     world = World()
     world.enter(1, PROMPT[:6], [5, 9])
     with pytest.raises(SlotError, match=r"sequence 4 position 6 \(block 9 slot 2\).*nothing was ever written there"):
-        world.run(
-            finished_seqs=[1],
-            new_seqs=[new_sequence(4, PROMPT, [5, 9, 11], computed=8)],
-            scheduled_seqs=[4],
-            scheduled_tokens=[2],
-        )
+        world.backend.launch([Scheduled(new_sequence(4, PROMPT, [5, 9, 11], computed=8), 8, 2)])
 
 
 def test_foreign_slot() -> None:
@@ -119,7 +115,12 @@ def test_foreign_slot() -> None:
     with pytest.raises(
         SlotError, match=r"position 0 \(block 5 slot 0\): expected token 100 .*found token 7 of another"
     ):
-        world.run(finished_seqs=[1], new_seqs=[new_sequence(4, PROMPT, [5, 9, 11], computed=9)])
+        world.run(
+            finished_seqs=[1],
+            new_seqs=[new_sequence(4, PROMPT, [5, 9, 11], computed=8)],
+            scheduled_seqs=[4],
+            scheduled_tokens=[2],
+        )
 
 
 def test_same_token_after_another_prefix() -> None:
@@ -213,12 +214,13 @@ def test_swap_out_and_in() -> None:
 
 def test_a_copy_that_missed_a_block_is_found() -> None:
     world = World()
+    world.enter(2, [7] * 10, [20, 21, 22])
     world.enter(1, PROMPT, [5, 9, 2])
-    with pytest.raises(SlotError, match=r"position 8 \(block 22 slot 0\).*nothing was ever written"):
+    with pytest.raises(SlotError, match=r"position 8 \(block 22 slot 0\).*found token 7 of another"):
         world.run(
-            finished_seqs=[1],
+            finished_seqs=[1, 2],
             memory_ops=[memory_op(CopyDirection.COPY, [5, 9], [20, 21])],
-            new_seqs=[new_sequence(2, PROMPT, [20, 21, 22], computed=9)],
+            new_seqs=[new_sequence(3, PROMPT, [20, 21, 22], computed=9)],
         )
 
 

@@ -73,8 +73,8 @@ def test_a_step_that_is_found_wrong_behind_one_that_runs_leaves_that_one_alone()
     world.epoch.backend = backend
     enter = world.step(new_seqs=[new_sequence(1, PROMPT, [5, 9, 2])], scheduled_seqs=[1], scheduled_tokens=[10])
     running = world.epoch.launch(enter)
-    # Claims positions that nobody computed.
-    lies = new_sequence(2, PROMPT, [20, 21, 22], 8)
+    # Claims what another one computed.
+    lies = new_sequence(2, PROMPT[::-1], [5, 9, 22], 8)
     with pytest.raises(SlotError):
         world.epoch.launch(world.step(new_seqs=[lies], scheduled_seqs=[1, 2], scheduled_tokens=[0, 2]))
     assert running.collect().sampled[1].token_id == expected_tokens(PROMPT, 1, vocab_size=VOCAB, eos_token_ids=(0,))[0]

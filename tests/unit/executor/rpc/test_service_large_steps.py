@@ -106,13 +106,13 @@ def test_a_large_step_is_run_like_any_other(slices: list[int]) -> None:
     async def test(it: Served) -> None:
         epoch = await it.attach()
         call = it.run()
-        request = entering(epoch)
-        copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=range(10, 20), destinations=range(20, 30))
-        request.memory_ops.extend([copies] * 1000)
-        await call.write(request)
+        await call.write(entering(epoch))
         assert (await read(call)).step == 1
-        await call.write(pb.StepRequest(epoch=epoch, step=2))
+        copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=[0, 1, 2] * 3, destinations=range(20, 29))
+        await call.write(pb.StepRequest(epoch=epoch, step=2, memory_ops=[copies] * 1000))
         assert (await read(call)).step == 2
+        await call.write(pb.StepRequest(epoch=epoch, step=3))
+        assert (await read(call)).step == 3
 
     served(test)
     assert max(slices) > SLICE_BYTES

@@ -114,13 +114,18 @@ def test_a_step_that_fails_inside_is_internal_and_says_why() -> None:
     async def test(it: Served) -> None:
         epoch = await it.attach()
         call = it.run()
-        request = entering(epoch)
+        await call.write(entering(epoch))
+        await read(call)
+        request = entering(epoch, 2, seq_id=2)
+        request.finished_seqs.append(1)
+        # Other tokens than are in its blocks.
+        request.new_seqs[0].token_ids.reverse()
         request.new_seqs[0].computed_tokens = 8
         request.scheduled_tokens[0] = 7
         await call.write(request)
         error = await refusal(call.read())
         assert error.code() is Code.INTERNAL
-        assert "step 1: SlotError: sequence 1 position 0 (block 0 slot 0)" in (error.details() or "")
+        assert "step 2: SlotError: sequence 2 position 0 (block 0 slot 0)" in (error.details() or "")
         assert detail_of(error, error_details_pb2.ErrorInfo).reason == "COMPUTATION_FAILED"
         assert await it.attach() > epoch
 
