@@ -58,18 +58,13 @@ if ! podman image exists "$image"; then
 fi
 
 say "wheelhouse"
-"$bin/python" - > "$work/requirements.txt" << 'PYTHON'
-import tomllib
-
-project = tomllib.load(open("pyproject.toml", "rb"))
-extras = project["project"]["optional-dependencies"]
-print(*project["build-system"]["requires"], *project["project"]["dependencies"], sep="\n")
-print(*extras["manager"], *extras["observe"], *extras["gateway-api"], *extras["executor"], sep="\n")
-PYTHON
-grep -o 'torch==[0-9.]*' scripts/install.sh | head -n 1 >> "$work/requirements.txt"
 # For the image's Python, not for this machine's.
-"$bin/pip" download -qq --disable-pip-version-check --dest .wheelhouse --find-links .wheelhouse --python-version 3.11 \
-  --only-binary=:all: --constraint constraints.txt --requirement "$work/requirements.txt"
+download() {
+  "$bin/pip" download -qq --disable-pip-version-check --dest .wheelhouse --find-links .wheelhouse --python-version 3.11 \
+    --only-binary=:all: "$@"
+}
+for list in build manager executor; do download --require-hashes --no-deps --requirement "locks/$list.txt"; done
+download "$(grep -o 'torch==[0-9.]*' scripts/install.sh | head -n 1)"
 du -sh .wheelhouse
 
 podman system service --time=0 "$DOCKER_HOST" 2> "$work/service.log" &

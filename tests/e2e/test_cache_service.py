@@ -168,6 +168,7 @@ def test_a_reader_that_comes_back_needs_no_snapshot() -> None:
         asyncio.run(run(stack))
 
 
+@pytest.mark.long
 def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
     """A lease does what a dummy request would otherwise be kept running for."""
 

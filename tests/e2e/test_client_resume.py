@@ -85,7 +85,7 @@ def _replace(stack: Stack, stop: Callable[[Process], None]) -> None:
     stack.manager.wait_serving()
 
 
-@pytest.mark.parametrize("stop", [Process.kill, _stop])
+@pytest.mark.parametrize("stop", [Process.kill, pytest.param(_stop, marks=pytest.mark.long)])
 def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], None]) -> None:
     async def idle(target: str) -> None:
         async with Caller(target) as caller:
@@ -105,6 +105,7 @@ def test_streams_go_on_with_the_same_tokens_and_text(stop: Callable[[Process], N
         assert (end.prompt_tokens, end.completion_tokens) == (wanted_end.prompt_tokens, wanted_end.completion_tokens)
 
 
+@pytest.mark.long
 def test_any_client_resumes_by_sending_its_request_again() -> None:
     """With the token ids it has and nothing else; a conversation keeps its own default of max_tokens."""
 
@@ -132,6 +133,7 @@ def test_any_client_resumes_by_sending_its_request_again() -> None:
         asyncio.run(run(stack.target))
 
 
+@pytest.mark.long
 def test_a_stack_that_stays_away_is_given_up() -> None:
     with running_stack(ORACLE, gated=True) as stack, PageKVClient(stack.target) as client, stack.gate.shut():
         stack.gate.let_through(4)

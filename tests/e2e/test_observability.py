@@ -129,6 +129,7 @@ def query(api: str, expression: str) -> dict[str, float]:
     }
 
 
+@pytest.mark.long
 def test_prometheus_scrapes_it_and_the_dashboard_has_something_to_show(tmp_path: Path) -> None:
     """The real Prometheus with our rules: every query of the dashboard is answered."""
     with running_stack(ORACLE, SERVING_HTTP) as stack:

@@ -98,6 +98,7 @@ def test_the_map_shows_what_list_blocks_tells(site: Site) -> None:
     site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
 
 
+@pytest.mark.long
 def test_a_pool_that_is_too_small_is_shown_as_it_churns(site: Site) -> None:
     def work(number: int) -> None:
         with PageKVClient(site.stack.target) as client:
@@ -147,6 +148,7 @@ def test_a_prompt_that_cannot_be_read_is_answered_in_words(site: Site) -> None:
     assert all("400 (Bad Request)" in complaint for complaint in site.browser.complaints())
 
 
+@pytest.mark.long
 def test_blocks_are_reached_and_opened_by_keyboard(site: Site) -> None:
     right, down, enter, escape, home = "\ue014", "\ue015", "\ue007", "\ue00c", "\ue011"
     block = site.client.explain_prefix(TEXT).blocks[1].block_id
@@ -234,6 +236,7 @@ def test_past_values_of_a_chart_are_read_by_keyboard(site: Site) -> None:
     assert "of their slots filled" in site.browser.text("#tile-usage small")
 
 
+@pytest.mark.long
 def test_a_block_keeps_its_age_when_the_page_is_loaded_again(site: Site) -> None:
     prompt = [7 + position % 90 for position in range(40)]
     site.client.generate(prompt, max_tokens=1)
@@ -299,6 +302,7 @@ def test_a_request_that_cannot_be_shown_is_told_of(site: Site) -> None:
     assert all("400 (Bad Request)" in complaint for complaint in site.browser.complaints())
 
 
+@pytest.mark.long
 def test_more_requests_than_the_list_has_room_for_are_counted(site: Site) -> None:
     names = [f"many-{number}" for number in range(205)]
 
@@ -337,6 +341,7 @@ def words(site: Site, selector: str) -> str:
     return " ".join(site.browser.text(selector).split())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True])
 def test_what_lights_up_keeps_the_hue_of_its_state(site: Site, dark: bool) -> None:
     site.browser.look(1280, 900, dark=dark)
@@ -363,6 +368,7 @@ def test_nothing_is_wider_than_the_screen(site: Site, width: int, height: int) -
     assert site.browser.run("return document.documentElement.scrollWidth") <= width
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("phone")
 @pytest.mark.parametrize("still", [False, True])
 def test_a_tapped_block_brings_its_details_into_view(site: Site, still: bool) -> None:
@@ -400,6 +406,7 @@ def test_what_is_tapped_is_as_high_as_a_finger(site: Site) -> None:
     assert "Esc" not in shown
 
 
+@pytest.mark.long
 def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(site: Site) -> None:
     with running_stack([*ORACLE, "--kv-memory", "1MiB"], ["--http-listen", "127.0.0.1:0"]) as stack:
         address = stack.manager.http

@@ -77,6 +77,7 @@ def test_two_managers_that_fight_over_one_executor_both_finish_unharmed(tmp_path
         assert "a step failed" not in executor.tail(10_000)
 
 
+@pytest.mark.long
 def test_callers_without_the_library_are_told_to_come_back() -> None:
     """The manager is killed: UNAVAILABLE. It is back without an executor, or drains: UNAVAILABLE, and when."""
 
@@ -121,6 +122,7 @@ def test_callers_without_the_library_are_told_to_come_back() -> None:
         asyncio.run(draining(stack))
 
 
+@pytest.mark.long
 def test_a_full_disk_for_logs_stops_nobody(tmp_path: Path) -> None:
     """Every write to standard error fails with ENOSPC, at the level that writes most; both exit 0 all the same."""
     args = ["--log-level", "debug", "--log-format", "json"]
@@ -154,6 +156,7 @@ def test_a_full_disk_for_logs_stops_nobody(tmp_path: Path) -> None:
         executor.kill()
 
 
+@pytest.mark.long
 def test_a_manager_that_comes_back_finds_the_executor_free() -> None:
     """Its own dead stream does not lock it out."""
     with running_executor(SLOW) as executor:

@@ -80,6 +80,7 @@ def test_names_of_element_types() -> None:
     assert dtype_name(torch.zeros(1, dtype=torch.float8_e4m3fn)) == "float8_e4m3fn"
 
 
+@pytest.mark.long
 def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
     # One step with a decode of the first sequence and a chunk of the second equals both done apart.
     counts, contexts = np.array([1, 5], np.int32), scene.lengths

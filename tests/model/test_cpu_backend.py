@@ -16,7 +16,13 @@ LENGTHS = [1, 2, 23, 37, 5, 64, 41]
 NEW = 12
 
 
-@pytest.fixture(scope="module", params=MODELS)
+# Families whose layers are put together like those of another one here.
+ALIKE = ("llama-mqa", "qwen2", "qwen3", "mistral")
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in ALIKE else ()) for name in MODELS]
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     directory = tmp_path_factory.mktemp(request.param)
     model = save_model(request.param, directory)

@@ -27,7 +27,11 @@ from pagekv.executor.cuda.backend import CudaBackend
 LENGTHS = [1, 23, 37, 5, 41, 2]
 NEW = 6
 # Groups of 2 and of 4 query heads, none; windows, alternating with full attention and with capped scores; no rotation.
-NAMES = ["llama", "llama-mqa", "qwen3", "mistral", "gemma2", "gpt2"]
+NAMES = [
+    "llama",
+    "gpt2",
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("llama-mqa", "qwen3", "mistral", "gemma2")),
+]
 
 
 def case_of(name: str, directory: Path) -> Case:
@@ -108,6 +112,7 @@ def test_a_model_that_cannot_be_recorded_runs_without_graphs(llama: Case) -> Non
     assert not backend.runner.graphs.enabled
 
 
+@pytest.mark.long
 def test_contexts_of_several_splits(tmp_path: Path) -> None:
     """Decodes over more keys than one work item takes: partial results, merged, in graphs too, beside short ones."""
     model = save_small_model("llama", tmp_path, max_position_embeddings=1024)
@@ -159,6 +164,7 @@ def test_seeded_sampling_equals_the_cpu_backend(llama: Case) -> None:
     assert mine.generate([mine.sequence(prompt, sampling=kind) for prompt, kind in pairs], 12) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("dtype", "kv_dtype"), [("bfloat16", "auto"), ("float16", "auto"), ("float16", "fp8")])
 def test_sixteen_and_eight_bits(llama: Case, dtype: str, kv_dtype: str) -> None:
     """Tensor-core kernels: where transformers is sure of a token, it is the same token. One text is fed token by token,

@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engine.fake_executor import expected_output
@@ -91,6 +92,7 @@ def test_hits_equal_those_of_a_radix_tree(history: list[Turn], block_size: int, 
     assert driver.pool.evictions == 0
 
 
+@pytest.mark.long
 @quick
 @given(history=turns, block_size=block_sizes, budget=budgets, spare=st.integers(0, 12))
 def test_hits_equal_those_of_a_tree_that_evicts_its_oldest_leaf(
@@ -142,6 +144,7 @@ def test_hits_equal_those_of_a_tree_under_the_default_policy(seed: int, block_si
         assert driver.pool.evictions == tree.evictions
 
 
+@pytest.mark.long
 @quick
 @given(history=turns, block_size=block_sizes, budget=budgets, spare=st.integers(0, 12))
 def test_what_is_computed_again_is_as_young_as_its_latest_copy(
@@ -157,6 +160,7 @@ def test_what_is_computed_again_is_as_young_as_its_latest_copy(
         assert driver.pool.num_published == len(tree.nodes)
 
 
+@pytest.mark.long
 @quick
 @given(history=turns, block_size=block_sizes, partial=st.booleans(), spare=st.integers(0, 12), share=shares)
 def test_eviction_costs_hits_and_no_token(
@@ -187,6 +191,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+@pytest.mark.long
 @quick
 @given(
     history=turns,

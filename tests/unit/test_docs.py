@@ -34,7 +34,7 @@ MAX_README_BYTES = 10_000
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
 # Files of these kinds belong to the repository wherever a page names one; others may be a reader's own.
 SOURCES = (".py", ".cu", ".cuh", ".h", ".sh", ".md", ".proto", ".yaml", ".yml", ".toml")
-TOP = (".ci", "client", "docs", "executor", "kernels", "kvmanager", "proto", "scripts", "tests")
+TOP = (".ci", "client", "docs", "executor", "kernels", "kvmanager", "locks", "proto", "scripts", "tests")
 FILES = [path.name for path in ROOT.glob("*") if path.is_file()] + [
     str(path.relative_to(ROOT)) for top in TOP for path in (ROOT / top).rglob("*") if path.is_file()
 ]

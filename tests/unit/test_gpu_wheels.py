@@ -115,6 +115,7 @@ def test_without_wheels_it_says_what_will_be_missing(tmp_path: Path) -> None:
     assert "google.rpc" in done.stderr
 
 
+@pytest.mark.long
 def test_installs_once_and_again_when_the_wheels_change(tmp_path: Path) -> None:
     make_wheel(tmp_path / "wheels", "pagekv_carried", "1.0")
     site = install(tmp_path).stdout.strip()

@@ -84,6 +84,7 @@ def test_cpu_side_imports_no_torch(module: str) -> None:
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
 
+@pytest.mark.long
 def test_device_side_imports_no_grpc() -> None:
     # In one process, because torch and transformers take seconds; and every module, because a benchmark imports most of
     # its own only when it has found a GPU.

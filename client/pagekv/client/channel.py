@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.common.loopback import is_local
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_VARIABLE = "PAGEKV_TARGET"
@@ -72,14 +72,3 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
         # A proxy configured for the internet cannot reach this machine's own loopback.
         options.append(("grpc.enable_http_proxy", 0))
     return options
-
-
-def is_local(target: str) -> bool:
-    """True for Unix sockets, localhost and loopback addresses."""
-    if target.startswith("unix:"):
-        return True
-    host = target.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

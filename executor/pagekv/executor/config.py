@@ -19,6 +19,7 @@ from pagekv.common.flags import (
     size_in_bytes,
 )
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
+from pagekv.common.loopback import INSECURE_HELP, refuse_open
 
 PROG = "pagekv-executor"
 
@@ -57,6 +58,7 @@ class ExecutorConfig:
     listen: str = flag(
         "address to serve the manager on; port 0 takes a free one", default="127.0.0.1:50052", type=address
     )
+    insecure: bool = flag(INSECURE_HELP, default=False)
     backend: str = flag(
         "cuda: runs the model on a GPU; cpu: with torch alone; oracle: no model, checks every KV decision; auto: cuda "
         "where torch finds a GPU and CuPy is installed, else cpu",
@@ -95,7 +97,11 @@ class ExecutorConfig:
     log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
     log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
     # Empty: none is written.
-    port_file: str = flag("file for a JSON line with the bound address, once listening", default="")
+    port_file: str = flag(
+        "file for a JSON line: the bound address once listening, `phase` of a start that takes long, `cannot_start` "
+        "with the reason",
+        default="",
+    )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     oracle: OracleConfig = field(default_factory=OracleConfig, metadata=flag_group("oracle"))
 
@@ -108,4 +114,6 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     add_version(parser)
     add_flags(parser, ExecutorConfig)
     config = from_args(ExecutorConfig, parser.parse(argv))
+    if not config.insecure:
+        refuse_open(parser, {"listen": config.listen})
     return config if config.model or config.backend == "oracle" else replace(config, model="demo")

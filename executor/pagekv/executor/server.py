@@ -14,8 +14,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
+from pagekv.common.loopback import is_local
 from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
@@ -180,13 +184,15 @@ class Executor:
         if config.port_file:
             write_port_file(Path(config.port_file), {"listen": self.address})
         log.info("listening", address=config.listen, port=port)
+        if not is_local(config.listen):
+            log.warning("other machines can connect, without TLS or a login (--insecure)", listen=config.listen)
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         loading = asyncio.create_task(self._load(), name="load")
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             spare_the_collector()
             self.session.serve(loading.result())
-            await self._grpc.set_serving(True)
+            self._grpc.set_serving(True)
             self.serving_since = time.perf_counter()
             lost = asyncio.create_task(self.session.lost.wait(), name="device lost")
             await asyncio.wait([stopped, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -203,7 +209,7 @@ class Executor:
         """`idle`: the worker thread can be waited for, because it is not loading a model."""
         grace_s = self._config.grace_s
         log.info("shutting down", grace_s=grace_s)
-        await self._grpc.set_serving(False)
+        self._grpc.set_serving(False)
         try:
             async with asyncio.timeout(grace_s if idle else 0):
                 await self.session.shut_down()
@@ -273,9 +279,10 @@ def serve_backend(load: Callable[[], Backend], listen: str = "127.0.0.1:50052") 
     status. Called from the main thread.
 
     `load` makes the backend, a class or a function, on the thread that calls its methods from then on. `listen` is
-    host:port; port 0 takes a free one, which the log names. Exits with status 2 when it is none. Other flags are read
-    from the environment, as docs/flags.md says. When the backend says that its device `is_lost`, the process runs its
-    own command line again, with `--listen` and the address behind it.
+    host:port; port 0 takes a free one, which the log names. Exits with status 2 when it is none, or one that other
+    machines can reach while PAGEKV_INSECURE is not set. Other flags are read from the environment, as docs/flags.md
+    says. When the backend says that its device `is_lost`, the process runs its own command line again, with `--listen`
+    and the address behind it.
     """
     return _run(parse_config(["--listen", listen]), load)
 

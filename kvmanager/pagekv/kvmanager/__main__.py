@@ -5,18 +5,22 @@ from __future__ import annotations
 import sys
 
 from pagekv.common.extras import refuse_without
+from pagekv.common.interrupts import quiet_interrupts
 from pagekv.common.version import pagekv_version
 
 
 def main() -> int:
-    """Imports the server only where everything that its modules need is there; --version alone needs nothing."""
-    if sys.argv[1:] == ["--version"]:
-        print(f"pagekv-manager {pagekv_version()}")
-        return 0
-    refuse_without("pagekv-manager", "manager")
-    from pagekv.kvmanager.server import main as serve
+    """Imports the server only where everything that its modules need is there; --version alone needs nothing. The event
+    loop takes SIGINT over once it runs.
+    """
+    with quiet_interrupts():
+        if sys.argv[1:] == ["--version"]:
+            print(f"pagekv-manager {pagekv_version()}")
+            return 0
+        refuse_without("pagekv-manager", "manager")
+        from pagekv.kvmanager.server import main as serve
 
-    return serve()
+        return serve()
 
 
 if __name__ == "__main__":

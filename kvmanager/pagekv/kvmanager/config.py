@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pagekv.common.flags import FlagParser, add_flags, add_version, address, flag, flag_group, from_args, number
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
+from pagekv.common.loopback import INSECURE_HELP, open_to_others, refuse_open
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
 
@@ -25,6 +26,7 @@ class ManagerConfig:
         type=address,
         metavar="HOST:PORT",
     )
+    insecure: bool = flag(INSECURE_HELP, default=False)
     # A directory, "demo", a hub id, FROM_EXECUTOR or NO_TOKENIZER.
     tokenizer: str = flag(
         "where the tokenizer is: a directory with tokenizer.json, demo, or a hub id; auto: where the executor's model "
@@ -42,10 +44,19 @@ class ManagerConfig:
     log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
     log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
     # Empty: none is written.
-    port_file: str = flag("file for a JSON line with the bound addresses, once listening", default="", metavar="PATH")
+    port_file: str = flag(
+        "file for a JSON line: the bound addresses once listening, `phase` of a start that takes long, `cannot_start` "
+        "with the reason",
+        default="",
+        metavar="PATH",
+    )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     engine: EngineConfig = field(default_factory=EngineConfig, metadata=flag_group("executor and KV memory"))
     observe: ObserveConfig = field(default_factory=ObserveConfig, metadata=flag_group("observability and gateway"))
+
+    def open_listeners(self) -> dict[str, str]:
+        """Addresses to listen at that other machines can reach, by the names of their flags."""
+        return open_to_others({"listen": self.listen} | self.observe.listeners())
 
 
 def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> ManagerConfig:
@@ -56,5 +67,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     add_version(parser)
     add_flags(parser, ManagerConfig)
     config = from_args(ManagerConfig, parser.parse(argv))
+    if not config.insecure:
+        refuse_open(parser, config.open_listeners())
     # The live page is all that shows a block's age.
     return replace(config, engine=replace(config.engine, block_ages=bool(config.observe.http_listen)))

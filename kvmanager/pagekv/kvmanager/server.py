@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.phases import phase, phases_told
-from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
+from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
@@ -124,28 +128,43 @@ class Manager:
         health = asyncio.create_task(self._watch_engine(), name="health")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
-        broken = next((task for task in (engine, health) if task.done()), None)
         log.info("shutting down", grace_s=self._config.grace_s)
         self._draining = True
-        await self._grpc.set_serving(False)
-        await self.engine.stop(0 if broken else self._config.grace_s)
-        await self._stop_listening(LAST_WORDS_S)
-        # The engine too may still be waiting, for a slow executor.
-        for task in (engine, health, stopped):
-            task.cancel()
-        await asyncio.wait([engine, health, stopped])
-        await self._exporters.close()
-        if broken is not None:
-            try:
-                await broken
-            except AttachRefused as error:
-                log.error("cannot serve with these flags", reason=error)
-                add_to_port_file(self._config.port_file, cannot_start=str(error))
-            except Exception:
-                log.exception("stopped by an error", task=broken.get_name())
-            return 1
-        log.info("stopped")
-        return 0
+        try:
+            self._grpc.set_serving(False)
+            await self._end_requests(engine, 0 if health.done() else self._config.grace_s)
+            # First of all that is closed: it may be loading a tokenizer.
+            await _end(health)
+            await self._stop_listening(LAST_WORDS_S)
+        finally:
+            # The engine too may still be waiting, for a slow executor.
+            await _end(engine, health, stopped)
+            broken = [task for task in (engine, health) if self._is_broken(task)]
+            await self._exporters.close()
+        if not broken:
+            log.info("stopped")
+        return 1 if broken else 0
+
+    async def _end_requests(self, engine: asyncio.Task[None], grace_s: float) -> None:
+        """Lets requests finish for up to `grace_s` seconds, unless the engine's task is broken, or breaks meanwhile."""
+        ending = asyncio.create_task(self.engine.stop(grace_s), name="end of requests")
+        await asyncio.wait([ending, engine], return_when=asyncio.FIRST_COMPLETED)
+        if ending.done():
+            await ending
+        else:
+            await _end(ending)
+            await self.engine.stop(0)
+
+    def _is_broken(self, task: asyncio.Task[None]) -> bool:
+        """Whether a task has ended with an error, which is logged then."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return False
+        if isinstance(error, AttachRefused):
+            log.error("cannot serve with these flags", reason=error)
+            add_to_port_file(self._config.port_file, cannot_start=str(error))
+        else:
+            log.error("stopped by an error", exc_info=error, task=task.get_name())
+        return True
 
     async def _start(self) -> None:
         """Opens everything but the engine; files last. Raises OSError and ExtraMissing."""
@@ -161,6 +180,9 @@ class Manager:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
         log.info("listening", address=config.listen, port=port, executor=config.engine.executor)
+        if reached := config.open_listeners():
+            addresses = " ".join(reached.values())
+            log.warning("other machines can connect, without TLS or a login (--insecure)", listen=addresses)
         self._opened.callback(self._keep, None)
         self._opened.enter_context(phases_told(config.port_file))
         if http_port:
@@ -187,9 +209,10 @@ class Manager:
         from pagekv.kvmanager.page.hub import PageHub
         from pagekv.kvmanager.page.routes import Page
 
+        reached = self._config.open_listeners()
         hub = PageHub(self.engine, requests=requests)
         self.engine.observers.add(hub.feed)
-        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text).routes()
+        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text, reached=reached).routes()
 
     def _not_ready(self) -> str:
         """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
@@ -209,7 +232,9 @@ class Manager:
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
-        collector = EngineCollector(self.engine, requests, prefix_cache=prefix_cache)
+        collector = EngineCollector(
+            self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
+        )
         routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(observe.http_listen, routes, observe.http_names)
         self._opened.push_async_callback(http.stop)
@@ -240,7 +265,7 @@ class Manager:
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
-                await self._grpc.set_serving(self._serving)
+                self._grpc.set_serving(self._serving)
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
@@ -272,6 +297,13 @@ class Manager:
             return None
 
 
+async def _end(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels tasks and waits for their ends; their errors stay with them."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+
+
 async def _warm(tokenizer: Tokenizer) -> None:
     """Compiles the chat template, if there is one, so that the first conversation need not wait for it."""
     if tokenizer.chat_template is None:
@@ -301,8 +333,10 @@ async def serve(config: ManagerConfig) -> int:
         return await Manager(config, tokenizer).run(stop)
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
+        tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
     except (OSError, ExtraMissing) as error:
         log.error("cannot start", reason=error)
+        tell_cannot_start(config.port_file, str(error))
     return 1
 
 

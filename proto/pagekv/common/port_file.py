@@ -7,7 +7,8 @@ goes on.
 Ports are those that were bound, where a flag asks for port 0. `listen` is there once the process listens and may be
 unix:/path; `http`, `kv_events` and `recordings` are the manager's, each there only where its flag turns it on. Two more
 are there for a while: `phase`, `{"name": "loading the weights", "percent": 34}` (null where nobody counts), while a
-start takes long; and `cannot_start`, the reason in words, when the process ends because of it.
+start takes long; and `cannot_start`, the reason in words, when the process ends because of it, which is all there is
+where that was before it listened.
 """
 
 from __future__ import annotations
@@ -51,3 +52,10 @@ def add_to_port_file(path: str, **facts: Any) -> None:
     with _writing, suppress(OSError, ValueError):
         if told := read_port_file(Path(path)):
             write_port_file(Path(path), {key: value for key, value in (told | facts).items() if value is not None})
+
+
+def tell_cannot_start(path: str, reason: str) -> None:
+    """Says in the file why a process that does not listen cannot start; nothing without a path, and never an error."""
+    with suppress(OSError):
+        if path:
+            write_port_file(Path(path), {"cannot_start": reason})

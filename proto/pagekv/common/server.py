@@ -7,14 +7,16 @@ import gc
 import inspect
 import resource
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2_grpc
 
+from pagekv.common import health
+from pagekv.common.aio_server import aio_server
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
@@ -52,7 +54,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
     Refuses requests whose bytes are no message, or which have too many fields or such as are not known here; a handler
-    of several requests gets them as bytes and does so by itself.
+    of several requests gets them as bytes and does so by itself. Of health and reflection, whose messages are gRPC's
+    own, unknown fields are ignored, and a handler of several requests gets messages.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
     `context.write` by itself, with messages that are serialised already. The answer of other handlers is a message or
@@ -66,9 +69,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         found = await continuation(handler_call_details)
         method = handler_call_details.method
-        # Health and reflection are gRPC's own and end calls by themselves.
-        if found is None or method.startswith("/grpc."):
+        if found is None:
             return found
+        own = not method.startswith("/grpc.")
         # Any: the type stubs know only blocking handlers, and these are coroutines and async generators.
         handler: Any = found
         parse = handler.request_deserializer
@@ -85,8 +88,13 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             except DecodeError as error:
                 # gRPC itself would end the call with UNKNOWN.
                 raise InvalidRequest("", f"must be the message of {method}, its bytes are none: {error}") from error
-            check_known(request)
+            if own:
+                check_known(request)
             return request
+
+        async def read_all(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+            async for data in requests:
+                yield await read(data)
 
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
@@ -96,6 +104,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 try:
                     if not handler.request_streaming:
                         request = await read(request)
+                    elif not own:
+                        request = read_all(request)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -155,8 +165,8 @@ class GrpcServer:
             "grpc.max_connection_idle_ms": IDLE_MS,
         }
         options |= dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), max_message_bytes)
-        self.server = grpc.aio.server(interceptors=(ErrorInterceptor(),), options=list(options.items()))
-        self._health = health.aio.HealthServicer()
+        self.server = aio_server((ErrorInterceptor(),), list(options.items()))
+        self._health = health.HealthService(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._reflection = reflection
         self.port = 0
@@ -174,15 +184,12 @@ class GrpcServer:
         except RuntimeError as error:
             await self.server.stop(None)
             raise OSError(f"cannot listen on {self._listen}: is another process using it?") from error
-        await self.set_serving(False)
         await self.server.start()
         return self.port
 
-    async def set_serving(self, serving: bool) -> None:
+    def set_serving(self, serving: bool) -> None:
         """Sets the health of the whole process and of each service."""
-        status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *self._names):
-            await self._health.set(name, status)
+        self._health.set_serving(serving)
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, waits up to `grace_s` seconds for running ones, then cancels them."""

@@ -84,7 +84,7 @@ class Process:
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not (listening := read_port_file(port_file)):
+        while "listen" not in (listening := read_port_file(port_file)):
             if self.popen.poll() is not None or time.monotonic() > deadline:
                 raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
             time.sleep(0.01)

@@ -17,7 +17,7 @@ from pagekv.client import (
     channel,
     resumable_generation,
 )
-from pagekv.client.channel import channel_options, is_local
+from pagekv.client.channel import channel_options
 from pagekv.common import errors
 from pagekv.v1 import cache_service_pb2, inference_service_pb2, inference_service_pb2_grpc, operator_service_pb2
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -46,7 +46,6 @@ def test_calls_that_change_nothing_are_repeated(server: ScriptedServer, client: 
     ],
 )
 def test_a_proxy_is_for_other_machines_alone(target: str, local: bool) -> None:
-    assert is_local(target) is local
     assert (("grpc.enable_http_proxy", 0) in channel_options(target)) is local
 
 

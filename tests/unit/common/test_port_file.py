@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from pagekv.common.port_file import add_to_port_file, bound_address, read_port_file, write_port_file
+from pagekv.common.port_file import add_to_port_file, bound_address, read_port_file, tell_cannot_start, write_port_file
 
 
 @pytest.mark.parametrize(
@@ -48,3 +49,24 @@ def test_facts_make_no_file_and_stop_nobody(tmp_path: Path) -> None:
     add_to_port_file(str(tmp_path / "port"), phase="a")
     add_to_port_file(str(tmp_path / "none" / "port"), phase="a")
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_process_that_never_listened_says_why_and_nothing_of_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "port"
+    for _ in range(2):
+        tell_cannot_start(str(path), "no luck")
+        assert read_port_file(path) == {"cannot_start": "no luck"}
+        write_port_file(path, {"listen": "127.0.0.1:1"})
+    tell_cannot_start("", "no luck")
+    tell_cannot_start(str(tmp_path / "none" / "port"), "no luck")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
+
+
+def test_every_key_is_told_to_users() -> None:
+    keys = {"listen", "http", "kv_events", "recordings", "phase", "cannot_start"}
+    docs = Path(__file__).parents[3] / "docs"
+    rows = [line.split("|")[1] for line in (docs / "deployment.md").read_text().splitlines() if line.startswith("| `")]
+    assert keys <= set(re.findall(r"`(\w+)`", " ".join(rows)))
+    flags = [line for line in (docs / "flags.md").read_text().splitlines() if line.startswith("| `--port-file")]
+    assert len(flags) == 2
+    assert all({"phase", "cannot_start"} <= set(re.findall(r"`(\w+)`", line)) for line in flags)

@@ -139,7 +139,7 @@ def many_descriptors() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("many_descriptors")
-@pytest.mark.parametrize("hard", [4096, 1024])
+@pytest.mark.parametrize("hard", [4096, pytest.param(1024, marks=pytest.mark.long)])
 def test_a_thousand_idle_connections_shut_nobody_out(hard: int) -> None:
     """With the usual 1024 descriptors: more are asked for; where there are no more, a newcomer waits until those that
     say nothing are closed, and whoever is connected is served all the time.

@@ -60,7 +60,7 @@ def run(body: Callable[[Any, str], Awaitable[None]]) -> None:
             "Floods": (unary, floods),
         }
         made = {name: make(handler, response_serializer=serialise) for name, (make, handler) in handlers.items()}
-        server.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, made),))
+        server.server.add_registered_method_handlers(SERVICE, made)
         port = await server.start()
         try:
             async with asyncio.timeout(120), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -12,6 +12,7 @@ from pagekv.conformance.verdict import BrokenRule
 STRICT = [("grpc.keepalive_permit_without_calls", 0)]
 
 
+@pytest.mark.long
 def test_pings_are_welcome() -> None:
     told: list[float] = []
     with toy() as address:
@@ -22,6 +23,7 @@ def test_pings_are_welcome() -> None:
     assert 0 < told[0] <= idle.idle_s == 4.5
 
 
+@pytest.mark.long
 def test_a_strict_server_is_noticed() -> None:
     with toy(options=STRICT) as address:
         idle = IdleConnection(address, 1000)

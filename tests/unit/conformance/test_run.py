@@ -42,6 +42,7 @@ def test_the_backend_of_the_docs_is_short() -> None:
     assert len(BACKEND.read_text().splitlines()) <= 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("edit", "size"),
     [
@@ -60,6 +61,7 @@ def test_a_sound_executor_of_other_sizes_passes(edit: Edit, size: int) -> None:
     assert broken(found) == {}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_a_sound_executor_of_few_tokens_passes(vocab: int) -> None:
     model = OracleModel(vocab_size=vocab, max_model_len=100, eos_token_ids=())

@@ -96,6 +96,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_planted_faults_are_noticed(fault: SamplerFault, backend: CpuBackend) -> None:
     faulty = edited_function(fault.function, fault.edit)
@@ -120,6 +121,7 @@ def test_a_swap_of_the_wrong_block_is_noticed(backend: CpuBackend) -> None:
     assert verdict.outcome == "failed", verdict
 
 
+@pytest.mark.long
 def test_the_sound_backend_passes(backend: CpuBackend) -> None:
     with served_backend(backend) as address:
         found = verdicts(address)

@@ -63,6 +63,17 @@ def test_a_bad_value_is_refused_with_flag_and_bounds(
     assert bounds in message
 
 
+@pytest.mark.parametrize("address", ["0.0.0.0:50052", "[::]:0", "executor:50052"])
+def test_a_port_that_other_machines_reach_has_to_be_accepted(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(["--listen", address], env={})
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[0]
+    assert line.startswith(f"pagekv-executor: argument --listen: other machines could connect to {address}")
+    assert "--insecure" in line
+    assert parse_config(["--listen", address, "--insecure"], env={}).listen == address
+
+
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_config(["--help"], env={})

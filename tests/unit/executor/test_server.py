@@ -156,7 +156,7 @@ def test_the_oracle_never_imports_torch() -> None:
     [
         (["--model", "/nowhere"], "--model cannot be used"),
         (["--vocab-size", "5", "--eos", "5"], "must be below the vocabulary size 5"),
-        (["--listen", "203.0.113.1:1"], "cannot listen on 203.0.113.1:1"),
+        (["--listen", "203.0.113.1:1", "--insecure"], "cannot listen on 203.0.113.1:1"),
     ],
 )
 def test_a_start_that_cannot_succeed_says_why_in_one_line(argv: list[str], words: str) -> None:
@@ -174,7 +174,7 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(argv: list[str], words
         (["--model", "{empty}"], "is empty: it should hold a model's config.json"),
         (["--model", "{config}"], "has no weights"),
         (["--dtype", "float16"], "--dtype float16: must be one of"),
-        (["--kv-memory", "1"], "--kv-memory 1: must be a size of at least one block"),
+        (["--kv-memory", "1"], "--kv-memory 1: must hold a block of 16 tokens"),
         (["--kv-dtype", "fp8"], "--kv-dtype fp8 needs --backend cuda"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -197,6 +197,21 @@ def test_mistakes_are_found_before_torch_is_imported_and_told_in_the_port_file(
     assert words in done.stderr
     assert words in read_port_file(port_file)["cannot_start"]
     assert "Errno" not in done.stderr
+
+
+def test_a_port_open_to_others_is_refused_before_torch_is_imported_and_warned_of_where_it_is_accepted() -> None:
+    code = (
+        "import sys; from pagekv.executor.server import main\n"
+        "try: main({argv})\n"
+        "finally: print(sorted({{'torch', 'transformers'}} & sys.modules.keys()))"
+    )
+    # Behind the port comes an error, with which the process ends by itself.
+    flags = ["--backend", "oracle", "--listen", "0.0.0.0:0", "--vocab-size", "5", "--eos", "5"]
+    done = execute(code.format(argv=flags))
+    assert (done.returncode, done.stdout.strip()) == (2, "[]"), done.stderr
+    assert "other machines could connect to 0.0.0.0:0" in done.stderr
+    done = execute(code.format(argv=[*flags, "--insecure"]))
+    assert "other machines can connect, without TLS or a login (--insecure) listen=0.0.0.0:0" in done.stderr
 
 
 def test_a_missing_package_is_named() -> None:

@@ -67,6 +67,7 @@ def test_a_crash_costs_the_case_it_is_in(tmp_path: Path, monkeypatch: pytest.Mon
     assert [row["case"] for row in of_step(run.records.read(), "smallest", "row")] == ["a", "c", "b"]
 
 
+@pytest.mark.long
 def test_a_step_that_hangs_is_ended_and_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # With a child in a group of its own, which holds the other end of the pipe.
     endless = 10**6 + os.getpid()
@@ -139,6 +140,7 @@ def test_a_step_that_was_too_slow_gets_twice_the_time(tmp_path: Path, monkeypatc
     assert "(at most 120 s)" in said
 
 
+@pytest.mark.long
 def test_a_folder_that_cannot_be_written_to_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     run = rehearse("1", "--only", "machine", "--folder", str(tmp_path / "file"))

@@ -12,6 +12,7 @@ from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 DEFAULTS = ManagerConfig(
     listen="127.0.0.1:50051",
+    insecure=False,
     tokenizer="auto",
     grace_s=30.0,
     log_level="info",
@@ -47,6 +48,7 @@ def test_defaults() -> None:
 def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
     env = {
         "PAGEKV_LISTEN": "unix:/run/pagekv",
+        "PAGEKV_INSECURE": "on",
         "PAGEKV_TOKENIZER": "none",
         "PAGEKV_GRACE_S": "0.5",
         "PAGEKV_LOG_LEVEL": "debug",
@@ -112,7 +114,7 @@ def test_every_flag_is_an_environment_variable_and_the_flag_wins() -> None:
         block_ages=True,
     )
     expected = ManagerConfig(
-        "unix:/run/pagekv", "none", 0.5, "debug", "json", "/tmp/port", False, engine=engine, observe=observe
+        "unix:/run/pagekv", True, "none", 0.5, "debug", "json", "/tmp/port", False, engine=engine, observe=observe
     )
     assert parse_config([], env) == expected
     assert parse_config(["--max-queue", "9"], env).engine.max_queue == 9
@@ -181,14 +183,41 @@ def test_a_bad_value_is_refused_by_name(
     ("argv", "env"),
     [
         # Variables are for many commands.
-        ([], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://*:0", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "on"}),
-        (["--kv-events"], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://*:0"}),
-        (["--kv-events-endpoint", "tcp://*:0"], {"PAGEKV_KV_EVENTS": "on"}),
+        ([], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://[::1]:0", "PAGEKV_HTTP_NAMES": "", "PAGEKV_PAGE_TEXT": "on"}),
+        (["--kv-events"], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://[::1]:0"}),
+        (["--kv-events-endpoint", "tcp://[::1]:0"], {"PAGEKV_KV_EVENTS": "on"}),
+        # Nothing is published, so nobody listens there.
+        ([], {"PAGEKV_KV_EVENTS_ENDPOINT": "tcp://*:0"}),
         (["--page-text"], {"PAGEKV_HTTP_LISTEN": "127.0.0.1:0"}),
     ],
 )
 def test_what_is_not_asked_for_on_the_command_line_is_not_refused(argv: list[str], env: dict[str, str]) -> None:
     parse_config(argv, env)
+
+
+@pytest.mark.parametrize(
+    ("argv", "env", "flag"),
+    [
+        (["--listen", "0.0.0.0:50051"], {}, "--listen"),
+        (["--listen", "gpu1.example:50051"], {}, "--listen"),
+        ([], {"PAGEKV_LISTEN": "[::]:50051"}, "--listen (from PAGEKV_LISTEN)"),
+        (["--http-listen", "10.0.0.7:8080"], {}, "--http-listen"),
+        (["--kv-events", "--kv-events-endpoint", "tcp://*:5557"], {}, "--kv-events-endpoint"),
+        (["--kv-events", "--kv-events-replay-endpoint", "tcp://eth0:5558"], {}, "--kv-events-replay-endpoint"),
+    ],
+)
+def test_a_port_that_other_machines_reach_has_to_be_accepted(
+    argv: list[str], env: dict[str, str], flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_config(argv, env)
+    assert caught.value.code == 2
+    line = capsys.readouterr().err.splitlines()[0]
+    assert f"argument {flag}: other machines could connect to " in line
+    assert "accept that with --insecure (PAGEKV_INSECURE=on)" in line
+    name = flag.partition(" ")[0].removeprefix("--")
+    for accepted in (parse_config([*argv, "--insecure"], env), parse_config(argv, env | {"PAGEKV_INSECURE": "on"})):
+        assert list(accepted.open_listeners()) == [name]
 
 
 def test_help_shows_a_variable_with_a_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -29,6 +30,7 @@ from pagekv.kvmanager import server
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.text import chat_template, worker_process
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
@@ -138,6 +140,24 @@ def test_http_says_what_health_says(tmp_path: Path) -> None:
         assert await ready() == (503, "no executor is attached\n")
 
     assert run(config(tmp_path, "--http-listen", "127.0.0.1:0"), body) == 0
+
+
+def test_ports_that_other_machines_reach_are_warned_of_in_log_page_and_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(running: Running) -> None:
+        port = read_port_file(tmp_path / "port")["http"].rpartition(":")[2]
+        async with aiohttp.ClientSession() as session:
+            for path, words in (
+                ("", "Other machines can connect to this manager (--listen 0.0.0.0:0, --http-listen 0.0.0.0:0)"),
+                ("metrics", "\npagekv_insecure_listeners 2.0\n"),
+            ):
+                async with session.get(f"http://127.0.0.1:{port}/{path}") as response:
+                    assert words in await response.text()
+
+    with caplog.at_level(logging.WARNING):
+        assert run(config(tmp_path, "--listen", "0.0.0.0:0", "--http-listen", "0.0.0.0:0", "--insecure"), body) == 0
+    assert "other machines can connect, without TLS or a login (--insecure)" in caplog.text
 
 
 def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_path: Path) -> None:
@@ -284,6 +304,89 @@ def test_a_broken_engine_ends_the_process_with_an_error(
     assert "out of luck" in caplog.text
 
 
+def test_an_engine_that_breaks_while_requests_finish_is_told_and_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(self: EngineLoop) -> None:
+        # Until the manager shuts down, in the middle of a request.
+        self._live.idle.clear()
+        while not self._state.draining:  # noqa: ASYNC110 - nothing signals it
+            await asyncio.sleep(0)
+        raise RuntimeError("out of luck")
+
+    async def body(running: Running) -> None:
+        pass
+
+    monkeypatch.setattr(EngineLoop, "run", broken)
+    # The grace time is longer than the test may take.
+    assert run(config(tmp_path, "--grace-s", "3600"), body) == 1
+    assert "out of luck" in caplog.text
+
+
+def test_a_tokenizer_that_is_loaded_too_late_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_tokenizers.byte_level().save(str(tmp_path / "tokenizer.json"))
+    loading, closed = threading.Event(), threading.Event()
+
+    def load(name: str) -> Tokenizer:
+        loading.set()
+        assert closed.wait(120)
+        return Tokenizer.load(Path(name))
+
+    async def last() -> None:
+        """Behind everything else that is closed."""
+        closed.set()
+        await asyncio.get_running_loop().shutdown_default_executor()
+        for _ in range(100):
+            await asyncio.sleep(0)
+
+    managers: list[server.Manager] = []
+
+    async def body(running: Running) -> None:
+        managers.append(running.manager)
+        attach(running.manager.engine, model(tmp_path))
+        await asyncio.to_thread(loading.wait, 120)
+
+    start = server.Manager._start
+
+    async def with_last(self: server.Manager) -> None:
+        self._opened.push_async_callback(last)
+        await start(self)
+
+    monkeypatch.setattr(server, "load_tokenizer", load)
+    monkeypatch.setattr(server.Manager, "_start", with_last)
+    assert run(config(tmp_path), body) == 0
+    assert managers[0]._tokenizer is None
+
+
+def test_an_error_while_closing_hides_nothing_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed: list[str] = []
+
+    async def broken(self: EngineLoop) -> None:
+        raise RuntimeError("out of luck")
+
+    stop = server.Manager._stop_listening
+
+    async def stop_listening(self: server.Manager, grace_s: float) -> None:
+        await stop(self, grace_s)
+        raise OSError("cannot be closed")
+
+    async def close(self: Exporters) -> None:
+        closed.append("exporters")
+
+    async def body(running: Running) -> None:
+        pass
+
+    monkeypatch.setattr(EngineLoop, "run", broken)
+    monkeypatch.setattr(server.Manager, "_stop_listening", stop_listening)
+    monkeypatch.setattr(Exporters, "close", close)
+    with pytest.raises(OSError, match="cannot be closed"):
+        run(config(tmp_path), body)
+    assert "out of luck" in caplog.text
+    assert closed == ["exporters"]
+
+
 def main(argv: list[str], caplog: pytest.LogCaptureFixture) -> tuple[int, str]:
     """Exit status and the last reason logged."""
     status = asyncio.run(server.serve(parse_config(argv, {})))
@@ -314,7 +417,7 @@ async def nothing_listens(port: int) -> bool:
 def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Every part that was open already is closed, without a trace in the log or in files."""
+    """Every part that was open already is closed, without a trace in the log or in files but the reason."""
     with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         port = free.getsockname()[1]
@@ -339,6 +442,10 @@ def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
         assert words.startswith("cannot start: ")
         assert (str(tmp_path / "none") if flag in ("--record-steps", "--port-file") else address) in words
         assert asyncio.run(nothing_listens(port))
+    told = read_port_file(tmp_path / "port")
+    if flag != "--port-file":
+        assert f"cannot start: {told['cannot_start']}" == words
+        (tmp_path / "port").unlink()
     assert [path.name for path in tmp_path.iterdir()] == []
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == ["cannot start"]
     assert "Traceback" not in capfd.readouterr().err
@@ -352,8 +459,9 @@ def test_a_start_without_an_extra_leaves_nothing(
     record, port_file = str(tmp_path / "trace"), str(tmp_path / "port")
     flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--record", record, "--port-file", port_file]
     status, words = main([*flags, "--http-listen", "127.0.0.1:0"], caplog)
-    assert (status, [*tmp_path.iterdir()]) == (1, [])
+    assert (status, [path.name for path in tmp_path.iterdir()]) == (1, ["port"])
     assert words.startswith("cannot start: --http-listen needs ")
+    assert f"cannot start: {read_port_file(tmp_path / 'port')['cannot_start']}" == words
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == ["cannot start"]
 
 
@@ -362,8 +470,11 @@ def test_a_tokenizer_that_is_named_must_be_there(tmp_path: Path, make: bool, cap
     where = tmp_path / "model"
     if make:
         where.mkdir()
-    status, words = main(["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--tokenizer", str(where)], caplog)
+    flags = ["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--port-file", str(tmp_path / "port")]
+    status, words = main([*flags, "--tokenizer", str(where)], caplog)
     assert status == 1
+    # `pagekv up` tells this in one line, in the place of the log.
+    assert f"cannot start: {read_port_file(tmp_path / 'port')['cannot_start']}" == words
     assert words.startswith("cannot start: --tokenizer leads nowhere: ")
     assert ("no tokenizer.json: save" if make else "neither a model directory") in words
 

@@ -1,9 +1,18 @@
-"""`python -m pagekv.client.cli`, the same as the command `pagekv`."""
+"""`pagekv`, and `python -m pagekv.client.cli`."""
 
 from __future__ import annotations
 
 import sys
 
-from pagekv.client.cli.main import main
+from pagekv.common.interrupts import quiet_interrupts
 
-sys.exit(main())
+
+def main() -> int:
+    """Entry point of `pagekv`."""
+    with quiet_interrupts():
+        from pagekv.client.cli.main import main as run
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

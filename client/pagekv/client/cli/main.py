@@ -94,11 +94,12 @@ def command_first(argv: Sequence[str]) -> list[str]:
 
 
 def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
-    """Ends with status 2 and the nearest command's name where the command is misspelt."""
+    """Ends with status 2 and the nearest command's name where the command is abbreviated or misspelt."""
     known = [*up.ALIASES, *(name for names in GROUPS.values() for name in names)]
     if argv and not argv[0].startswith("-") and argv[0] not in known:
-        near = difflib.get_close_matches(argv[0], known, n=1)
-        parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        begun = [name for name in known if name.startswith(argv[0])]
+        near = " or ".join(map(repr, begun or difflib.get_close_matches(argv[0], known, n=1)))
+        parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near}?" if near else ""))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,11 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
     for_scripts = "--json" in given
-    parser = make_parser(as_json=for_scripts)
-    _check_command(parser, given)
-    args = parser.parse(given)
     terminal = Terminal()
     try:
+        parser = make_parser(as_json=for_scripts)
+        _check_command(parser, given)
+        args = parser.parse(given)
         status: int = args.run(args, terminal)
         return status
     except (UsageError, PageKVError, StackError) as error:

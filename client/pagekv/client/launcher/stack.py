@@ -27,7 +27,7 @@ from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args,
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
-EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor.server")
+EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor")
 MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40

@@ -70,7 +70,9 @@ class CpuBackend:
         self._swap_rates: dict[int, tuple[int, int]] = {}
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+        """Raises InvalidRequest when --kv-memory holds no block of this size."""
         info, key = self._info, (block_size, token_budget)
+        info.check_block_fits(block_size)
         if key not in info.profiles:
             with phase(f"profiling a step of {token_budget} tokens"):
                 info.add_profile(key, profile_step(self._loaded, block_size, token_budget))

@@ -85,7 +85,8 @@ class CudaBackend:
         self._bandwidth = device.bandwidth()
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Raises OutOfMemory when no step of this size fits."""
+        """Raises OutOfMemory when no step of this size fits, InvalidRequest when --kv-memory holds no block of it."""
+        self._info.check_block_fits(block_size)
         profile, info = self._profile(block_size, token_budget), self._info
         host_bytes = min(info.device_kv_bytes, self._host_bytes)
         return info.describe(block_size, profile, host_bytes, self._bandwidth, self._device.versions)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import transformers
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import (
     LAYOUT,
@@ -72,6 +73,18 @@ class ModelBackendInfo:
     available: int
     # By (block size, token budget).
     profiles: dict[tuple[int, int], StepProfile] = field(default_factory=dict)
+
+    def check_block_fits(self, block_size: int) -> None:
+        """To be called before a profile, which takes seconds. Raises InvalidRequest where the memory given for the pool
+        cannot hold one block.
+        """
+        size = self.geometry.bytes_per_block(block_size)
+        if 0 < self.kv_memory < size:
+            raise InvalidRequest(
+                "block_size",
+                f"a block of {block_size} tokens takes {size} bytes, more than --kv-memory {self.kv_memory} gives to "
+                "all; give more, or 0 for a share of what is available, or choose a smaller --block-size",
+            )
 
     def add_profile(self, key: tuple[int, int], profile: StepProfile) -> None:
         """Keeps a profile, by (block size, token budget)."""

@@ -11,6 +11,10 @@ from pagekv.executor.model.files import StoredModel, read_model_files
 # Bytes of an element by the values of --dtype that the cpu backend has.
 CPU_ELEMENT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float64": 8}
 
+# Tokens that a pool holds at least: a block of the manager's default --block-size. Blocks may be smaller, but no prompt
+# of use fits into less. For larger blocks the memory is judged when a manager asks with its block size.
+MIN_POOL_TOKENS = 16
+
 
 def check_cpu_dtype(dtype: str) -> None:
     """Raises ValueError for an element type that the cpu backend has not."""
@@ -28,10 +32,10 @@ def check_cpu_start(directory: Path, dtype: str, kv_memory: int) -> None:
 
 
 def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int) -> None:
-    """Raises ValueError where memory that is given (not 0) cannot hold one token, so no block of any size."""
+    """Raises ValueError where memory that is given (not 0) cannot hold `MIN_POOL_TOKENS` tokens."""
     token = stored.token_bytes(element_bytes)
-    if token and 0 < kv_memory < token:
+    if token and 0 < kv_memory < MIN_POOL_TOKENS * token:
         raise ValueError(
-            f"--kv-memory {kv_memory}: must be a size of at least one block, and a block of 16 tokens of {directory} "
-            f"takes {16 * token} bytes, one token {token}; 0 takes a share of what is available"
+            f"--kv-memory {kv_memory}: must hold a block of {MIN_POOL_TOKENS} tokens, for {directory} "
+            f"{MIN_POOL_TOKENS * token} bytes or more, at {token} a token; 0 takes a share of what is available"
         )

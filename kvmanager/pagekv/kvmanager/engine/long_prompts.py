@@ -19,6 +19,8 @@ class LongPrompts:
         self._pack = pack
         # Held by the call that is entering; given in the order in which it is asked for, so calls keep theirs.
         self.turn = asyncio.Lock()
+        # Sequences of the calls that hold it or wait for it.
+        self.num_entering = 0
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -218,10 +218,11 @@ class EngineLoop:
     async def _watch(self) -> None:
         """Ends with ExecutorLost when the oldest step in flight is overdue; wakes the loop to see it."""
         timeout = self._config.step_timeout_s
+        interval = min(1.0, timeout / 4)
         try:
             while True:
-                await asyncio.sleep(min(1.0, timeout / 4))
-                if self._in_flight.waited_s() > timeout:
+                await asyncio.sleep(interval)
+                if self._in_flight.count_wait(interval) >= timeout:
                     raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)", Fault.STEP)
         finally:
             self._wake.set()
@@ -298,11 +299,20 @@ class EngineLoop:
         """`submit`, in the order of these calls, with a long prompt's work done before in slices. Raises as `submit`
         does. Until it returns nothing is known of the request: to cancel the call is to end it.
         """
-        async with self._long_prompts.turn:
-            self._check_admissible(command)
-            table, media = self._state.serving().pool.table, command.identity.media
-            root = self._root(command)
-            return self.submit(command, await self._long_prompts.prepare(command.prompt_ids, media, root, table))
+        prompts = self._long_prompts
+        self._check_admissible(command)
+        waits = prompts.num_entering > 0
+        prompts.num_entering += command.n
+        try:
+            async with prompts.turn:
+                if waits:
+                    self._check_admissible(command, counted=command.n)
+                table, media = self._state.serving().pool.table, command.identity.media
+                prepared = await prompts.prepare(command.prompt_ids, media, self._root(command), table)
+        finally:
+            prompts.num_entering -= command.n
+        # Before the next call runs, whose turn it is from now on.
+        return self.submit(command, prepared)
 
     def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
         """Queues a request, whose prompt may have been prepared. Raises AlreadyExists, Overloaded, Unavailable,
@@ -319,9 +329,10 @@ class EngineLoop:
         self._wake.set()
         return request.stream
 
-    def _check_admissible(self, command: GenerateCommand) -> None:
+    def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
+        """`counted`: sequences of this request that count as entering by now."""
         try:
-            check_admissible(command, self._state)
+            check_admissible(command, self._state, self._long_prompts.num_entering - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()

@@ -19,8 +19,8 @@ class StepsInFlight:
         self._plans: deque[StepPlan] = deque()
         # Number of the oldest step, counted from 1 within an epoch.
         self._step = 1
-        # When the turn of the oldest step came.
-        self._since = 0.0
+        # When the turn of the oldest step came, or its time was counted last; and the seconds counted.
+        self._since = self._waited = 0.0
         self._check = AnswerCheck(0)
 
     def __len__(self) -> int:
@@ -34,7 +34,7 @@ class StepsInFlight:
     def add(self, plan: StepPlan) -> None:
         """Adds a step that is about to be sent."""
         if not self._plans:
-            self._since = self._clock()
+            self._begin_turn()
         self._plans.append(plan)
 
     def answered(self, result: StepResult) -> tuple[StepPlan, StepResult]:
@@ -51,11 +51,22 @@ class StepsInFlight:
         """Removes the oldest step, whose result is committed; the next one's turn comes."""
         self._plans.popleft()
         self._step += 1
-        self._since = self._clock()
+        self._begin_turn()
 
-    def waited_s(self) -> float:
-        """Seconds that the oldest step has had its turn; 0 when nothing is in flight."""
-        return self._clock() - self._since if self._plans else 0.0
+    def _begin_turn(self) -> None:
+        self._since, self._waited = self._clock(), 0.0
+
+    def count_wait(self, at_most_s: float) -> float:
+        """Seconds that the oldest step has had its turn while this process ran; 0 when nothing is in flight. To be
+        called every `at_most_s` seconds: of a longer time between two calls, in which the process was stopped or the
+        machine asleep, no more is counted.
+        """
+        if not self._plans:
+            return 0.0
+        now = self._clock()
+        self._waited += min(now - self._since, at_most_s)
+        self._since = now
+        return self._waited
 
     def begin_epoch(self, vocab_size: int) -> None:
         """Discards the steps: they will never be answered. Step numbers begin anew."""

@@ -108,3 +108,8 @@ class ObserveConfig:
         type=_collector,
         metavar="URL",
     )
+
+    def listeners(self) -> dict[str, str]:
+        """Addresses to listen at, by the names of their flags; empty ones are none."""
+        events = ("kv_events_endpoint", "kv_events_replay_endpoint") if self.kv_events else ()
+        return {name.replace("_", "-"): getattr(self, name) for name in ("http_listen", *events)}

@@ -9,13 +9,16 @@ a flag says otherwise, and everybody who can reach the port can read all of it.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import logging
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
+from pagekv.common.loopback import ip_address, is_loopback
 
 # Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 4 ms.
 MAX_BODY_BYTES = 128 * 2**10
@@ -34,6 +37,17 @@ FOR_MACHINES = frozenset(("/metrics", "/health", "/ready"))
 
 # Subclasses stand before their bases: the first match wins.
 _STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Whether a line of aiohttp's is about an error of this process, and not about a request that is none or a client
+    that has gone: clients could fill the log with tracebacks.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, ConnectionError)))
+
+
+_aiohttp_log = logging.getLogger(f"{__name__}.aiohttp")
+_aiohttp_log.addFilter(_is_ours)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -57,7 +71,12 @@ class HttpServer:
         self._app.add_routes(routes)
         self._app.on_response_prepare.append(_add_headers)
         self._runner = web.AppRunner(
-            self._app, access_log=None, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=HEADERS_S
+            self._app,
+            access_log=None,
+            logger=_aiohttp_log,
+            auto_decompress=False,  # bodies are small, and no client here compresses any
+            shutdown_timeout=SHUTDOWN_S,
+            keepalive_timeout=HEADERS_S,
         )
         self._listening: asyncio.Server | None = None
         # Connections with a request that is being answered.
@@ -66,6 +85,9 @@ class HttpServer:
     async def start(self) -> int:
         """Binds and listens; returns the port. Raises OSError when the address is taken."""
         await self._runner.setup()
+        server = self._runner.server
+        assert server is not None
+        server.request_handler = _refusing_expectations(server.request_handler)
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self._connection, self._host, self._port)
         for listener in self._listening.sockets:
@@ -136,6 +158,17 @@ class HttpServer:
         return everywhere or may_name(host, self._host)
 
 
+def _refusing_expectations(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    """A handler that answers an Expect header which is no ASCII: aiohttp fails to quote it, before any middleware."""
+
+    async def handle(request: web.BaseRequest) -> Any:
+        if not request.headers.get("Expect", "").isascii():
+            return web.Response(status=417, text="Expect must be ASCII\n", headers=HEADERS)
+        return await handler(request)
+
+    return handle
+
+
 async def _read_body(request: web.Request) -> None:
     """Reads the body, which handlers read again from memory. Raises HTTPRequestTimeout and
     HTTPRequestEntityTooLarge.
@@ -168,17 +201,4 @@ def may_name(host: str, listen: str) -> bool:
     """
     if is_loopback(listen):
         return is_loopback(host)
-    return host.lower() == listen.lower() or "." not in host or _address(host) is not None
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this name or address means this machine and no other."""
-    address = _address(host)
-    return host.lower() == "localhost" or (address is not None and address.is_loopback)
-
-
-def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(host)
-    except ValueError:
-        return None
+    return host.lower() == listen.lower() or "." not in host or ip_address(host) is not None

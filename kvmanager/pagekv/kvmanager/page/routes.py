@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ WRITE_TIMEOUT_S = 30.0
 # Seconds without a message after which a reader is written a comment.
 KEEP_ALIVE_S = 5.0
 STATIC = Path(__file__).with_name("static")
+# The place for a warning in index.html.
+NO_WARNING = '<p id="warning" role="note" hidden></p>'
 # Fields of a device block, and of what is known beside it, that are shown.
 _BLOCK = ("block_id", "ref_count", "pins", "block_hash", "parent_hash")
 _DETAIL = ("cached_s", "chain", "chain_complete", "requests")
@@ -32,8 +36,19 @@ _DETAIL = ("cached_s", "chain", "chain_complete", "requests")
 class Page:
     """The routes over one engine."""
 
-    def __init__(self, engine: EngineLoop, served_model: ServedModel, hub: PageHub, *, show_text: bool) -> None:
-        """`show_text`: whether blocks are shown with their content."""
+    def __init__(
+        self,
+        engine: EngineLoop,
+        served_model: ServedModel,
+        hub: PageHub,
+        *,
+        show_text: bool,
+        reached: Mapping[str, str] | None = None,
+    ) -> None:
+        """`show_text`: whether blocks are shown with their content. `reached`: addresses at which other machines can
+        connect, by the names of their flags, which the page warns of.
+        """
+        self._index_page = _with_warning((STATIC / "index.html").read_text(encoding="utf-8"), reached or {})
         self._engine = engine
         self._served_model = served_model
         self._hub = hub
@@ -42,7 +57,7 @@ class Page:
     def routes(self) -> list[web.AbstractRouteDef]:
         """To be served by `HttpServer`."""
         return [
-            web.get("/", _index),
+            web.get("/", self._index),
             web.static("/page", STATIC),
             web.get("/api/stream", self._stream),
             web.get("/api/block/{block_id:[0-9]{1,10}}", self._block),
@@ -51,6 +66,9 @@ class Page:
             web.get("/api/request", self._request),
             web.post("/api/explain", self._explain),
         ]
+
+    async def _index(self, request: web.Request) -> web.Response:
+        return web.Response(text=self._index_page, content_type="text/html")
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Server-sent events: a snapshot, then changes, each a JSON object. Another snapshot begins an epoch."""
@@ -89,7 +107,7 @@ class Page:
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
         # Requests end while somebody looks at them, so one that is not live is no error.
-        found = self._engine.queries.block_tables(request_id) or pb.GetBlockTableResponse()
+        found = await self._engine.queries.block_tables_in_slices(request_id) or pb.GetBlockTableResponse()
         return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
     async def _explain(self, request: web.Request) -> web.Response:
@@ -101,8 +119,16 @@ class Page:
         return web.json_response(await explain(self._engine, self._served_model.served(), asked))
 
 
-async def _index(request: web.Request) -> web.FileResponse:
-    return web.FileResponse(STATIC / "index.html")
+def _with_warning(page: str, reached: Mapping[str, str]) -> str:
+    """The page, whose place for a warning is filled where other machines can connect."""
+    if not reached:
+        return page
+    where = ", ".join(f"--{name} {address}" for name, address in reached.items())
+    words = (
+        f"Other machines can connect to this manager ({where}). There is no TLS and no login: everybody who reaches it "
+        "can read what this page shows and steer the manager."
+    )
+    return page.replace(NO_WARNING, f'<p id="warning" role="note">{escape(words)}</p>')
 
 
 async def _next_lines(viewer: Viewer) -> bytes:

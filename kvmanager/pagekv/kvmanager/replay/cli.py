@@ -119,7 +119,7 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `python -m pagekv.kvmanager.replay.cli`, which `pagekv replay` starts."""
+    """The command line of `pagekv replay`."""
     parser, given = make_parser(), list(sys.argv[1:] if argv is None else argv)
     parser.as_json = "--json" in given
     args = parser.parse(given)
@@ -214,7 +214,3 @@ def _progress(label: str, records: int) -> Callable[[int], None]:
         sys.stderr.flush()
 
     return show
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -120,7 +120,9 @@ class Scheduler:
         return plan
 
     def _plan_decodes(self, step: StepBuilder) -> None:
-        """One token for every sequence whose last token is known or promised."""
+        """One token for every sequence whose last token is known or promised. The budget is enough for all: a sequence
+        begins to decode in a step that had at least one token left for it beside those that decoded already.
+        """
         batch = self._running.batch
         rows = batch.decoding_rows()
         if not len(rows):
@@ -128,23 +130,16 @@ class Scheduler:
         full, exhausted = batch.full(rows), batch.exhausted(rows)
         filled = batch.sequences(full)
         if filled:
-            # Also of sequences that end or pause here: what their last token completed can be hit from now on.
+            # Also of sequences that end here: what their last token completed can be hit from now on.
             self._publish(full, filled, computed_now=False)
         if len(exhausted):
             for sequence in batch.sequences(exhausted):
                 self._running.drain(sequence)
             rows = batch.decoding_rows()
-        others: list[int] = []
-        if len(rows) > step.room:
-            rows, others = self._first_in_order(step.room)
-        if len(exhausted) or others:
             full = batch.full(rows)
             filled = batch.sequences(full)
         if filled and self._allocate_slots(step, full, filled):
             rows = rows[batch.decoding[rows]]
-        for seq_id in others:
-            if batch.decoding[seq_id]:
-                step.add_pause(seq_id)
         completed = step.add_decodes(rows)
         if len(completed):
             self._publish(completed, batch.sequences(completed), computed_now=True)
@@ -161,11 +156,6 @@ class Scheduler:
             rows, sequences = rows[due], [sequences[at] for at in due]
         tokens, raw = self._running.batch.complete_blocks(rows)
         self._tables.publish_last(sequences, tokens, raw, computed_now=computed_now)
-
-    def _first_in_order(self, count: int) -> tuple[Rows, list[int]]:
-        """Rows of the first `count` of the running order that decode, ascending, and seq_ids of the others."""
-        seq_ids = [s.seq_id for s in self.running if self._running.batch.decoding[s.seq_id]]
-        return np.array(sorted(seq_ids[:count]), np.intp), seq_ids[count:]
 
     def _allocate_slots(self, step: StepBuilder, rows: Rows, sequences: list[Seq]) -> bool:
         """One more block for each of these sequences, in these rows, whose tables are full; True if that preempted

@@ -24,8 +24,10 @@ from typing import IO
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
 
-# Jobs that may wait for the one that is done.
+# Jobs that may wait for the one that is done, and bytes of their bodies, that one's included. A caller holds several
+# times as many: its message, and the text that it was made of.
 MAX_WAITING = 1024
+MAX_WAITING_BYTES = 64 * 2**20
 RETRY_DELAY_S = 1.0
 # Processor seconds for the setup: libraries are imported, a template is compiled or a tokenizer loaded.
 SETUP_CPU_S = 10.0
@@ -45,8 +47,9 @@ class WorkerStopped(Exception):
 
 @dataclass(slots=True)
 class _Ticket:
-    """One call of `run`."""
+    """One call of `run`; it keeps no body once its caller has gone."""
 
+    body: bytes
     given_up: bool = False
 
 
@@ -67,7 +70,7 @@ class WorkerProcess:
         self._cpu_s = cpu_s
         self._memory_bytes = memory_bytes
         self._max_waiting = max_waiting
-        self._num_waiting = 0
+        self._num_waiting = self._waiting_bytes = 0
         # The thread that talks to the process. Jobs of callers that have gone are dropped before their turn.
         self._thread = ThreadPoolExecutor(1, f"{kind} worker")
         # Held by that thread, and by callers that give up, to look at what is running, and never for longer: callers
@@ -83,23 +86,30 @@ class WorkerProcess:
 
     async def run(self, job: str, body: bytes) -> bytes:
         """The answer to a job. Cancelling the call ends the job, and with it the process. Raises JobRefused,
-        WorkerStopped, Overloaded when too many jobs wait, or Unavailable when closed or ended from outside.
+        WorkerStopped, Overloaded when too many jobs wait or too many bytes, or Unavailable when closed or ended from
+        outside.
         """
         if self._num_waiting >= self._max_waiting:
             what = f"{self._num_waiting} texts wait to be read by the {self._kind}, at most {self._max_waiting}"
             raise Overloaded(what, RETRY_DELAY_S, self._max_waiting)
-        ticket = _Ticket()
+        if self._waiting_bytes + len(body) > MAX_WAITING_BYTES:
+            what = f"{self._waiting_bytes} bytes wait to be read by the {self._kind}"
+            what += f", with the {len(body)} of this text at most {MAX_WAITING_BYTES}"
+            raise Overloaded(what, RETRY_DELAY_S, MAX_WAITING_BYTES)
+        ticket = _Ticket(body)
         self._num_waiting += 1
+        self._waiting_bytes += len(body)
         try:
-            return await asyncio.wrap_future(self._thread.submit(self._do, ticket, job, body))
+            return await asyncio.wrap_future(self._thread.submit(self._do, ticket, job))
         except asyncio.CancelledError:
             with self._lock:
-                ticket.given_up = True
+                ticket.given_up, ticket.body = True, b""
                 if self._current is ticket:
                     self._kill()
             raise
         finally:
             self._num_waiting -= 1
+            self._waiting_bytes -= len(body)
 
     def close(self) -> None:
         """Ends the process for good, in the middle of a job too."""
@@ -113,8 +123,9 @@ class WorkerProcess:
         for process in self._processes:
             process.kill()
 
-    def _do(self, ticket: _Ticket, job: str, body: bytes) -> bytes:
+    def _do(self, ticket: _Ticket, job: str) -> bytes:
         """On the thread."""
+        body = ticket.body
         if self._broken is not None:
             raise self._broken()
         try:

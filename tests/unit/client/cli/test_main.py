@@ -94,6 +94,8 @@ def test_options_may_stand_before_the_command(
     ("command", "message"),
     [
         ("stat", "no command 'stat'; did you mean 'stats'?"),
+        ("gen", "no command 'gen'; did you mean 'generate'?"),
+        ("re", "no command 're'; did you mean 'requests' or 'reset-cache' or 'replay'?"),
         ("serv", "no command 'serv'; did you mean 'serve'?"),
         (
             "generate x --max-token 5",

@@ -28,6 +28,7 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
         ("bench --rate 3 --concurrency 4", "not allowed with argument"),
         ("up --port 99999", "--port: must be a whole number from 0 to 65535"),
         ("up --port 0 --executor-port 0 --manager-args=--listen=x", "--manager-args: set addresses with"),
+        ("up --gateway --gateway-args=--host=0.0.0.0", "--gateway-args: set addresses with"),
         ("blocks --limit 0", "--limit"),
     ],
 )

@@ -9,6 +9,7 @@ import torch
 from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.backend import CpuBackend
 
@@ -45,6 +46,15 @@ def test_memory_is_a_share_of_what_is_available_and_measured_once(llama: Path) -
     backend.allocate(16, 100, 0)
     assert backend.describe(16, 300) == first
     assert backend.describe(32, 300).bytes_per_block == 2 * first.bytes_per_block
+
+
+def test_memory_for_less_than_a_block_is_refused_before_a_step_is_profiled(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pagekv.executor.cpu.backend.profile_step", lambda *_: pytest.fail("profiled"))
+    backend = CpuBackend(llama, "m", threads=1, kv_memory=20_000)
+    with pytest.raises(InvalidRequest, match="block of 64 tokens takes 36864 bytes, more than --kv-memory 20000"):
+        backend.describe(64, 64)
 
 
 def test_pools_that_cannot_fit_are_refused(llama: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.executor.cuda_host import HostDevice, host_backend, save_small_model
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT
 from pagekv.executor.config import parse_config
 from pagekv.executor.server import load_backend
@@ -46,6 +47,15 @@ def test_description(llama: Path) -> None:
 
 def test_memory_given_is_memory_taken(llama: Path) -> None:
     assert host_backend(llama, kv_memory=10**6).describe(16, 4).device_kv_bytes == 10**6
+
+
+def test_memory_for_less_than_a_block_is_refused_before_a_step_is_profiled(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = host_backend(llama, kv_memory=4096)
+    monkeypatch.setattr(backend, "_measure", lambda *_: pytest.fail("profiled"))
+    with pytest.raises(InvalidRequest, match="more than --kv-memory 4096 gives"):
+        backend.describe(256, 4)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+import torch
 
+from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.model.description import (
     ModelBackendInfo,
@@ -14,6 +16,7 @@ from pagekv.executor.model.description import (
     prompt_lengths,
     prompt_step,
 )
+from pagekv.executor.model.loading import BlockGeometry
 
 
 @pytest.mark.parametrize(
@@ -41,3 +44,17 @@ def test_the_largest_profile_counts_and_a_given_size_wins() -> None:
     assert (info.left, info.device_kv_bytes) == (0, 0)
     info.kv_memory = 70
     assert info.device_kv_bytes == 70
+
+
+def test_memory_for_less_than_a_block_is_refused_with_the_numbers() -> None:
+    nothing = cast("Any", None)
+    geometry = BlockGeometry(2, 2, 8, torch.float32)
+    info = ModelBackendInfo("cpu", "m", "f", nothing, geometry, 8, kv_memory=4095, memory_share=0.5, available=1000)
+    info.check_block_fits(16 - 1)
+    with pytest.raises(InvalidRequest, match="a block of 16 tokens takes 4096 bytes, more than --kv-memory 4095"):
+        info.check_block_fits(16)
+    info.kv_memory = 4096
+    info.check_block_fits(16)
+    # Measured later.
+    info.kv_memory = 0
+    info.check_block_fits(256)

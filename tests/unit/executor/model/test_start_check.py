@@ -20,8 +20,9 @@ def test_element_types_are_those_of_the_cpu_backend() -> None:
     ("dtype", "kv_memory", "words"),
     [
         ("float16", 0, "--dtype float16: must be one of auto, float32, bfloat16, float64 with the cpu backend"),
-        ("auto", 1, r"--kv-memory 1: must be a size of at least one block, .* takes 98304 bytes, one token 6144"),
-        ("bfloat16", 3071, r"--kv-memory 3071: .* one token 3072"),
+        ("auto", 1, r"--kv-memory 1: must hold a block of 16 tokens, .* 98304 bytes or more, at 6144 a token"),
+        ("auto", 98303, r"--kv-memory 98303: .* 98304 bytes"),
+        ("bfloat16", 49151, r"--kv-memory 49151: .* 49152 bytes or more, at 3072 a token"),
     ],
 )
 def test_flags_that_cannot_serve_the_demo_model(dtype: str, kv_memory: int, words: str) -> None:
@@ -30,7 +31,7 @@ def test_flags_that_cannot_serve_the_demo_model(dtype: str, kv_memory: int, word
 
 
 def test_only_what_is_certain_is_refused(tmp_path: Path) -> None:
-    check_cpu_start(resolve_model("demo"), "auto", 6144)
+    check_cpu_start(resolve_model("demo"), "auto", 98304)
     check_cpu_start(resolve_model("demo"), "float64", 0)
     stored = read_model_files(resolve_model("demo"))
     assert stored.token_bytes(4) == 6144

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.engine.engine_harness import Bench, command, described, expect, read, run
 
-from pagekv.common.errors import AlreadyExists, Draining, InvalidRequest
+from pagekv.common.errors import AlreadyExists, Draining, InvalidRequest, Overloaded
 from pagekv.kvmanager.engine import executor_wire, loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
@@ -127,6 +127,30 @@ def test_an_id_that_is_taken_is_refused_before_and_after_the_work(
         assert [await read(each) for each in (stream, faster)] == [expect([1, 2, 3]), expect([4, 5, 6])]
 
     run(monkeypatch, body)
+
+
+def test_prompts_on_their_way_into_the_queue_count_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is being prepared and others wait for their turn; none of them is refused in the end."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        first = asyncio.create_task(engine.queue(command("first", LONG, n=2)))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(engine.queue(command("second", LONG)))
+        await asyncio.sleep(0)
+        for prompt in (LONG, [1]):
+            with pytest.raises(Overloaded, match="the queue is full: 3 sequences wait, at most 3") as refused:
+                await engine.queue(command("third", prompt))
+            assert (refused.value.limit, refused.value.flag) == (3, "--max-queue")
+        with pytest.raises(Overloaded):
+            engine.submit(command("fourth", [1]))
+        second.cancel()
+        await asyncio.sleep(0)
+        third = asyncio.create_task(engine.queue(command("third", LONG)))
+        for call in (first, third):
+            await read(await call)
+        assert await read(await engine.queue(command("last", LONG))) == expect(LONG)
+
+    run(monkeypatch, body, max_queue=3)
 
 
 def test_a_prompt_that_can_never_fit_is_refused_before_the_work(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -73,6 +74,30 @@ def test_a_step_without_an_answer_costs_an_epoch(monkeypatch: pytest.MonkeyPatch
         assert len(bench.attaches) >= 2
 
     run(monkeypatch, body, step_timeout_s=0.2)
+
+
+def test_a_manager_that_was_stopped_blames_no_step_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by SIGSTOP, while a step is answered: an hour has gone by when the watchdog looks the next time."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.step_s = 3600
+        stream = engine.submit(command("a", [1, 2, 3]))
+        await until(lambda: bool(bench.plans))
+        looks: list[float] = []
+
+        def clock() -> float:
+            looks.append(time.monotonic() + 3600)
+            return looks[-1]
+
+        monkeypatch.setattr(engine._in_flight, "_clock", clock)
+        await until(lambda: bool(looks))
+        assert bench.link is not None
+        bench.step_s = 0
+        bench.link._finish()
+        assert await read(stream) == expect([1, 2, 3])
+        assert len(bench.attaches) == 1
+
+    run(monkeypatch, body, step_timeout_s=60)
 
 
 def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,15 +36,26 @@ def test_answers_are_due_in_order_and_with_all_tokens() -> None:
 def test_a_step_sent_ahead_waits_without_its_time_running() -> None:
     clock = Clock()
     steps = StepsInFlight(lambda: clock.now)
-    assert steps.waited_s() == 0
+    assert steps.count_wait(9) == 0
     steps.add(plan(1))
     clock.now += 2
     steps.add(plan(1))
-    assert steps.waited_s() == 2
+    assert steps.count_wait(9) == 2
     steps.pop()
-    assert steps.waited_s() == 0
+    assert steps.count_wait(9) == 0
     clock.now += 1
-    assert steps.waited_s() == 1
+    assert steps.count_wait(9) == 1
+    steps.pop()
+    assert steps.count_wait(9) == 0
+
+
+def test_time_in_which_the_manager_stood_still_is_not_waited() -> None:
+    clock = Clock()
+    steps = StepsInFlight(lambda: clock.now)
+    steps.add(plan(1))
+    for seconds, waited in [(1, 1), (3600, 2), (0.5, 2.5), (1, 3.5)]:
+        clock.now += seconds
+        assert steps.count_wait(1) == waited
 
 
 def test_a_new_epoch_counts_from_one() -> None:

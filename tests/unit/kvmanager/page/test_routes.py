@@ -89,6 +89,30 @@ def test_the_page_and_all_it_loads_come_from_here(monkeypatch: pytest.MonkeyPatc
     served(monkeypatch, body)
 
 
+def test_a_page_that_other_machines_can_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = '<p id="warning" role="note" hidden></p>'
+
+    async def body(site: Site) -> None:
+        async with site.session.get(site.url + "/") as response:
+            assert hidden in await response.text()
+        state = ServedModel(site.engine)
+        page = Page(site.engine, state, site.hub, show_text=False, reached={"listen": "<host>:1", "http-listen": "a:2"})
+        server = HttpServer("127.0.0.1:0", page.routes())
+        port = await server.start()
+        try:
+            async with site.session.get(f"http://127.0.0.1:{port}/") as response:
+                text = await response.text()
+        finally:
+            await server.stop()
+        assert hidden not in text
+        assert (
+            '<p id="warning" role="note">Other machines can connect to this manager (--listen &lt;host&gt;:1, ' in text
+        )
+        assert "--http-listen a:2)" in text
+
+    served(monkeypatch, body)
+
+
 def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
         reader = PageReader()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import signal
 import struct
@@ -148,6 +149,47 @@ def test_more_jobs_than_may_wait_are_refused() -> None:
             await it.run("render", FINE)
         await gone(begun)
         assert await waits == b"fine"
+
+    run(it, test)
+
+
+def test_more_bytes_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As 1,024 conversations of 8 MiB would be."""
+    it, text = worker(), _pack([{"role": "user", "content": "x" * 1000}])
+    most = len(HANG) + len(text) + 10
+    monkeypatch.setattr(worker_process, "MAX_WAITING_BYTES", most)
+
+    async def test() -> None:
+        begun = await hanging(it)
+        waits = asyncio.create_task(it.run("render", text))
+        await asyncio.sleep(0)
+        words = f"{most - 10} bytes wait .* with the {len(FINE)} of this text at most {most}"
+        with pytest.raises(Overloaded, match=words) as refused:
+            await it.run("render", FINE)
+        assert (refused.value.limit, refused.value.retry_delay_s) == (most, 1.0)
+        await gone(begun)
+        assert await waits == b"x" * 1000
+        # A text that has been read waits no more.
+        assert await it.run("render", text) == b"x" * 1000
+
+    run(it, test)
+
+
+def test_a_text_whose_caller_has_gone_is_not_kept_until_its_turn() -> None:
+    it = worker()
+
+    async def test() -> None:
+        begun, text = await hanging(it), _pack([{"role": "user", "content": "x" * 1000}])
+        alone = sys.getrefcount(text)
+        waits = asyncio.create_task(it.run("render", text))
+        await asyncio.sleep(0)
+        assert sys.getrefcount(text) > alone
+        await gone(waits)
+        del waits
+        await asyncio.sleep(0)  # this task has held the error, and with it the frames
+        gc.collect()
+        assert sys.getrefcount(text) == alone
+        await gone(begun)
 
     run(it, test)
 

@@ -12,7 +12,7 @@ from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 
-COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay.cli")
+COMMAND = (sys.executable, "-m", "pagekv.kvmanager.replay")
 # Modules that the replay imports beyond those of the light client.
 NEEDED = ("numpy", "msgpack")
 

@@ -20,6 +20,7 @@ from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, number
+from pagekv.common.loopback import INSECURE_HELP, is_local, open_words
 from pagekv.common.models import DEMO, TOKENIZER
 
 EXAMPLES = """\
@@ -35,6 +36,12 @@ ALIASES = ("serve",)
 # Flags that are passed to a process if they are given; the processes read PAGEKV_* variables for the others.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
+# Flags of the processes that are not among their other flags, because `up` sets them.
+_ADDRESSES = {
+    "executor_args": ("--listen", "--executor"),
+    "manager_args": ("--listen", "--executor"),
+    "gateway_args": ("--host", "--prometheus-host"),
+}
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 # Seconds between two lines that say how far a part of the start is.
@@ -55,6 +62,7 @@ def add(commands: Subparsers) -> None:
     )
     port = integer(0, 65535)
     parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
+    parser.flag("insecure", INSECURE_HELP, default=False)
     words = "port for clients; 0 takes a free one; of several replicas the first one's"
     parser.flag("port", words, default=50051, type=port, metavar="PORT")
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
@@ -105,12 +113,16 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address, or when a
-    process would not find its packages.
+    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address, when other
+    machines could connect without --insecure, or when a process would not find its packages.
     """
-    for name in ("executor_args", "manager_args"):
-        if any(word.partition("=")[0] in ("--listen", "--executor") for word in getattr(args, name)):
+    for name, flags in _ADDRESSES.items():
+        # `demo` has no gateway.
+        if any(word.partition("=")[0] in flags for word in getattr(args, name, None) or ()):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
+    insecure = ["--insecure"] if getattr(args, "insecure", False) else []
+    if not insecure and not is_local(f"{host}:{port}"):
+        raise UsageError(f"--host: {open_words(host)}")
 
     def given(names: tuple[str, ...]) -> list[str]:
         values = [(name, getattr(args, name.replace("-", "_"))) for name in names]
@@ -122,8 +134,8 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     if missing := _missing(args):
         raise UsageError(missing_words("serve", missing))
     gateway = _gateway(args)
-    executor_args = [*given(_TO_EXECUTOR), *args.executor_args]
-    manager_args = [*(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
+    executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
+    manager_args = [*insecure, *(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
@@ -255,6 +267,10 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
     pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []
     events: list[dict[str, str]] = stack.listening("kv_events")
     recordings = [path for paths in stack.listening("recordings") for path in paths]
+    listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
+    listeners += [endpoint for at in events for endpoint in at.values()]
+    if reached := [address for address in listeners if address and not is_local(address)]:
+        terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
         found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}

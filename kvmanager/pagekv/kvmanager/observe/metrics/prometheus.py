@@ -56,8 +56,13 @@ def _family(name: str, text: str, values: Values, common: Mapping[str, str]) -> 
 class EngineCollector(Collector):
     """Used on the event loop, between two steps."""
 
-    def __init__(self, engine: EngineLoop, requests: RequestMetrics, *, prefix_cache: bool) -> None:
-        """`requests` observes the engine. `prefix_cache`: whether prompts are looked up at all."""
+    def __init__(
+        self, engine: EngineLoop, requests: RequestMetrics, *, prefix_cache: bool, insecure_listeners: int = 0
+    ) -> None:
+        """`requests` observes the engine. `prefix_cache`: whether prompts are looked up at all. `insecure_listeners`:
+        ports at which other machines can connect without TLS or a login.
+        """
+        self._insecure_listeners = insecure_listeners
         self._engine = engine
         self._requests = requests
         self._prefix_cache = prefix_cache
@@ -70,6 +75,8 @@ class EngineCollector(Collector):
             stats = None
         attached = stats is not None and stats.executor_attached
         yield _family("pagekv_executor_attached", "1 while an executor is attached, else 0", attached, {})
+        text = "Ports of this manager at which other machines can connect, without TLS or a login"
+        yield _family("pagekv_insecure_listeners", text, self._insecure_listeners, {})
         if model is None or stats is None:
             return
         model_name = model.model_id or model.backend

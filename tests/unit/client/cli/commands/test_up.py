@@ -93,6 +93,46 @@ def test_a_gateway_in_front_of_an_oracle_without_a_tokenizer_is_refused_before_a
     assert "add --tokenizer demo, or --model demo" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "gpu1"])
+def test_a_host_that_other_machines_reach_has_to_be_accepted(
+    host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "Stack", lambda _: pytest.fail("started"))
+    assert main(["up", "--host", host]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"pagekv: --host: other machines could connect to {host}, without TLS or a login: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("accepted", [True, False])
+def test_processes_are_told_whether_other_machines_may_connect(accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = make_parser().parse(["up", *(["--insecure"] if accepted else [])])
+    if accepted:
+        made = up.stack_config(args, Terminal(), "0.0.0.0", 0, 0)
+    else:
+        made = up.stack_config(args, Terminal(), "127.0.0.1", 0, 0)
+    assert ("--insecure" in made.executor_args, "--insecure" in made.manager_args) == (accepted, accepted)
+    monkeypatch.setenv("PAGEKV_INSECURE", "on")
+    assert make_parser().parse(["up"]).insecure
+
+
+def test_what_other_machines_reach_is_told(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = [{"endpoint": "tcp://*:1", "replay_endpoint": ""}]
+    stack = Stack(StackConfig(port=0, executor_port=0))
+    stack.target = server.target
+    found: dict[str, list[Any]] = {"http": ["127.0.0.1:8080", "0.0.0.0:9"], "kv_events": events}
+    monkeypatch.setattr(stack, "listening", lambda key: found.get(key, []))
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
+    up._announce(stack, make_parser().parse(["up"]), Terminal())
+    assert "other machines can connect, without TLS or a login: 0.0.0.0:9, tcp://*:1\n" in capsys.readouterr().err
+    found.clear()
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
+    up._announce(stack, make_parser().parse(["up"]), Terminal())
+    assert "other machines" not in capsys.readouterr().err
+
+
 def test_an_oracle_is_told_the_vocabulary_of_the_tokenizer() -> None:
     assert made("--backend=oracle", "--tokenizer=demo").executor_args == ["--backend=oracle", "--vocab-size=4096"]
     assert made("--backend=oracle", "--model=demo").executor_args == ["--model=demo", "--backend=oracle"]

@@ -216,10 +216,11 @@ def test_ends_by_reason(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_before_the_first_attachment_there_is_little_to_say() -> None:
     async def body() -> list[Metric]:
-        return list(EngineCollector(EngineLoop(harness.config()), RequestMetrics(), prefix_cache=True).collect())
+        engine = EngineLoop(harness.config())
+        return list(EngineCollector(engine, RequestMetrics(), prefix_cache=True, insecure_listeners=2).collect())
 
-    (metric,) = asyncio.run(body())
-    assert (metric.name, metric.samples[0].value) == ("pagekv_executor_attached", 0)
+    found = {metric.name: metric.samples[0].value for metric in asyncio.run(body())}
+    assert found == {"pagekv_executor_attached": 0, "pagekv_insecure_listeners": 2}
 
 
 def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

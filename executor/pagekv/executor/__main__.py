@@ -1,0 +1,19 @@
+"""`pagekv-executor`, and `python -m pagekv.executor`."""
+
+from __future__ import annotations
+
+import sys
+
+from pagekv.common.interrupts import quiet_interrupts
+
+
+def main() -> int:
+    """Entry point of `pagekv-executor`. The event loop takes SIGINT over once it runs."""
+    with quiet_interrupts():
+        from pagekv.executor.server import main as serve
+
+        return serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

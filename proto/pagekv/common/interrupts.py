@@ -1,0 +1,22 @@
+"""Ctrl-C while a command still imports its modules."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def quiet_interrupts() -> Iterator[None]:
+    """SIGINT ends the process at once and without a traceback, as it ends one that is not written in Python. For the
+    main thread. A process whose caller has it ignore SIGINT goes on ignoring it.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,60 @@
+"""Addresses at which nobody but this machine can connect, and the refusal to listen at others: there is neither TLS nor
+a login yet, so everybody who reaches a port may use all of it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagekv.common.flags import FlagParser
+
+# Help of every flag --insecure.
+INSECURE_HELP = (
+    "listen where other machines can connect, too, without TLS or a login; without it only addresses of loopback and "
+    "Unix sockets are taken"
+)
+
+
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a host is written as; None for a name."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this name or address, without brackets, means this machine and no other. Names other than localhost are
+    not looked up: what they mean may be another address by the time it is used.
+    """
+    address = ip_address(host)
+    return host.lower() == "localhost" or (address is not None and address.is_loopback)
+
+
+def is_local(address: str) -> bool:
+    """Whether host:port, tcp://host:port, unix:/path or ipc://path is of loopback or a Unix socket."""
+    if address.startswith(("unix:", "ipc://")):
+        return True
+    return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
+
+
+def open_to_others(listeners: Mapping[str, str]) -> dict[str, str]:
+    """The addresses, by the names of their flags, at which other machines can connect; empty ones are none."""
+    return {name: address for name, address in listeners.items() if address and not is_local(address)}
+
+
+def open_words(address: str) -> str:
+    """The sentence, without a full stop, that refuses an address that other machines can reach."""
+    return (
+        f"other machines could connect to {address}, without TLS or a login: listen at an address of loopback, such as "
+        "127.0.0.1, or accept that with --insecure (PAGEKV_INSECURE=on)"
+    )
+
+
+def refuse_open(parser: FlagParser, listeners: Mapping[str, str]) -> None:
+    """Ends the process with status 2, and one line that names the flag, where others can reach one of the addresses."""
+    for name, address in open_to_others(listeners).items():
+        parser.error(f"argument --{name}: {open_words(address)}")
