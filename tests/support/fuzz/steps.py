@@ -167,9 +167,10 @@ async def perform(channel: Any, case: StepsCase) -> str:
     code = await call.code()
     wanted = case.steps[-1].refusal if case.steps else StatusCode.OK
     details = await call.details()
-    # Another manager may have attached before the first step came.
-    lost_at_once = answered == 0 and (code is StatusCode.ABORTED or details == ENDED_BEFORE_ALL_WAS_SENT)
-    return "" if code is wanted or lost_at_once else f"{code.name}, not {wanted.name}: {details}"
+    # Another manager may have attached before the first step came, or once a step was refused: then the epoch is over.
+    lost = code is StatusCode.ABORTED and (answered == 0 or wanted is not StatusCode.OK)
+    lost_at_once = answered == 0 and details == ENDED_BEFORE_ALL_WAS_SENT
+    return "" if code is wanted or lost or lost_at_once else f"{code.name}, not {wanted.name}: {details}"
 
 
 def _difference(step: Judged, answer: Any, epoch: int) -> str:
