@@ -66,12 +66,13 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         try:
             async for data in requests:
                 if len(data) <= SMALL_BYTES:
-                    request = pb.StepRequest.FromString(data)
+                    step = wire.step(pb.StepRequest.FromString(data))
                 else:
                     request = await wire.read_step(
                         data, session.limits, lambda epoch: session.check_epoch(stream, epoch)
                     )
-                await session.submit(stream, wire.step(request))
+                    step = await wire.large_step(request)
+                await session.submit(stream, step)
             session.finish_input(stream)
         except DecodeError as error:
             refusal = InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}")

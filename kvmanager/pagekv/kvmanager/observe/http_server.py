@@ -147,6 +147,9 @@ class HttpServer:
             raise web.HTTPForbidden(text="a page of another site asked for this\n")
 
     def _answers_to(self, request: web.Request) -> bool:
+        # Reading another name loads tables for 50 ms, for none that is served.
+        if not request.host.isascii():
+            return False
         try:
             host = request.url.host or ""
         except ValueError:

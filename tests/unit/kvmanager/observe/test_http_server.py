@@ -101,7 +101,7 @@ def test_metrics_are_not_for_other_sites_pages() -> None:
     run(check, "0.0.0.0:0")
 
 
-@pytest.mark.parametrize("host", ["a:b", ":", "evil.example."])
+@pytest.mark.parametrize("host", ["a:b", ":", "evil.example.", "ä"])
 def test_what_is_no_name_is_refused(host: str) -> None:
     async def check(session: aiohttp.ClientSession, url: str) -> None:
         async with session.get(url, headers={"Host": host}) as response:
