@@ -35,9 +35,9 @@ from pagekv.v1 import inference_service_pb2 as pb
 # SamplingParams.n at most, as the contract has it.
 MOST_SEQUENCES = 64
 FIRST_PAUSE_S = 0.1
-# Where no server answers, which costs nobody anything; and where one refuses.
+# Where no server answers, which costs nobody anything; and where one refuses, as most often it asks for.
 LONGEST_PAUSE_UNANSWERED_S = 0.5
-LONGEST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 1.0
 # A server that asks for more patience than this is the caller's to know.
 LONGEST_RETRY_S = 60.0
 

@@ -125,9 +125,9 @@ def test_a_server_that_refuses_is_asked_less_often_than_one_that_is_not_there() 
     for _ in range(10):
         generation.failed(Unreachable("nothing listens"))
     refused = errors.Unavailable("no executor is attached yet")
-    for whole in (0.5, 1.0, 2.0, 2.0):
+    for whole in (0.5, 1.0, 1.0, 1.0):
         assert whole / 2 <= generation.failed(refused) <= whole
-    assert generation.failed(LOST_ERROR) <= 2.0
+    assert generation.failed(LOST_ERROR) <= 1.0
     assert generation.failed(LOST_ERROR) <= 0.5
 
 

@@ -48,7 +48,7 @@ FAULTS = [
         "a token is not known before its result is out",
         (
             ("                yield mine.run(step)\n", FORGETFUL),
-            ("aiter(requests), None, None", "aiter(requests), None, None\n        ahead = None"),
+            ("mine, read = None, None", "mine, read, ahead = None, None, None"),
             ("read = asyncio", "read = ahead or asyncio"),
         ),
     ),
