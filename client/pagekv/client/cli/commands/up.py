@@ -61,7 +61,7 @@ def add(commands: Subparsers) -> None:
         aliases=ALIASES,
     )
     port = integer(0, 65535)
-    parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
+    parser.flag("host", "address to listen on; executors are at 127.0.0.1 always", default="127.0.0.1", metavar="HOST")
     parser.flag("insecure", INSECURE_HELP, default=False)
     words = "port for clients; 0 takes a free one; of several replicas the first one's"
     parser.flag("port", words, default=50051, type=port, metavar="PORT")
