@@ -51,9 +51,10 @@ test-all: $(DEV_STAMP) ## all tests but those of test-nightly, emulated kernels 
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(ARGS)
 
 .PHONY: test-nightly
-test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps (about half an hour)
+test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps, ten minutes of the fuzzer (about 40 minutes)
 	@$(BIN)/python -m pytest -m nightly
 	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/session/test_step_check_fuzz.py
+	@PAGEKV_TEST_FUZZ_S=600 $(BIN)/python -m pytest -m "not nightly" --timeout 3600 tests/e2e/test_fuzz.py
 	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest -m "not nightly" tests/e2e/test_overload.py
 	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest -m "not nightly" tests/e2e
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/kvcache/test_prefix_trie.py $(ARGS)
@@ -137,6 +138,10 @@ locks: $(DEV_STAMP) ## write locks/, what images install with the hash of every 
 sbom: $(DEV_STAMP) ## write build/sbom: what each image installs, as CycloneDX, from locks/
 	@scripts/sbom.sh $(BIN)
 
+.PHONY: pin-images
+pin-images: $(DEV_STAMP) ## write the digests that Docker Hub has now behind the images of Dockerfiles and compose files
+	@$(BIN)/python scripts/pin_images.py
+
 .PHONY: proto-breaking
 proto-breaking: $(DEV_STAMP) ## fail when the contract breaks clients of the last release tag, or of the parent commit until there is one
 	@scripts/proto_breaking.sh $(BIN)/buf
@@ -160,6 +165,10 @@ bench: $(DEV_STAMP) ## measure the stack against transformers on the same model 
 .PHONY: chaos
 chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for nine minutes; what was lost (ARGS="--seconds 60 --seed 1")
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
+
+.PHONY: fuzz
+fuzz: $(DEV_STAMP) ## messages at random, hostile ones too, to all ports for nine minutes (ARGS="--seconds 60 --seed 1")
+	@PYTHONPATH=tests $(BIN)/python -m support.fuzz $(ARGS)
 
 .PHONY: mutants
 mutants: $(DEV_STAMP) ## 300 single mutations of the manager's core: which of them no test notices (an hour; goes on where it was cut off)

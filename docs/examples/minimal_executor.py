@@ -227,7 +227,7 @@ class Toy(pb_grpc.ExecutorServiceServicer):
         if request.num_device_blocks * size * BYTES_PER_TOKEN > POOL_BYTES:
             await refuse(context, Refused(Code.RESOURCE_EXHAUSTED, "the pool does not fit", rule="P11"))
         if old and old.streaming and old.manager != request.manager_id and not request.take_over:
-            await refuse(context, Refused(Code.FAILED_PRECONDITION, f"{old.manager!r} drives this executor", rule="P3"))
+            await refuse(context, Refused(Code.FAILED_PRECONDITION, "another manager drives this executor", rule="P3"))
         if old and not old.over.done():
             old.over.set_result(None)
         self.last = max(time.time_ns(), self.last + 1)
@@ -236,8 +236,13 @@ class Toy(pb_grpc.ExecutorServiceServicer):
         return pb.AttachResponse(epoch=self.last)
 
     async def Run(self, requests: AsyncIterator[pb.StepRequest], context: Any) -> AsyncIterator[pb.StepResult]:
-        incoming, mine, read = aiter(requests), None, None
+        mine, read = None, None
+        named = dict(context.invocation_metadata()).get("pagekv-epoch")
         try:
+            if named is not None:
+                need(named.isdecimal(), "P3", "pagekv-epoch")
+                mine = self.bind(int(named))
+            incoming = aiter(requests)
             while True:
                 read = asyncio.ensure_future(anext(incoming, None))
                 waits: list[asyncio.Future[Any]] = [read, mine.over] if mine else [read]
@@ -262,7 +267,7 @@ class Toy(pb_grpc.ExecutorServiceServicer):
                     mine.over.set_result(None)
 
     def bind(self, number: int) -> Epoch:
-        """The present epoch, for a stream whose first step names it."""
+        """The present epoch, for a stream whose metadata or first step names it."""
         if self.epoch is None or self.epoch.number != number or self.epoch.over.done():
             raise Refused(Code.ABORTED, f"epoch {number} is over", rule="P6")
         if self.epoch.streaming:

@@ -1,26 +1,21 @@
 """The longest silence of an event loop, and the memory taken, beside the worst messages of each method: legal ones at
 their bounds, and illegal ones of as many bytes as a message may have. For both gRPC ports and the HTTP port.
 
-Each process runs with a clock in its event loop that ticks every millisecond. `silence` is the longest time between two
-ticks, `of its own` the processor time of the loop's thread in the longest such time: on a machine with other work the
-first has the others' time in it. `MiB` is what the process took at most beyond what it had before the call; messages
-are up to 16 MiB of that twice, once as gRPC's buffer and once as bytes.
+Each process runs with a clock in its event loop (`support.clients.watched_process`). `silence` is the longest time
+between two ticks, `of its own` the processor time of the loop's thread in the longest such time: on a machine with
+other work the first has the others' time in it. `MiB` is what the process took at most beyond what it had before the
+call; messages are up to 16 MiB of that twice, once as gRPC's buffer and once as bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib
-import json
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,102 +23,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import aiohttp
 import grpc
-from support.clients.stack import EXECUTOR, MANAGER, ORACLE, ROOT, environment, port_of
+from support.clients.stack import EXECUTOR, MANAGER, ORACLE, ROOT
+from support.clients.watched_process import WatchedProcess, running_watched
+from support.clients.watched_server import Figures
 from support.prompts import as_chat, as_prompt
 
 from pagekv.client.cli.terminal import table
-from pagekv.common.port_file import read_port_file
 from pagekv.steps.v1 import executor_service_pb2 as steps_pb
 from pagekv.v1 import cache_service_pb2, operator_service_pb2, types_pb2
 from pagekv.v1 import inference_service_pb2 as pb
 
-TICK_S = 0.001
 TOKENS = 2**20
 MOST = 16 * 2**20 - 64
 CONTEXT = ["--max-model-len", str(TOKENS + 4096), "--kv-memory", "16MiB"]
 # Of one call: the answer, or the refusal, or what has come of a stream by then.
 TIMEOUT_S = 120.0
-
-
-def watched(module: str, argv: list[str]) -> int:
-    """Runs a server with a clock in its event loop. A line on standard input asks for the figures since the line before
-    it.
-    """
-    # Any: its `run_async` is set.
-    server: Any = importlib.import_module(module)
-    run_async, worst = server.run_async, [0.0, 0.0]
-
-    async def tick() -> None:
-        last, cpu = time.perf_counter(), time.thread_time()
-        while True:
-            await asyncio.sleep(TICK_S)
-            now, used = time.perf_counter(), time.thread_time()
-            worst[:] = max(worst[0], now - last - TICK_S), max(worst[1], used - cpu)
-            last, cpu = now, used
-
-    def beside(main: Callable[[], Awaitable[int]]) -> int:
-        async def both() -> int:
-            ticking = asyncio.create_task(tick())
-            try:
-                return await main()
-            finally:
-                ticking.cancel()
-
-        status: int = run_async(both)
-        return status
-
-    def answer() -> None:
-        resident = _memory("VmRSS")
-        for _ in sys.stdin:
-            print(json.dumps([*worst, _memory("VmHWM") - resident]), flush=True)
-            Path("/proc/self/clear_refs").write_text("5")
-            resident, worst[:] = _memory("VmRSS"), [0.0, 0.0]
-
-    threading.Thread(target=answer, daemon=True).start()
-    server.run_async = beside
-    status: int = server.main(argv)
-    return status
-
-
-def _memory(name: str) -> int:
-    """Bytes of this process, as the kernel counts them."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
-
-
-@dataclass
-class Watched:
-    """A running server with a clock."""
-
-    process: subprocess.Popen[str]
-    target: str
-    http: str
-
-    def figures(self) -> tuple[float, float, int]:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        silence, own, taken = json.loads(self.process.stdout.readline())
-        return silence, own, taken
-
-
-@contextmanager
-def running(module: str, args: list[str], directory: Path) -> Iterator[Watched]:
-    port_file = directory / f"{module}.port"
-    command = [sys.executable, __file__, "--watch", module, "--listen", "127.0.0.1:0", "--port-file", str(port_file)]
-    with (directory / f"{module}.log").open("wb") as log:
-        process = subprocess.Popen(
-            [*command, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment()
-        )
-    try:
-        while "listen" not in (listening := read_port_file(port_file)):
-            assert process.poll() is None, (directory / f"{module}.log").read_text()
-            time.sleep(0.05)
-        yield Watched(process, f"127.0.0.1:{port_of(listening)}", listening.get("http", ""))
-    finally:
-        process.terminate()
-        process.wait(60)
 
 
 def field(number: int, value: bytes) -> bytes:
@@ -242,7 +156,7 @@ async def call(channel: Any, method: str, message: bytes) -> str:
     return "OK"
 
 
-async def measure(server: Watched, calls: Iterator[tuple[str, str, bytes]]) -> list[list[object]]:
+async def measure(server: WatchedProcess, calls: Iterator[tuple[str, str, bytes]]) -> list[list[object]]:
     rows: list[list[object]] = []
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     async with grpc.aio.insecure_channel(server.target, options=options) as channel:
@@ -262,25 +176,22 @@ async def measure(server: Watched, calls: Iterator[tuple[str, str, bytes]]) -> l
     return rows
 
 
-def _row(figures: tuple[float, float, int]) -> list[str]:
-    silence, own, taken = figures
-    return [f"{1e3 * silence:.1f}", f"{1e3 * own:.1f}", f"{taken / 2**20:.0f}"]
+def _row(figures: Figures) -> list[str]:
+    return [f"{1e3 * figures.silence_s:.1f}", f"{1e3 * figures.own_s:.1f}", f"{figures.taken_bytes / 2**20:.0f}"]
 
 
 def main() -> int:
-    if sys.argv[1:2] == ["--watch"]:
-        return watched(sys.argv[2], sys.argv[3:])
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     header = ("message", "MiB", "answer", "silence ms", "of its own", "MiB taken")
     with tempfile.TemporaryDirectory(dir=ROOT / "build" if (ROOT / "build").is_dir() else None) as temporary:
         directory = Path(temporary)
-        with running(EXECUTOR, [*ORACLE, *CONTEXT], directory) as executor:
+        with running_watched(EXECUTOR, [*ORACLE, *CONTEXT], directory) as executor:
             args = ["--executor", executor.target, "--http-listen", "127.0.0.1:0"]
             with suppress(ImportError):
                 import smg_grpc_proto  # noqa: F401 - whether it is installed
 
                 args.append("--gateway-api")
-            with running(MANAGER, args, directory) as manager:
+            with running_watched(MANAGER, args, directory) as manager:
                 time.sleep(3)  # the manager attaches
                 print(table(asyncio.run(measure(manager, manager_calls())), header))
             print(table(asyncio.run(measure(executor, executor_calls())), header))

@@ -4,7 +4,9 @@ nothing else.
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 import tomllib
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
@@ -149,9 +151,28 @@ def test_images_take_nothing_from_an_index_without_its_hash(process: str) -> Non
     free = [each for each in installs if "--require-hashes" not in each and "--no-index" not in each]
     assert [each for each in free if '"${TORCH}"' not in each] == []
     assert len(free) == (1 if process == "executor" else 0)
+    # Nor does torch bring anything along from an index of its own.
+    assert all("--no-deps" in each for each in installs)
     chosen = re.findall(r"^ *(?:ARG LOCK=|LOCK: )(\w+)$", text + compose_files(), re.MULTILINE)
     assert len(chosen) == 3
     assert set(chosen) <= LISTS.keys()
+
+
+@pytest.mark.parametrize("hashes", ["1", ""])
+def test_with_hashes_required_torch_comes_last(hashes: str, tmp_path: Path) -> None:
+    """pip looks at no hash of what is installed already, so what torch brought along would never be looked at."""
+    calls = tmp_path / "calls"
+    (tmp_path / "bin").mkdir()
+    for name, status in (("pip", 0), ("python", 1)):  # torch is not there
+        script = tmp_path / "bin" / name
+        script.write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\nexit {status}\n')
+        script.chmod(0o755)
+    env = os.environ | {"REQUIRE_HASHES": hashes, "TORCH_INDEX": "https://index.example/cpu"}
+    subprocess.run([ROOT / "scripts" / "install.sh", tmp_path, "dev"], env=env, capture_output=True, check=True)
+    installs = [line for line in calls.read_text().splitlines() if line.startswith("pip install")]
+    (at,) = (at for at, line in enumerate(installs) if "https://index.example/cpu" in line)
+    assert at == (len(installs) - 1 if hashes else 0)
+    assert any("--require-hashes" in line for line in installs[:at]) is bool(hashes)
 
 
 def compose_files() -> str:

@@ -12,6 +12,10 @@ from pagekv.common.loopback import is_local
 DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_VARIABLE = "PAGEKV_TARGET"
 
+# Milliseconds between connection attempts at most, but for a fifth more by chance, and for one attempt, which may hang
+# where a machine takes the connection and no process answers: a stream that is resumed waits for them.
+LONGEST_BACKOFF_MS = 500
+ATTEMPT_MS = 2_000
 # Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
 _IDEMPOTENT = (
     ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
@@ -59,9 +63,9 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         # gRPC's own pauses between connection attempts grow to two minutes; a restarted server is back in seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # How long one attempt may take, in truth: a busy machine answers late.
-        ("grpc.min_reconnect_backoff_ms", 5_000),
-        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS),
+        # The name misleads: how long one attempt may take.
+        ("grpc.min_reconnect_backoff_ms", ATTEMPT_MS),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ]
     if is_local(target):

@@ -35,9 +35,16 @@ from pagekv.v1 import inference_service_pb2 as pb
 # SamplingParams.n at most, as the contract has it.
 MOST_SEQUENCES = 64
 FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0
+# Where no server answers, which costs nobody anything; and where one refuses, as most often it asks for.
+LONGEST_PAUSE_UNANSWERED_S = 0.5
+LONGEST_PAUSE_S = 1.0
 # A server that asks for more patience than this is the caller's to know.
 LONGEST_RETRY_S = 60.0
+
+
+def next_pause_s(pause_s: float, error: PageKVError) -> float:
+    """The pause behind one of `pause_s` that this error began: twice as long, within bounds."""
+    return min(pause_s * 2, LONGEST_PAUSE_UNANSWERED_S if isinstance(error, ConnectionError) else LONGEST_PAUSE_S)
 
 
 @dataclass(slots=True)
@@ -277,7 +284,7 @@ class ResumableGeneration:
             raise error
         # Half of the pause is random, so that the clients of a restarted server do not come all at once.
         pause = self._pause_s * (0.5 + random.random() / 2)
-        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        self._pause_s = next_pause_s(self._pause_s, error)
         if isinstance(error, (Draining, Overloaded)):
             pause = max(pause, error.retry_delay_s)
         remaining = self.remaining_s()

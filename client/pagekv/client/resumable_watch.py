@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pagekv.client.errors import PageKVError, Unavailable
-from pagekv.client.resumable_generation import FIRST_PAUSE_S, LONGEST_PAUSE_S
+from pagekv.client.resumable_generation import FIRST_PAUSE_S, next_pause_s
 from pagekv.client.settings import check_seconds
 from pagekv.client.types import EventBatch
 from pagekv.client.wire import filled, flat
@@ -104,5 +104,5 @@ class ResumableWatch:
             raise error
         # Half of the pause is random, so that the readers of a restarted server do not come all at once.
         pause = self._pause_s * (0.5 + random.random() / 2)
-        self._pause_s = min(self._pause_s * 2, LONGEST_PAUSE_S)
+        self._pause_s = next_pause_s(self._pause_s, error)
         return min(pause, left)

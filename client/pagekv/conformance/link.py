@@ -55,12 +55,15 @@ class Refusal(Exception):
 
 
 class StepsCall:
-    """A Run stream. A thread reads it, so that every wait has an end."""
+    """A Run stream, which names an epoch in its metadata if it is given one. A thread reads it, so that every wait has
+    an end.
+    """
 
-    def __init__(self, stub: pb_grpc.ExecutorServiceStub) -> None:
+    def __init__(self, stub: pb_grpc.ExecutorServiceStub, epoch: int | None = None) -> None:
         self._outgoing: queue.SimpleQueue[pb.StepRequest | None] = queue.SimpleQueue()
         self._incoming: queue.SimpleQueue[pb.StepResult | Refusal | None] = queue.SimpleQueue()
-        self._call = stub.Run(iter(self._outgoing.get, None))
+        metadata = None if epoch is None else (("pagekv-epoch", str(epoch)),)
+        self._call = stub.Run(iter(self._outgoing.get, None), metadata=metadata)
         threading.Thread(target=self._read, name="results", daemon=True).start()
 
     def _read(self) -> None:
@@ -153,8 +156,8 @@ class Link:
         """The new epoch."""
         return int(_call(self._stub.Attach, request).epoch)
 
-    def run(self) -> StepsCall:
-        return StepsCall(self._stub)
+    def run(self, epoch: int | None = None) -> StepsCall:
+        return StepsCall(self._stub, epoch)
 
     def close(self) -> None:
         self._channel.close()

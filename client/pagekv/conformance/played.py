@@ -60,7 +60,7 @@ class PlayedEpoch:
     ) -> None:
         self.target = target
         self.epoch = target.attach(num_blocks=num_blocks, host_blocks=host_blocks, **attaching)
-        self.call = target.run()
+        self.call = target.run(self.epoch)
         self.step_number = 0
         self.live: dict[int, Played] = {}
         self.free = list(range(num_blocks - 1, -1, -1) if free is None else free)

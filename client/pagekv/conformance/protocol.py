@@ -14,7 +14,7 @@ from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
 from pagekv.conformance.scene import HUGE
 from pagekv.conformance.target import MANAGER, REVISION
-from pagekv.conformance.verdict import NotTested, Rule, during, require
+from pagekv.conformance.verdict import BrokenRule, NotTested, Rule, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 Code = grpc.StatusCode
@@ -90,6 +90,20 @@ def an_attach_ends_the_epoch_before(kit: Kit) -> None:
 
 
 def a_held_executor_is_taken_over_only_when_told(kit: Kit) -> None:
+    number = kit.target.attach()
+    stray = kit.target.run()
+    _stale_step_is_refused(kit, number + 1)
+    with during("Attach of another manager, beside a stream that names no epoch"):
+        kit.target.attach(OTHER)
+    stray.close()
+    number = kit.target.attach()
+    idle = kit.target.run(number)
+    _stale_step_is_refused(kit, number + 1)
+    with during("before the first step of a stream that names its epoch"):
+        refusal = _refuses_attach(kit, Code.FAILED_PRECONDITION, manager_id=OTHER)
+    for secret in (MANAGER, str(number)):
+        require(secret not in refusal.words, f"another manager is told {secret}, with which it could pass for this one")
+    idle.close()
     with kit.epoch() as epoch:
         seq = epoch.sequence(kit.answers.prompts[0])
         epoch.step([seq])
@@ -271,25 +285,30 @@ def _describes_the_same(kit: Kit, **fields: int) -> None:
 
 def _is_over(kit: Kit, epoch: PlayedEpoch) -> None:
     """Raises BrokenRule where the epoch takes another step."""
-    again = kit.target.run()
-    again.send(pb.StepRequest(epoch=epoch.epoch, step=epoch.step_number + 1))
     with during("a step of the epoch that is over"):
-        expect(again.refusal(), Code.ABORTED)
+        _stale_step_is_refused(kit, epoch.epoch, epoch.step_number + 1)
 
 
-def _refuses_attach(kit: Kit, code: grpc.StatusCode, *fields: str, **attaching: Any) -> None:
+def _stale_step_is_refused(kit: Kit, epoch: int, step: int = 1) -> None:
+    """Sends a step of an epoch that is not the present one. Calls that were made before are there with the answer."""
+    call = kit.target.run()
+    call.send(pb.StepRequest(epoch=epoch, step=step))
+    expect(call.refusal(), Code.ABORTED)
+
+
+def _refuses_attach(kit: Kit, code: grpc.StatusCode, *fields: str, **attaching: Any) -> Refusal:
     attaching.setdefault("take_over", "manager_id" not in attaching)
     with during(f"Attach with {', '.join(f'{name} {value!r}'[:80] for name, value in attaching.items())}"):
-        _refuses(lambda: kit.target.attach(**attaching), code, *fields)
+        return _refuses(lambda: kit.target.attach(**attaching), code, *fields)
 
 
-def _refuses(call: Callable[[], object], code: grpc.StatusCode, *fields: str) -> None:
+def _refuses(call: Callable[[], object], code: grpc.StatusCode, *fields: str) -> Refusal:
     try:
         call()
     except Refusal as refusal:
         expect(refusal, code, (), fields)
-    else:
-        require(False, "was accepted")
+        return refusal
+    raise BrokenRule("was accepted")
 
 
 RULES: tuple[Rule[Kit], ...] = (

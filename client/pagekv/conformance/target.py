@@ -88,8 +88,8 @@ class Target:
         """The request that the description answered; `fields` override."""
         return describe_request(**{"block_size": self.block_size, **fields})
 
-    def run(self) -> StepsCall:
-        return self.link.run()
+    def run(self, epoch: int | None = None) -> StepsCall:
+        return self.link.run(epoch)
 
 
 def describe_request(**fields: int) -> pb.DescribeRequest:

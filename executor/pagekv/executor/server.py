@@ -14,12 +14,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.loopback import is_local
 from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 from pagekv.common.phases import phase, phases_told
-from pagekv.common.port_file import add_to_port_file, bound_address, write_port_file
+from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import MAX_STEP_BYTES, GrpcServer, run_async, spare_the_collector, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
@@ -167,10 +170,15 @@ class Executor:
         self.serving_since = math.inf
 
     @property
+    def listening(self) -> bool:
+        """Whether it has bound its address."""
+        return bool(self._grpc.port)
+
+    @property
     def address(self) -> str:
         """The address to listen on, with the bound port instead of 0."""
         listen = self._config.listen
-        return bound_address(listen, self._grpc.port) if self._grpc.port else listen
+        return bound_address(listen, self._grpc.port) if self.listening else listen
 
     async def run(self, stop: asyncio.Event) -> int:
         """Serves until `stop` is set or the device is lost; returns the exit status. Raises what loading the backend
@@ -237,7 +245,7 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
             return status
         reason = executor.session.lost_reason
     except Exception as error:
-        known = _say_why(error, config.port_file)
+        known = _say_why(error, config.port_file, listening=executor.listening)
         if not faults_before():
             if not known:
                 raise
@@ -246,9 +254,9 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
     return await start_anew(stop, executor.address, reason, time.perf_counter() - executor.serving_since)
 
 
-def _say_why(error: Exception, port_file: str) -> bool:
-    """Logs one line for an error that keeps an executor from starting, and tells it in the port file; False, and
-    neither, for an unexpected one.
+def _say_why(error: Exception, port_file: str, *, listening: bool) -> bool:
+    """Logs one line for an error that keeps an executor from starting, and tells it in the port file, beside the
+    address where there is one; False, and neither, for an unexpected one.
     """
     if isinstance(error, ModelNotFound):
         what = "--model cannot be used"
@@ -261,7 +269,11 @@ def _say_why(error: Exception, port_file: str) -> bool:
     else:
         return False
     log.error(f"cannot start: {what}" if what else "cannot start", reason=error)
-    add_to_port_file(port_file, cannot_start=f"{what}: {error}" if what else str(error))
+    reason = f"{what}: {error}" if what else str(error)
+    if listening:
+        add_to_port_file(port_file, cannot_start=reason)
+    else:
+        tell_cannot_start(port_file, reason)
     return True
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model

@@ -29,6 +29,8 @@ log = Log(__name__)
 MAX_RECEIVE_BYTES = 16 * 2**20
 # Bytes of one step and of one result (P13 in executor_service.proto): sequences enter whole, many in one step.
 MAX_STEP_BYTES = 256 * 2**20
+# In the metadata of Run: the epoch that its steps are of (P3).
+EPOCH_KEY = "pagekv-epoch"
 # Connections to a port at most, and the file descriptors kept for everything else: the link between the processes, the
 # HTTP port, files. Where descriptors are few, connections get half of them at least.
 MAX_CONNECTIONS = 4096

@@ -19,6 +19,7 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import operator_service_pb2_grpc as operator_grpc
 from pagekv.v1 import types_pb2
 
+SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
@@ -103,6 +104,14 @@ class Caller:
             assert time.monotonic() < end, f"it did not come to that: {stats}"
             await asyncio.sleep(0.002)
         return stats
+
+    async def until_serving(self) -> None:
+        """Waits until the process says that it serves."""
+        health = health_pb2_grpc.HealthStub(self.channel)
+        end = time.monotonic() + 120
+        while (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status != SERVING:
+            assert time.monotonic() < end, "it does not serve"
+            await asyncio.sleep(0.02)
 
     async def until_draining(self) -> None:
         """Waits until the process says that it serves no more."""

@@ -7,7 +7,6 @@ the port file what it does until the journal says "go on"). The port file says a
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,6 +17,8 @@ from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from pagekv.common.port_file import write_port_file
 
 
 def value(flag: str) -> str:
@@ -39,10 +40,10 @@ def main() -> int:
         print("error: out of luck", file=sys.stderr, flush=True)
         return 7
     if mode == "refuse":
-        Path(value("--port-file")).write_text(json.dumps({"cannot_start": "--some-flag 7: must be less"}))
+        write_port_file(Path(value("--port-file")), {"cannot_start": "--some-flag 7: must be less"})
         return 1
     if mode == "slow":
-        Path(value("--port-file")).write_text(json.dumps({"phase": {"name": "loading the weights", "percent": 34}}))
+        write_port_file(Path(value("--port-file")), {"phase": {"name": "loading the weights", "percent": 34}})
         while not journal.exists() or "go on" not in journal.read_text():
             time.sleep(0.01)
     stop = threading.Event()
@@ -58,7 +59,7 @@ def main() -> int:
     if endpoint := value("--kv-events-endpoint"):
         found["kv_events"] = {"endpoint": endpoint, "replay_endpoint": value("--kv-events-replay-endpoint")}
     found |= {"recordings": [value("--record")]} if value("--record") else {}
-    Path(value("--port-file")).write_text(json.dumps(found))
+    write_port_file(Path(value("--port-file")), found)
     with journal.open("a") as file:
         file.write(f"{name} started {os.getpid()}\n")
     while not stop.wait(0.02):

@@ -169,7 +169,7 @@ class FakeEngine(EngineLoop, EngineQueries):
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0
 
-    def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
+    async def block_tables_in_slices(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         if request_id not in self.live:
             return None
         table = operator_pb.SequenceBlocks(
@@ -180,6 +180,9 @@ class FakeEngine(EngineLoop, EngineQueries):
             block_hashes=["01" * 32, "02" * 32],
         )
         return operator_pb.GetBlockTableResponse(sequences=[table])
+
+    async def list_requests_in_slices(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
+        return self.list_requests(page_size, token)
 
     def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         infos = [

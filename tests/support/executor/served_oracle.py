@@ -15,9 +15,9 @@ import pytest
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from pagekv.common.server import GrpcServer
+from pagekv.common.server import EPOCH_KEY, GrpcServer
 from pagekv.common.statuses import STATUS_DETAILS_KEY
-from pagekv.executor.backend.interface import LAYOUT, Sampled, Scheduled
+from pagekv.executor.backend.interface import LAYOUT, BackendDescription, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
@@ -43,6 +43,11 @@ class HeldOracle(OracleBackend):
         self.gate.set()
         self.begun = threading.Event()
         self.journal: list[str] = []
+        self.described: list[int] = []
+
+    def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+        self.described.append(block_size)
+        return super().describe(block_size, token_budget)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         self.journal.append(f"allocate {num_device_blocks}")
@@ -69,8 +74,9 @@ class Served:
         values = {"block_size": 4, "num_device_blocks": 50, "layout": LAYOUT, "contract_revision": 1, **fields}
         return (await self.stub.Attach(pb.AttachRequest(manager_id=manager_id, **values))).epoch
 
-    def run(self) -> Call:
-        return self.stub.Run()
+    def run(self, epoch: int | str | None = None) -> Call:
+        """A Run call, which names this epoch in its metadata."""
+        return self.stub.Run(metadata=None if epoch is None else ((EPOCH_KEY, str(epoch)),))
 
 
 @asynccontextmanager

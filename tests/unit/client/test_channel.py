@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import socket
+import time
 
+import grpc
 import pytest
 from support.clients.scripted_server import LOST, Fails, ScriptedServer
 
@@ -12,10 +15,11 @@ from pagekv.client import (
     PageKVClient,
     calls,
     channel,
+    resumable_generation,
 )
 from pagekv.client.channel import channel_options
 from pagekv.common import errors
-from pagekv.v1 import cache_service_pb2, inference_service_pb2, operator_service_pb2
+from pagekv.v1 import cache_service_pb2, inference_service_pb2, inference_service_pb2_grpc, operator_service_pb2
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
@@ -43,6 +47,30 @@ def test_calls_that_change_nothing_are_repeated(server: ScriptedServer, client: 
 )
 def test_a_proxy_is_for_other_machines_alone(target: str, local: bool) -> None:
     assert (("grpc.enable_http_proxy", 0) in channel_options(target)) is local
+
+
+def test_a_stream_waits_for_a_server_that_is_back_by_known_bounds() -> None:
+    """One attempt that hangs, the pause behind it and one of the library's own, in seconds (docs/robustness.md)."""
+    options = dict(channel_options("127.0.0.1:1"))
+    assert options["grpc.min_reconnect_backoff_ms"] == 2_000
+    assert options["grpc.initial_reconnect_backoff_ms"] < options["grpc.max_reconnect_backoff_ms"] == 500
+    # gRPC lengthens its pauses by up to a fifth.
+    bound = 2.0 + 1.2 * 0.5 + resumable_generation.LONGEST_PAUSE_UNANSWERED_S
+    assert bound == pytest.approx(3.1)
+
+
+@pytest.mark.long
+def test_an_attempt_that_nobody_answers_has_an_end() -> None:
+    """The kernel takes the connection, as it does for a process that listens and hangs."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        target = f"127.0.0.1:{silent.getsockname()[1]}"
+        with grpc.insecure_channel(target, options=channel_options(target)) as raw:
+            stub = inference_service_pb2_grpc.InferenceServiceStub(raw)
+            begin = time.monotonic()
+            with pytest.raises(grpc.RpcError) as failed:
+                list(stub.Generate(inference_service_pb2.GenerateRequest(), timeout=120))
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        print(f"given up after {time.monotonic() - begin:.2f} s")
 
 
 # Calls that the library does not make: none so far.

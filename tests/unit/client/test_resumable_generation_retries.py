@@ -110,11 +110,25 @@ def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
     with pytest.raises(ConnectionLost):
         wait_out()
     assert now[0] == pytest.approx(10)
-    for pause, whole in zip(pauses, [0.1, 0.2, 0.4, 0.8, 1.6, 2.0], strict=False):
+    assert len(pauses) > 20
+    for pause, whole in zip(pauses[:-1], [0.1, 0.2, 0.4, *[0.5] * len(pauses)], strict=False):
         assert whole / 2 <= pause <= whole
     # A message that arrives ends the outage: the next one has the whole time again.
     generation.take(chunk(5, done=1))
     assert generation.failed(LOST_ERROR) <= 0.1
+
+
+def test_a_server_that_refuses_is_asked_less_often_than_one_that_is_not_there() -> None:
+    """However long it was not there, the first pause of one that is back and has no executor yet is a short one."""
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=100))
+    generation.take(chunk(4))
+    for _ in range(10):
+        generation.failed(Unreachable("nothing listens"))
+    refused = errors.Unavailable("no executor is attached yet")
+    for whole in (0.5, 1.0, 1.0, 1.0):
+        assert whole / 2 <= generation.failed(refused) <= whole
+    assert generation.failed(LOST_ERROR) <= 1.0
+    assert generation.failed(LOST_ERROR) <= 0.5
 
 
 def test_an_overloaded_server_sets_the_pause() -> None:

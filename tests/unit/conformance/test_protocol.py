@@ -26,6 +26,7 @@ SIZE = "        size = request.block_size\n        await"
 LAST = "is None:\n                    "
 BOUND = "            contract_revision=request.contract_revision <= 65535,\n"
 OLD = "        size, old = request.block_size, self.epoch\n"
+STRAY = "        if self.epoch:\n            self.epoch.streaming = True\n        try:\n            if named"
 KNOWN = "not len(UnknownFieldSet(request))"
 FAULTS = [
     ToyFault(
@@ -37,6 +38,9 @@ FAULTS = [
     ToyFault("P2", "Attach leaves the epoch before", (("            old.over.set_result", "            repr"),), 1.0),
     ToyFault("P3", "take_over is ignored", ((" and not request.take_over", ""),)),
     ToyFault("P3", "any manager takes over", (("old.manager != request.manager_id", "False"),)),
+    ToyFault("P3", "a stream holds nothing before its first step", (("if named is not None:", "if False:"),)),
+    ToyFault("P3", "any stream holds the executor", (("        try:\n            if named", STRAY),)),
+    ToyFault("P3", "the holder is named", (('"another manager drives', 'f"{old.manager} drives'),)),
     ToyFault("P4", "a second stream is let in", (("if self.epoch.streaming:", "if False:"),)),
     ToyFault("P5", "results have another step's number", (("step=step.step", "step=step.step ^ 1"),)),
     ToyFault("P5", "tokens are counted twice", (("=sum(counts.values()))", "=2 * sum(counts.values()))"),)),

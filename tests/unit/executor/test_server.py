@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import Process, environment
 
-from pagekv.common.port_file import read_port_file
+from pagekv.common.port_file import read_port_file, write_port_file
 from pagekv.executor.backend.interface import LAYOUT
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
@@ -166,6 +167,19 @@ def test_a_start_that_cannot_succeed_says_why_in_one_line(argv: list[str], words
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_one_that_cannot_listen_tells_so_in_its_port_file_and_nothing_of_one_before(tmp_path: Path) -> None:
+    port_file = tmp_path / "port"
+    write_port_file(port_file, {"listen": "127.0.0.1:1"})
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = ["--backend", "oracle", "--listen", address, "--port-file", str(port_file)]
+        done = execute(f"import sys; from pagekv.executor.server import main; sys.exit(main({flags!r}))")
+    assert done.returncode == 1, done.stderr
+    told = read_port_file(port_file)
+    assert told.keys() == {"cannot_start"}
+    assert told["cannot_start"].startswith(f"cannot listen on {address}")
 
 
 @pytest.mark.parametrize(

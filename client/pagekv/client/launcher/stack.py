@@ -29,6 +29,9 @@ from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor")
 MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
+# Where what the processes of a stack alone connect to listens, whatever the host of the rest: executors, and the
+# gateway's own metrics.
+LOOPBACK = "127.0.0.1"
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 40
 # Exit status of a process whose command line is wrong.
@@ -155,10 +158,10 @@ class Stack:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
         # Shared by all calls, so that no two processes are given one port.
         ports: set[int] = set()
-        target = partial(_usable_target, ports, config.host)
+        target, inner = partial(_usable_target, ports, config.host), partial(_usable_target, ports, LOOPBACK)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
         self.executor_targets = [
-            target(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
+            inner(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
         ]
         # Addresses of the first pair.
         self.target, self.executor_target = self.targets[0], self.executor_targets[0]
@@ -166,7 +169,7 @@ class Stack:
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
-            self.gateway_metrics_target = target(0, "--gateway-port")
+            self.gateway_metrics_target = inner(0, "--gateway-port")
         # Whether the managers were asked to serve the page, and not at the port asked for, which is taken.
         self.has_page, self.page_moved = config.page_port is not None, False
         if config.page_port is not None:

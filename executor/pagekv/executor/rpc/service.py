@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import re
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ from google.protobuf.message import DecodeError
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.large_messages import SMALL_BYTES
 from pagekv.common.logs import Log
+from pagekv.common.server import EPOCH_KEY
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step_stream import StepStream
@@ -46,7 +48,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
     async def Run(  # type: ignore[override]  # the server's interceptor hands on the bytes of several requests
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[pb.StepResult]:
-        stream = self._session.open_stream()
+        stream = self._session.open_stream(_named_epoch(context.invocation_metadata()))
         # A client that goes away while a result is being written would keep the `finally` below from running soon.
         context.add_done_callback(lambda _: self._session.close_stream(stream))
         reader = asyncio.create_task(self._read(request_iterator, stream), name="steps")
@@ -64,12 +66,13 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         try:
             async for data in requests:
                 if len(data) <= SMALL_BYTES:
-                    request = pb.StepRequest.FromString(data)
+                    step = wire.step(pb.StepRequest.FromString(data))
                 else:
                     request = await wire.read_step(
                         data, session.limits, lambda epoch: session.check_epoch(stream, epoch)
                     )
-                await session.submit(stream, wire.step(request))
+                    step = await wire.large_step(request)
+                await session.submit(stream, step)
             session.finish_input(stream)
         except DecodeError as error:
             refusal = InvalidRequest("step", f"must be a StepRequest, its bytes are none: {error}")
@@ -82,3 +85,14 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         except Exception as error:
             log.exception("cannot read steps")
             stream.deliver(StepFailed(f"steps cannot be read: {type(error).__name__}: {error}"))
+
+
+def _named_epoch(metadata: Iterable[tuple[str, str | bytes]] | None) -> int | None:
+    """The epoch that a Run call's metadata name (P3), None where they name none. Raises InvalidRequest."""
+    for key, value in metadata or ():
+        if key == EPOCH_KEY:
+            # More digits than a uint64 has are no epoch either.
+            if not re.fullmatch(r"[0-9]{1,20}", str(value)):
+                raise InvalidRequest(EPOCH_KEY, f"must be an epoch in 1 to 20 decimal digits, got {str(value)[:64]!r}")
+            return int(value)
+    return None

@@ -102,6 +102,8 @@ class Session:
         """
         backend = self._serving()
         check_order(order)
+        # Before anything is waited for or asked of the backend, whose thread runs the holder's steps.
+        self._refuse_if_held(order)
         async with self._attaching:
             description = self._descriptions.get(order.block_size)
             if description is None:
@@ -109,7 +111,8 @@ class Session:
             check_fit(order, description)
             self._refuse_if_held(order)
             if self._current is not None:
-                self._end_epoch(self._current, StaleEpoch(f"manager {order.manager_id!r} attached: this epoch is over"))
+                which = "this" if order.manager_id == self._current.manager_id else "another"
+                self._end_epoch(self._current, StaleEpoch(f"{which} manager attached: the epoch is over"))
             await self._allocate(backend, order)
             return self._open_epoch(backend, order, description)
 
@@ -117,12 +120,12 @@ class Session:
         current = self._current
         if current is None or current.over or order.take_over or current.manager_id == order.manager_id:
             return
-        if any(stream.opened_in is current for stream in self._streams):
+        if any(stream.epoch is current for stream in self._streams):
+            # Without the holder's id, with which another one would need no take_over; the log has it.
             raise FailedPrecondition(
-                f"manager {current.manager_id!r} drives this executor in epoch {current.epoch}; "
-                f"stop it, or attach with take_over (P3)",
+                "another manager drives this executor: stop it, or attach with take_over (P3)",
                 "EXECUTOR_HELD",
-                current.manager_id,
+                "manager_id",
             )
 
     async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
@@ -167,16 +170,20 @@ class Session:
         epoch.over = True
         if self._current is epoch:
             self._current = None
-        for stream in [stream for stream in self._streams if epoch in (stream.opened_in, stream.epoch)]:
+        for stream in [stream for stream in self._streams if stream.epoch is epoch]:
             stream.deliver(reason)
             self._streams.discard(stream)
 
     # -- streams
 
-    def open_stream(self) -> StepStream:
-        """Begins a Run call; its first step says which epoch it belongs to. Raises Unavailable."""
+    def open_stream(self, number: int | None = None) -> StepStream:
+        """Begins a Run call of the epoch with this number; None: its first step says which epoch it belongs to, and no
+        epoch is held by it before. Raises Unavailable, StaleEpoch or FailedPrecondition.
+        """
         self._serving()
-        stream = StepStream(self._current)
+        stream = StepStream()
+        if number is not None:
+            self._bind(stream, number)
         self._streams.add(stream)
         return stream
 
@@ -189,7 +196,7 @@ class Session:
         """Raises StaleEpoch or FailedPrecondition unless the stream may have a step of the epoch with this number."""
         epoch = stream.epoch or self._bind(stream, number)
         if epoch.epoch != number:
-            raise StaleEpoch(f"epoch: {number} is over, the epoch now is {epoch.epoch}: attach again (P6)")
+            raise StaleEpoch(f"epoch: {number} is over: attach again (P6)")
 
     async def submit(self, stream: StepStream, step: Step) -> None:
         """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
@@ -223,14 +230,13 @@ class Session:
             self._end_epoch(epoch, StaleEpoch(f"the stream of epoch {epoch.epoch} ended: attach again"))
 
     def _bind(self, stream: StepStream, number: int) -> Epoch:
-        """Gives the stream to the epoch that its first step names."""
+        """Gives the stream to the epoch with this number. Errors name no other number, which only its manager knows."""
         current = self._current
         if current is None or current.epoch != number:
-            now = "none is open" if current is None else f"the epoch now is {current.epoch}"
-            raise StaleEpoch(f"epoch: {number} is over, {now}: attach again (P6)")
+            raise StaleEpoch(f"epoch: {number} is over: attach again (P6)")
         if any(other.epoch is current for other in self._streams):
             raise FailedPrecondition(f"epoch {number} has a stream already (P4)", "STREAM_OPEN", str(number))
-        stream.opened_in = stream.epoch = current
+        stream.epoch = current
         return current
 
     def _run(self, epoch: Epoch, stream: StepStream, step: Step) -> None:

@@ -15,12 +15,10 @@ MAX_IN_FLIGHT = 8
 class StepStream:
     """States: open, then ended, by an error, by a clean end of input or by `close`. Used on the event loop only.
 
-    `opened_in` is the epoch that was current when the call began: while the stream is open that epoch counts as held,
-    though no step has come yet. `epoch` is the one that the first step named, None before.
+    `epoch` is the one that the call or its first step named, None before: while the stream is open it is held.
     """
 
-    def __init__(self, opened_in: Epoch | None) -> None:
-        self.opened_in = opened_in
+    def __init__(self) -> None:
         self.epoch: Epoch | None = None
         self.closed = False
         self._room = asyncio.Semaphore(MAX_IN_FLIGHT)

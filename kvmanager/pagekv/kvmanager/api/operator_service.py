@@ -32,11 +32,11 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         return self._queries.stats()
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
-        return self._queries.list_requests(read_page_size(request.page_size), request.page_token)
+        return await self._queries.list_requests_in_slices(read_page_size(request.page_size), request.page_token)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
-        tables = self._queries.block_tables(request.request_id)
+        tables = await self._queries.block_tables_in_slices(request.request_id)
         if tables is None:
             raise NotFound(f"no request {request.request_id!r} is running or waiting", "request", request.request_id)
         return tables

@@ -11,7 +11,7 @@ from typing import cast
 import grpc
 
 from pagekv.common.logs import Log
-from pagekv.common.server import MAX_STEP_BYTES
+from pagekv.common.server import EPOCH_KEY, MAX_STEP_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
 from pagekv.kvmanager.engine.features import feature_numbers
@@ -108,7 +108,10 @@ class ExecutorLink:
             raise ExecutorLost("AttachResponse.epoch: must not be 0, which stands for no epoch")
         self.epoch, self._eos = answer.epoch, model.eos_token_ids
         # Not through the stub: steps are bytes already.
-        self._call = self._channel.stream_stream(_RUN, response_deserializer=pb.StepResult.FromString)()
+        self._call = self._channel.stream_stream(_RUN, response_deserializer=pb.StepResult.FromString)(
+            # Holds the executor from now on, though the first step may be hours away.
+            metadata=((EPOCH_KEY, str(self.epoch)),)
+        )
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, pb.StepResult]) -> None:

@@ -1,14 +1,15 @@
 """Questions to the engine beside requests: statistics, looks into the cache, pins, resets and watches.
 
-Every call but `prepare` takes effect, or is a snapshot, between two awaits of the engine loop. Answers are messages of
-the contract, where it has them, so that each of their fields is written in one place. All are called by services, and
-raise Unavailable before the first attachment unless they say otherwise.
+Every call that is not awaited takes effect, or is a snapshot, between two awaits of the engine loop. Answers are
+messages of the contract, where it has them, so that each of their fields is written in one place. All are called by
+services, and raise Unavailable before the first attachment unless they say otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -36,6 +37,8 @@ MAX_CHAIN = 256
 MAX_HOLDERS_NAMED = 20
 # Blocks that are explained before others have a turn: each takes some microseconds.
 EXPLAINED_AT_ONCE = 256
+# Blocks of a table, and requests, that are written at once: some milliseconds' work.
+TABLE_AT_ONCE, REQUESTS_AT_ONCE = 4096, 256
 # In page tokens: the list of requests, and what is added to the place of those that do not run.
 _REQUESTS, _WAITING = b"requests", 2**62
 
@@ -190,37 +193,69 @@ class EngineQueries:
 
     def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         """Block tables of a live request; None when there is no such request, or no executor yet."""
+        answer = operator_pb.GetBlockTableResponse()
+        slices = self._block_tables(request_id, answer)
+        return answer if [None for _ in slices] else None
+
+    async def block_tables_in_slices(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
+        """As `block_tables`, of the moment of the call, with turns of the event loop while long tables are written."""
+        answer, found = operator_pb.GetBlockTableResponse(), False
+        for _ in self._block_tables(request_id, answer):
+            found = True
+            await asyncio.sleep(0)
+        return answer if found else None
+
+    def _block_tables(self, request_id: str, answer: operator_pb.GetBlockTableResponse) -> Iterator[None]:
+        """Writes the tables, slice by slice; nothing where there is no such request."""
         request, size = self._state.live.get(request_id), self._state.config.block_size
         if request is None:
-            return None
-        tables = []
+            return
+        parts: list[tuple[operator_pb.SequenceBlocks, array[int], list[bytes]]] = []
         for sequence in request.sequences:
             if sequence.state is SeqStatus.FINISHED:
                 continue
-            num_full = min(len(sequence.block_table), sequence.num_computed // size)
-            table = operator_pb.SequenceBlocks(
+            table = answer.sequences.add(
                 index=sequence.index,
                 state=_sequence_state(sequence),
                 num_tokens=sequence.num_tokens,
                 computed_tokens=sequence.num_computed,
-                block_ids=sequence.block_table,
-                block_hashes=[digest.hex() for digest in sequence.digests[:num_full]],
             )
-            tables.append(table)
-        return operator_pb.GetBlockTableResponse(sequences=tables)
+            num_full = min(len(sequence.block_table), sequence.num_computed // size)
+            parts.append((table, sequence.block_table[:], sequence.digests[:num_full]))
+        yield
+        for table, blocks, digests in parts:
+            for start in range(0, len(blocks), TABLE_AT_ONCE):
+                table.block_ids.extend(blocks[start : start + TABLE_AT_ONCE])
+                table.block_hashes.extend(digest.hex() for digest in digests[start : start + TABLE_AT_ONCE])
+                yield
 
     def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         """A page of the live requests, running ones first, by arrival; and how many are live. Raises InvalidRequest."""
+        found, answer = self._requests_page(page_size, token)
+        answer.requests.extend(map(_request_info, found))
+        return answer
+
+    async def list_requests_in_slices(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
+        """As `list_requests`, with turns of the event loop; a request that ends meanwhile may be left out."""
+        found, answer = self._requests_page(page_size, token)
+        for start in range(0, len(found), REQUESTS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            # A request that has ended has no sequences.
+            live = (request for request in found[start : start + REQUESTS_AT_ONCE] if request.sequences)
+            answer.requests.extend(map(_request_info, live))
+        return answer
+
+    def _requests_page(self, page_size: int, token: str) -> tuple[list[LiveRequest], operator_pb.ListRequestsResponse]:
+        """The requests of a page, and its answer without them. Raises InvalidRequest."""
         self._state.serving()
         start = read_page_token(_REQUESTS, token, 2 * _WAITING)
         live = {_place(request): request for request in self._state.live.all()}
         found = sorted(place for place in live if place >= start)
-        return operator_pb.ListRequestsResponse(
-            requests=[_request_info(live[place]) for place in found[:page_size]],
-            total=len(live),
-            # Behind the last of this page, wherever those before it have gone by then.
-            next_page_token=page_token(_REQUESTS, found[page_size - 1] + 1) if len(found) > page_size else "",
-        )
+        # Behind the last of this page, wherever those before it have gone by then.
+        behind = page_token(_REQUESTS, found[page_size - 1] + 1) if len(found) > page_size else ""
+        answer = operator_pb.ListRequestsResponse(total=len(live), next_page_token=behind)
+        return [live[place] for place in found[:page_size]], answer
 
     def list_blocks(
         self, page_size: int, token: str, state: operator_pb.BlockState.ValueType

@@ -107,7 +107,7 @@ class Page:
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
         # Requests end while somebody looks at them, so one that is not live is no error.
-        found = self._engine.queries.block_tables(request_id) or pb.GetBlockTableResponse()
+        found = await self._engine.queries.block_tables_in_slices(request_id) or pb.GetBlockTableResponse()
         return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
     async def _explain(self, request: web.Request) -> web.Response:
@@ -124,9 +124,11 @@ def _with_warning(page: str, reached: Mapping[str, str]) -> str:
     if not reached:
         return page
     where = ", ".join(f"--{name} {address}" for name, address in reached.items())
+    # Ports other than gRPC's change nothing (SECURITY.md).
+    most = "read what this page shows and steer the manager" if "listen" in reached else "read what is served there"
     words = (
         f"Other machines can connect to this manager ({where}). There is no TLS and no login: everybody who reaches it "
-        "can read what this page shows and steer the manager."
+        f"can {most}."
     )
     return page.replace(NO_WARNING, f'<p id="warning" role="note">{escape(words)}</p>')
 

@@ -176,6 +176,15 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
     assert stopped == ["manager stopped"] * 2 + ["executor stopped"] * 2
 
 
+def test_a_host_is_that_of_what_clients_connect_to(journal: Path) -> None:
+    """Who reaches an executor may take it from its manager, which alone has to."""
+    stack = Stack(config(journal, host="0.0.0.0", replicas=2, gateway=GatewayConfig(port=0, command=["smg"])))
+    outer, inner = [*stack.targets, stack.gateway_target], [*stack.executor_targets, stack.gateway_metrics_target]
+    assert {address.rpartition(":")[0] for address in outer} == {"0.0.0.0"}
+    assert {address.rpartition(":")[0] for address in inner} == {"127.0.0.1"}
+    assert len({address.rpartition(":")[2] for address in outer + inner}) == 6
+
+
 def test_each_manager_publishes_at_an_address_of_its_own_and_says_so(journal: Path) -> None:
     events = ["--kv-events", "--kv-events-endpoint", f"ipc://{journal}-events"]
     with Stack(config(journal, replicas=2, manager_args=events)) as stack:

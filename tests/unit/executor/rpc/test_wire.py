@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from dataclasses import fields
 
@@ -37,6 +38,30 @@ def test_a_step_has_every_field_of_its_message() -> None:
     assert (state.block_table, state.computed_tokens, state.sampling) == ([6, 5], 1, SAMPLING)
     (found,) = step.memory_ops
     assert (found.direction, found.sources, found.destinations) == (CopyDirection.SWAP_IN, [1, 2], [3, 4])
+
+
+def test_a_large_step_is_the_same_with_turns_of_the_event_loop_between_sequences(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "IDS_AT_ONCE", wire.SEQUENCE_IDS)
+    sizes = [(4, 2), (5, 5), (1, 1), (600, 300)]
+    news = [
+        pb.NewSequence(seq_id=at, token_ids=range(tokens), block_ids=range(blocks), sampling=sampling_message(SAMPLING))
+        for at, (tokens, blocks) in enumerate(sizes)
+    ]
+    copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=range(1000), destinations=range(1000, 2000))
+    request = pb.StepRequest(epoch=7, step=8, memory_ops=[copies], new_seqs=news, append_seqs=[2], append_blocks=[3])
+
+    async def main() -> int:
+        taking, turns = asyncio.create_task(wire.large_step(request)), 0
+        while not taking.done():
+            await asyncio.sleep(0)
+            turns += 1
+        assert taking.result() == wire.step(request)
+        assert taking.result().memory_ops[0].destinations == [*range(1000, 2000)]
+        return turns
+
+    assert asyncio.run(main()) == len(sizes)
 
 
 def test_absent_sampling_and_unknown_kinds_are_told_from_neutral_ones() -> None:

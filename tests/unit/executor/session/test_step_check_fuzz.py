@@ -10,9 +10,10 @@ import random
 from collections import Counter, deque
 from typing import Any
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from support.executor.executor_steps import EPOCH, VOCAB, World
+from support.executor.executor_steps import VOCAB, World
+from support.executor.random_steps import DEVICE_BLOCKS, NUMBERS, base_step, small_world
+from support.fuzz.mutations import damaged, mutate
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
 from pagekv.executor.oracle.backend import SlotError
@@ -21,96 +22,17 @@ from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 NUM_STEPS = int(os.environ.get("PAGEKV_TEST_FUZZ_STEPS", "4000"))
-NUM_BLOCKS = 32
-WHOLE = [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, VOCAB - 1, VOCAB, 2**31 - 1, 2**31, 2**32 - 1]
-REAL = [0.0, -0.0, 1e-45, 0.5, 1.0, 1.0000001, 2.0, -2.0, 10.0, 100.0, 100.1, -1e38, 3e38, float("nan"), float("inf")]
-
-
-def base_step(rng: random.Random, world: World) -> pb.StepRequest:
-    """A step that is likely to be good: grows sequences that need a block, finishes some, enters some."""
-    epoch = world.epoch
-    request = pb.StepRequest(epoch=EPOCH, step=epoch.next_step)
-    used = {block for state in epoch.live.values() for block in state.block_table}
-    free = [block for block in range(NUM_BLOCKS) if block not in used]
-    rng.shuffle(free)
-    for seq_id, state in epoch.live.items():
-        if state.computed_tokens > 40 or rng.random() < 0.1 or not free:
-            request.finished_seqs.append(seq_id)
-        elif state.computed_tokens + 1 > len(state.block_table) * 4:
-            request.append_seqs.append(seq_id)
-            request.append_blocks.append(free.pop())
-    while len(free) > 8 and rng.random() < 0.5:
-        tokens = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-        seq_id = rng.randrange(1000)
-        if seq_id in epoch.live or seq_id in request.scheduled_seqs:
-            continue
-        new = request.new_seqs.add(seq_id=seq_id, token_ids=tokens, num_prompt_tokens=rng.randint(1, len(tokens)))
-        new.block_ids.extend(free.pop() for _ in range(-(-len(tokens) // 4)))
-        new.sampling.CopyFrom(pb.StepSampling(top_p=1.0, repetition_penalty=1.0, logprobs=rng.choice([0, 3])))
-        request.scheduled_seqs.append(seq_id)
-        if rng.random() < 0.1:
-            new.computed_tokens = len(tokens) - 1  # which nobody computed, or computed of other tokens
-            new.block_ids[:] = [*sorted(used), *new.block_ids][: len(new.block_ids)]
-        request.scheduled_tokens.append(rng.randint(1, len(tokens) - new.computed_tokens))
-    if len(free) > 2 and rng.random() < 0.3:
-        kind = rng.choice([pb.MEMORY_OP_KIND_COPY, pb.MEMORY_OP_KIND_SWAP_OUT])
-        destination = free.pop() if kind == pb.MEMORY_OP_KIND_COPY else rng.randrange(8)
-        request.memory_ops.add(kind=kind, sources=[rng.randrange(NUM_BLOCKS)], destinations=[destination])
-    return request
-
-
-def mutate(rng: random.Random, message: Message) -> None:
-    """Changes one field somewhere in the message."""
-    field: Any = rng.choice(list(message.DESCRIPTOR.fields))
-    value: Any = getattr(message, field.name)
-    if not isinstance(value, (int, float, Message)):
-        action = rng.randrange(4)
-        if action == 0 and len(value):
-            del value[rng.randrange(len(value))]
-        elif action == 1 and len(value) and field.message_type is None:
-            value[rng.randrange(len(value))] = scalar(rng, field)
-        elif action == 2 and len(value):
-            value.append(value[rng.randrange(len(value))])
-        elif field.message_type is not None:
-            mutate(rng, value[rng.randrange(len(value))] if len(value) and rng.random() < 0.8 else value.add())
-        else:
-            value.extend(scalar(rng, field) for _ in range(rng.choice([1, 1, 1, 2, 70, 1100])))
-    elif isinstance(value, Message):
-        if rng.random() < 0.1:
-            message.ClearField(field.name)
-        else:
-            mutate(rng, value)
-    else:
-        setattr(message, field.name, scalar(rng, field))
-
-
-def scalar(rng: random.Random, field: FieldDescriptor) -> Any:
-    if field.cpp_type == FieldDescriptor.CPPTYPE_FLOAT:
-        return rng.choice(REAL)
-    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
-        return rng.choice([0, 1, 2, 3, 4, -1])
-    if field.cpp_type == FieldDescriptor.CPPTYPE_UINT64:
-        return rng.choice([*WHOLE, EPOCH, 2**63, 2**64 - 1])
-    return rng.choice([*WHOLE, rng.randrange(40)])
-
-
-def damaged(rng: random.Random, data: bytes) -> bytes:
-    """Cut off somewhere, or with one bit turned over."""
-    if rng.random() < 0.5:
-        return data[: rng.randrange(len(data))]
-    at = rng.randrange(len(data))
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :]
 
 
 def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
     rng = random.Random(3)
     counts: Counter[str] = Counter()
-    world = fresh_world()
+    world = small_world()
     sent: deque[bytes] = deque(maxlen=16)
     for _ in range(NUM_STEPS):
         request = base_step(rng, world)
         for _ in range(rng.choice([0, 0, 1, 1, 1, 2])):
-            mutate(rng, request)
+            mutate(rng, request, NUMBERS)
         data = request.SerializeToString()
         sent.append(data)
         # Anything that a network could deliver: once more, out of order, or with bytes missing or turned over.
@@ -133,7 +55,7 @@ def test_mutated_steps_are_run_or_refused_and_refusals_touch_nothing() -> None:
         outcome = run(world, step)
         if isinstance(outcome, SlotError):
             # Lawful and wrong: the manager named a block that does not hold what it says. Found, and the epoch is over.
-            world = fresh_world()
+            world = small_world()
         elif isinstance(outcome, ExecutedStep):
             wire.step_result(outcome)
             check_invariants(world)
@@ -155,10 +77,6 @@ def run(world: World, step: Step) -> ExecutedStep | InvalidRequest | StaleEpoch 
         return error
 
 
-def fresh_world() -> World:
-    return World(num_device_blocks=NUM_BLOCKS, num_host_blocks=8, max_model_len=64, max_sequences=6)
-
-
 def names_a_field(message: Message, path: str) -> None:
     """`path` leads through the message: existing fields, and indices within their bounds."""
     value: Any = message
@@ -176,5 +94,5 @@ def check_invariants(world: World) -> None:
         assert state.computed_tokens <= min(len(state.block_table) * 4, 64)
         assert seq_id == state.seq_id
         assert len(set(state.block_table)) == len(state.block_table)
-        assert all(0 <= block < NUM_BLOCKS for block in state.block_table)
+        assert all(0 <= block < DEVICE_BLOCKS for block in state.block_table)
         assert all(0 <= token < VOCAB for token in state.token_ids)

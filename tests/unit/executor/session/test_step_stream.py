@@ -17,7 +17,7 @@ def executed(step: int) -> ExecutedStep:
 
 def test_room_comes_with_results() -> None:
     async def test() -> None:
-        stream = StepStream(None)
+        stream = StepStream()
         for _ in range(MAX_IN_FLIGHT):
             await stream.wait_for_room()
         waiting = asyncio.create_task(stream.wait_for_room())
@@ -38,7 +38,7 @@ def test_room_comes_with_results() -> None:
 
 def test_results_come_in_order_up_to_the_end_or_the_error() -> None:
     async def test() -> None:
-        stream = StepStream(None)
+        stream = StepStream()
         for step in (1, 2):
             stream.deliver(executed(step))
         stream.deliver(None)

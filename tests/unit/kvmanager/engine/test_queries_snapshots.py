@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
 import numpy as np
 import pytest
 from support.engine.engine_harness import config
 from support.engine.scheduler_driver import Driver
 
+from pagekv.kvmanager.engine import queries as queries_module
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer
@@ -16,6 +21,8 @@ from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, toke
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
+
+Answer = TypeVar("Answer")
 
 
 def queries(driver: Driver, cache: CacheAdmin) -> EngineQueries:
@@ -161,3 +168,59 @@ def test_more_may_be_promised_than_there_is() -> None:
     driver.plan()
     assert found.promised_blocks() == 8 + 2 > driver.pool.num_blocks
     assert found.ref_counts().tolist().count(1) == 3
+
+
+async def turns_of(answer: Coroutine[Any, Any, Answer], each: Callable[[], None]) -> tuple[Answer, int]:
+    """The answer, and how many turns of the event loop there were meanwhile; `each` runs in every one."""
+    asked, turns = asyncio.create_task(answer), 0
+    while not asked.done():
+        await asyncio.sleep(0)
+        turns += 1
+        each()
+    return asked.result(), turns
+
+
+def test_long_tables_are_written_in_slices_as_they_were_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries_module, "TABLE_AT_ONCE", 2)
+    driver = Driver(num_blocks=64, block_size=4, depth=1)
+    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    command = GenerateCommand("long", [*range(1, 42)], SamplingParams(max_tokens=50))
+    request = asked._state.live.add(command, root_digest("model", "", ""))
+    driver.scheduler.add(request)
+    driver.plan()
+    whole = asked.block_tables("long")
+    assert whole is not None
+    assert len(whole.sequences[0].block_ids) == 11
+
+    def finish() -> None:
+        driver.scheduler.finish(request.sequences[0])
+
+    answer, turns = asyncio.run(turns_of(asked.block_tables_in_slices("long"), finish))
+    assert answer == whole
+    assert turns > 6
+    assert not request.sequences[0].block_table
+    assert asyncio.run(asked.block_tables_in_slices("unknown")) is None
+
+
+def test_many_requests_are_listed_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request that ends meanwhile is left out, and no other."""
+    monkeypatch.setattr(queries_module, "REQUESTS_AT_ONCE", 2)
+    driver = Driver(num_blocks=64, block_size=4, depth=1, max_running=3)
+    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    live = asked._state.live
+    for number in range(9):
+        request = live.add(GenerateCommand(f"r{number}", [number] * 6, SamplingParams(max_tokens=9)), b"root")
+        driver.scheduler.add(request)
+    whole = asked.list_requests(8)
+    answer, turns = asyncio.run(turns_of(asked.list_requests_in_slices(8), lambda: None))
+    assert (answer, len(answer.requests), bool(answer.next_page_token)) == (whole, 8, True)
+    assert turns >= 4
+
+    def end_one() -> None:
+        if (gone := live.get("r5")) is not None:
+            driver.scheduler.finish(gone.sequences[0])
+            live.remove_if_finished(gone)
+            driver.scheduler.remove(gone)
+
+    answer, _ = asyncio.run(turns_of(asked.list_requests_in_slices(8), end_one))
+    assert [info.request_id for info in answer.requests] == [f"r{n}" for n in range(8) if n != 5]

@@ -101,7 +101,7 @@ def test_metrics_are_not_for_other_sites_pages() -> None:
     run(check, "0.0.0.0:0")
 
 
-@pytest.mark.parametrize("host", ["a:b", ":", "evil.example."])
+@pytest.mark.parametrize("host", ["a:b", ":", "evil.example.", "ä"])
 def test_what_is_no_name_is_refused(host: str) -> None:
     async def check(session: aiohttp.ClientSession, url: str) -> None:
         async with session.get(url, headers={"Host": host}) as response:
@@ -213,6 +213,8 @@ GZIP = b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Enco
         (b"GET / HTTP/1.1\r\nno colon\r\n\r\n", b" 400 "),
         (b"GET /\xe4 HTTP/1.1\r\n\r\n", b" 400 "),
         (b"\0" * 9000, b" 400 "),
+        (b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: \xff\r\nConnection: close\r\n\r\n", b" 417 "),
+        (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nExpect: 100-conti\xf5ue\r\nConnection: close\r\n\r\n", b" 417 "),
         (GZIP + b"Content-Length: 3\r\n\r\nabc", b" 200 "),  # no gzip; answered with its length
         (GZIP + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b" 400 "),
     ],

@@ -89,6 +89,18 @@ def test_the_page_and_all_it_loads_come_from_here(monkeypatch: pytest.MonkeyPatc
     served(monkeypatch, body)
 
 
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        (["listen"], "can read what this page shows and steer the manager."),
+        (["http-listen", "listen"], "can read what this page shows and steer the manager."),
+        (["http-listen", "kv-events-endpoint"], "can read what is served there."),
+    ],
+)
+def test_the_warning_says_what_the_open_ports_allow(flags: list[str], end: str) -> None:
+    assert f"{end}</p>" in routes._with_warning(routes.NO_WARNING, dict.fromkeys(flags, "0.0.0.0:1"))
+
+
 def test_a_page_that_other_machines_can_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = '<p id="warning" role="note" hidden></p>'
 

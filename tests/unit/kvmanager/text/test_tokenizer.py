@@ -61,16 +61,33 @@ def test_more_tokens_than_the_limit_are_counted_and_refused(tmp_path: Path) -> N
 
 
 def test_encoding_leaves_the_interpreter_to_other_threads(tmp_path: Path) -> None:
-    """A long text is encoded in a thread; the event loop must go on meanwhile."""
+    """A text is encoded in a thread; the event loop must go on meanwhile. Nothing else lets it, as no thread is made to
+    give the interpreter up.
+    """
     tokenizer = Tokenizer.load(save(tmp_path))
-    text = " ".join(small_tokenizers.TEXTS) * 4000
-    thread = threading.Thread(target=tokenizer.encode, args=(text,), kwargs={"special_tokens": False, "limit": 10**6})
-    thread.start()
-    ticks = 0
-    while thread.is_alive():
-        time.sleep(0.001)
-        ticks += 1
-    assert ticks > 10
+    text = " ".join(small_tokenizers.TEXTS) * 50
+    inside = met = False
+
+    def encode() -> None:
+        nonlocal inside
+        for _ in range(1000):
+            inside = True
+            tokenizer.encode(text, special_tokens=False, limit=10**6)
+            inside = False
+            if met:
+                return
+
+    thread, interval = threading.Thread(target=encode), sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        thread.start()
+        while thread.is_alive() and not met:
+            met = inside
+            time.sleep(0)
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+    assert met
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
-from pagekv.common.flags import integer, number
+from pagekv.common.flags import integer, is_true, number, variable_of
 from pagekv.common.loopback import INSECURE_HELP, is_local, open_words
 from pagekv.common.models import DEMO, TOKENIZER
 
@@ -61,7 +61,7 @@ def add(commands: Subparsers) -> None:
         aliases=ALIASES,
     )
     port = integer(0, 65535)
-    parser.flag("host", "address to listen on", default="127.0.0.1", metavar="HOST")
+    parser.flag("host", "address to listen on; executors are at 127.0.0.1 always", default="127.0.0.1", metavar="HOST")
     parser.flag("insecure", INSECURE_HELP, default=False)
     words = "port for clients; 0 takes a free one; of several replicas the first one's"
     parser.flag("port", words, default=50051, type=port, metavar="PORT")
@@ -120,8 +120,9 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         # `demo` has no gateway.
         if any(word.partition("=")[0] in flags for word in getattr(args, name, None) or ()):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
-    insecure = ["--insecure"] if getattr(args, "insecure", False) else []
-    if not insecure and not is_local(f"{host}:{port}"):
+    # None: `demo`, which has no such flag.
+    accepted: bool | None = getattr(args, "insecure", None)
+    if not accepted and not is_local(f"{host}:{port}"):
         raise UsageError(f"--host: {open_words(host)}")
 
     def given(names: tuple[str, ...]) -> list[str]:
@@ -134,6 +135,10 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     if missing := _missing(args):
         raise UsageError(missing_words("serve", missing))
     gateway = _gateway(args)
+    # Where it is not accepted the processes need not be told, unless the variable tells them otherwise.
+    insecure = ["--insecure"] if accepted else []
+    if accepted is False and is_true(os.environ.get(variable_of("insecure"), "")):
+        insecure = ["--no-insecure"]
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [*insecure, *(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:

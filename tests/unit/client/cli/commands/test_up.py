@@ -114,6 +114,12 @@ def test_processes_are_told_whether_other_machines_may_connect(accepted: bool, m
     assert ("--insecure" in made.executor_args, "--insecure" in made.manager_args) == (accepted, accepted)
     monkeypatch.setenv("PAGEKV_INSECURE", "on")
     assert make_parser().parse(["up"]).insecure
+    # The flag wins, in the processes too, which would read the variable.
+    args = make_parser().parse(["up", "--no-insecure"])
+    made = up.stack_config(args, Terminal(), "127.0.0.1", 0, 0)
+    assert ("--no-insecure" in made.executor_args, "--no-insecure" in made.manager_args) == (True, True)
+    made = up.stack_config(make_parser().parse(["demo"]), Terminal(), "127.0.0.1", 0, 0)
+    assert "--no-insecure" not in [*made.executor_args, *made.manager_args]
 
 
 def test_what_other_machines_reach_is_told(

@@ -196,7 +196,8 @@ def test_neither_a_subscriber_nor_an_asker_that_reads_nothing_holds_anything_up(
         await until(lambda: len(publisher._replays) == 3)
         await work(engine)
         assert len(await keen.replayed(0)) > 400
-        assert len(publisher._replays) == 3
+        # All but the keen one's, which may not have ended yet.
+        await until(lambda: len(publisher._replays) == 3)
         # Given up.
         now[0] = kv_event_publisher.REPLAY_PATIENCE_S + 1
         await until(lambda: not publisher._replays)
