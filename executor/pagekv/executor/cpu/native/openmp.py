@@ -8,30 +8,12 @@ the function goes to the OpenMP runtime that torch has loaded, by the entry that
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-
-@cache
-def _runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime of this process; None where torch has none that can be found."""
-    try:
-        loaded = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    for line in loaded.splitlines():
-        path = line.split(maxsplit=5)[-1]
-        if "/libgomp" in path or "/libomp" in path or "/libiomp" in path:
-            runtime = ctypes.CDLL(path)
-            runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-            runtime.GOMP_parallel.restype = None
-            return runtime
-    return None
-
+from pagekv.executor.cpu.openmp_runtime import runtime
 
 _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -44,8 +26,8 @@ def run_alone(function: int, arguments: npt.NDArray[np.int64]) -> None:
 def run_parallel(function: int, arguments: npt.NDArray[np.int64]) -> None:
     """Calls the function at an address, `void (int64_t *arguments)`, once on each of torch's threads, and waits."""
     threads = torch.get_num_threads()
-    runtime = _runtime() if threads > 1 else None
-    if runtime is not None:
-        runtime.GOMP_parallel(function, arguments.ctypes.data, threads, 0)
+    found = runtime() if threads > 1 else None
+    if found is not None:
+        found.GOMP_parallel(function, arguments.ctypes.data, threads, 0)
     else:
         run_alone(function, arguments)

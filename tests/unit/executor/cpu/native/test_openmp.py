@@ -54,5 +54,5 @@ def test_alone(threads: int) -> None:
 
 
 def test_without_a_runtime_one_thread_does_it_all(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openmp, "_runtime", lambda: None)
+    monkeypatch.setattr(openmp, "runtime", lambda: None)
     assert run(run_parallel, 100) == (1, [1] * 100)
