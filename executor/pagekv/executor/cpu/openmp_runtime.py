@@ -30,11 +30,11 @@ def runtime() -> ctypes.CDLL | None:
 
 
 class Waiting:
-    """Whether the runtime's threads spin for a while before they sleep. They do at first. Changed while they serve.
+    """Whether the threads of the runtime spin for a while before they sleep, as at first. Changed while they serve.
 
     GCC's runtime reads how long they spin once, when it is loaded. But while it has more threads than there are cores
-    they sleep nearly at once (GOMP_SPINCOUNT in gcc.gnu.org/onlinedocs/libgomp). So they are made to sleep by threads
-    that are idle: a team whose master waits for an event and whose other members for it.
+    they sleep nearly at once (GOMP_SPINCOUNT in gcc.gnu.org/onlinedocs/libgomp). So idle threads make them sleep: a
+    second team, which computes nothing.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Waiting:
         """Threads spin from here on."""
         if self._idle is not None:
             self._over.set()
-            # What it has of the runtime is given back as it ends.
+            # The runtime counts the team's threads until this one ends.
             self._idle.join()
             self._idle, self._num_idle = None, 0
 

@@ -68,8 +68,8 @@ class _Kind:
     usual: float = 0.0
     last: float = 0.0
     num_slow: int = 0
-    # What is tried, step by step in turns with the way; below 0 the evidence speaks for it, and so many more times it
-    # may speak against it.
+    # Tried in turns with the way. Evidence below 0 speaks for it; the last of its chances is gone when so often the
+    # evidence spoke against it.
     rival: Way | None = None
     rivals_turn: bool = False
     evidence: float = 0.0

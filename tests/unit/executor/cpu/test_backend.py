@@ -10,9 +10,11 @@ from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend.interface import LAYOUT, Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import backend as backend_module
+from pagekv.executor.backend.interface import LAYOUT, Sampled, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.backend import CpuBackend
+from pagekv.executor.cpu.forward import StepForward
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.cpu.threads import Way
 
 
@@ -135,10 +137,12 @@ def test_steps_are_computed_in_the_way_that_is_chosen(llama: Path, monkeypatch: 
 
     monkeypatch.setattr(backend._chooser, "choose", choose)
     monkeypatch.setattr(backend._chooser, "took", told.append)
-    compute = backend_module.run_step
-    monkeypatch.setattr(
-        backend_module, "run_step", lambda *step: [used.append(torch.get_num_threads()), compute(*step)][1]
-    )
+
+    def compute(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        used.append(torch.get_num_threads())
+        return run_step(forward, cache, scheduled)
+
+    monkeypatch.setattr("pagekv.executor.cpu.backend.run_step", compute)
     backend.allocate(16, 8, 0)
     state = SequenceState(1, [1, 2, 3, 4, 5], 5, [0], 0, Sampling())
     for _ in range(3):

@@ -74,7 +74,7 @@ def test_where_waiting_cannot_be_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     libgomp()
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     assert Waiting().can_sleep(2)
-    # They sleep at once, as the environment says.
+    # Threads sleep at once already, as the environment says.
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     assert not Waiting().can_sleep(2)
     monkeypatch.delenv("OMP_WAIT_POLICY")
