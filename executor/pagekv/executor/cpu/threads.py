@@ -21,7 +21,8 @@ log = Log(__name__)
 # Of the time of steps, the share that rivals may cost: of the first way, and of others, beside which a better one may
 # have become possible.
 FIRST_SHARE, OTHER_SHARE = 0.01, 0.03
-# Seconds of that share at the start, and at most; what one trial takes of it is at most so many times a step.
+# Seconds of that share at the start, which it may also be overdrawn by, and at most; one trial takes at most so many
+# times a step of it.
 START_CREDIT_S, MOST_CREDIT_S, MOST_COST = 0.1, 1.0, 3.0
 # Steps between two trials at least: at first, later, and where trials that slow steps were the reason for were in vain.
 FIRST_PAUSE, PAUSE, LONGEST_PAUSE = 3, 16, 64
@@ -119,6 +120,9 @@ class WayChooser:
         kind, (_, way) = self._kind, self._step
         self._seconds += seconds
         kind.met = self._num_steps
+        if way != kind.way:
+            cost = min(max(0.0, seconds - kind.last), MOST_COST * kind.last)
+            self._credit = max(-START_CREDIT_S, self._credit - cost)
         if len(self._ways) == 1 or self._is_first():
             return
         if way == kind.way:
@@ -162,7 +166,6 @@ class WayChooser:
             kind.num_trials += 1
 
     def _add_rival(self, kind: _Kind, rival: Way, seconds: float) -> None:
-        self._credit -= min(max(0.0, seconds - kind.last), MOST_COST * kind.last)
         margin = 0.0 if rival == self._ways[0] else MARGIN
         # No step takes less than a nanosecond.
         ratio = math.log(max(seconds, 1e-9) / max(kind.last, 1e-9)) + margin

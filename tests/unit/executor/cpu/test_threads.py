@@ -134,6 +134,16 @@ def test_first_steps_of_a_number_of_rows_do_not_count() -> None:
     assert chooser.choose(59, 4000) == SPIN
 
 
+def test_steps_that_do_not_count_cost_no_more_than_others() -> None:
+    chooser, steps, rng = make(), list[Step](), random.Random(0)
+    for _ in range(6000):
+        way = chooser.choose(rng.randrange(32, 64), 4000 + rng.randrange(90))
+        chooser.took(QUIET[way])
+        steps.append(Step(0.0, way, QUIET[way]))
+    assert lost(steps, QUIET) < 0.02
+    assert {step.way for step in steps} == {SPIN, SLEEP, ONE}
+
+
 def test_one_way_is_used_whatever_it_takes() -> None:
     chooser = WayChooser([SPIN])
     for seconds in (0.1, 9.0, 0.1, 9.0, 9.0, 9.0, 0.0):
