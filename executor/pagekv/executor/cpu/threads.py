@@ -24,14 +24,17 @@ FIRST_SHARE, OTHER_SHARE = 0.01, 0.03
 # Seconds of that share at the start, which it may also be overdrawn by, and at most; one trial takes at most so many
 # times a step of it.
 START_CREDIT_S, MOST_CREDIT_S, MOST_COST = 0.1, 1.0, 3.0
-# Steps between two trials at least: at first, later, and where trials that slow steps were the reason for were in vain.
+# Steps between two trials at least: at first, later, and where disturbance was the reason for trials that were in vain.
 FIRST_PAUSE, PAUSE, LONGEST_PAUSE = 3, 16, 64
-# So many steps in a row that take so many times the usual look like a neighbour. The usual is the median, followed by
-# so large a part of itself with each step.
-NUM_SLOW, SLOW, FOLLOW = 3, 1.5, 0.02
+# Steps that on average take so many times what undisturbed ones do are a sign of a neighbour: rivals are tried whatever
+# they cost. In the average a new step has this weight and counts as so many undisturbed ones at most; what those take
+# is a quantile, followed in so large parts of itself.
+DISTURBED, WEIGHT, MOST_DISTURBED, QUANTILE, PART = 1.7, 0.2, 3.0, 0.1, 0.02
 # Evidence, in logarithms: by how much a rival must be faster unless it is the first way, how much one pair of steps can
 # count, and how much is enough. Each switch asks for more before the next, until steps of CALM_S seconds have passed.
 MARGIN, MOST_EVIDENCE, ENOUGH, UNREST, CALM_S = 0.05, math.log(2), 1.2, 0.5, 5.0
+# Pairs of steps after which a rival that is hardly better is left, or taken if it is the first way.
+MOST_PAIRS = 12
 # Steps over less context are of one kind.
 SMALL_CONTEXT = 1024
 # A kind of steps that was not met for so many has no time to compare with.
@@ -65,20 +68,39 @@ class _Kind:
     # Steps in this way since a rival was tried, and how many there must be before the next.
     since: int = 0
     pause: int = FIRST_PAUSE
-    # Seconds in this way: the usual, 0 before the first step, and those of the last step. How many in a row were slow.
-    usual: float = 0.0
+    # Seconds in this way: on average, undisturbed, and of the last step. 0: before the first.
+    average: float = 0.0
+    undisturbed: float = 0.0
     last: float = 0.0
-    num_slow: int = 0
     # Tried in turns with the way. Evidence below 0 speaks for it; the last of its chances is gone when so often the
     # evidence spoke against it.
     rival: Way | None = None
     rivals_turn: bool = False
     evidence: float = 0.0
     chances: int = 0
+    num_pairs: int = 0
     num_trials: int = 0
     unrest: float = 0.0
     # Number of the last step of this kind.
     met: int = 0
+
+    def begin(self, way: Way, seconds: float) -> None:
+        """Computes in this way from here on, a step of which took so long."""
+        self.way, self.since, self.pause, self.rival = way, 0, PAUSE, None
+        self.average = self.undisturbed = self.last = seconds
+
+    def add(self, seconds: float) -> None:
+        """Counts a step in the present way."""
+        if not self.average:
+            self.average = self.undisturbed = seconds
+        self.average += WEIGHT * (min(seconds, MOST_DISTURBED * self.undisturbed) - self.average)
+        self.undisturbed *= 1 + PART * (QUANTILE if seconds > self.undisturbed else QUANTILE - 1)
+        self.last = seconds
+        self.since += 1
+
+    @property
+    def disturbed(self) -> bool:
+        return self.average > DISTURBED * self.undisturbed
 
 
 class WayChooser:
@@ -146,11 +168,7 @@ class WayChooser:
         share = FIRST_SHARE if kind.way == self._ways[0] else OTHER_SHARE
         self._credit = min(MOST_CREDIT_S, self._credit + share * seconds)
         kind.unrest = max(0.0, kind.unrest - seconds / CALM_S)
-        kind.usual = kind.usual or seconds
-        kind.num_slow = kind.num_slow + 1 if seconds > SLOW * kind.usual else 0
-        kind.usual *= 1 + FOLLOW if seconds > kind.usual else 1 - FOLLOW
-        kind.last = seconds
-        kind.since += 1
+        kind.add(seconds)
         if kind.rival is not None:
             kind.rivals_turn = True
             return
@@ -158,11 +176,10 @@ class WayChooser:
             return
         rivals = [way for way in self._ways if way != kind.way]
         rival = rivals[kind.num_trials % len(rivals)]
-        alarmed = kind.num_slow >= NUM_SLOW
-        if alarmed or self._credit >= seconds * max(1.0, kind.way.threads / rival.threads - 1):
-            kind.rival, kind.rivals_turn, kind.evidence = rival, True, 0.0
-            # The slow steps were no chance; one slow step of the rival may be.
-            kind.chances = 2 if alarmed else 1
+        if kind.disturbed or self._credit >= seconds * max(1.0, kind.way.threads / rival.threads - 1):
+            kind.rival, kind.rivals_turn, kind.evidence, kind.num_pairs = rival, True, 0.0, 0
+            # Beside a neighbour one slow step of the rival may be chance.
+            kind.chances = 2 if kind.disturbed else 1
             kind.num_trials += 1
 
     def _add_rival(self, kind: _Kind, rival: Way, seconds: float) -> None:
@@ -171,18 +188,20 @@ class WayChooser:
         ratio = math.log(max(seconds, 1e-9) / max(kind.last, 1e-9)) + margin
         kind.evidence += max(-MOST_EVIDENCE, min(MOST_EVIDENCE, ratio))
         kind.rivals_turn = False
+        kind.num_pairs += 1
         if kind.evidence >= 0:
             kind.evidence = 0.0
             kind.chances -= 1
-            if not kind.chances:
-                # Where slow steps are no reason for a change, they are none again and again.
-                kind.pause = min(max(PAUSE, 2 * kind.pause), LONGEST_PAUSE) if kind.num_slow >= NUM_SLOW else PAUSE
-                kind.rival, kind.since, kind.num_slow = None, 0, 0
-        elif kind.evidence <= -ENOUGH - UNREST * kind.unrest:
+        long = kind.num_pairs >= MOST_PAIRS
+        if not kind.chances or (long and rival != self._ways[0]):
+            # Disturbance that no rival helps against is no reason again and again.
+            kind.pause = min(max(PAUSE, 2 * kind.pause), LONGEST_PAUSE) if kind.disturbed else PAUSE
+            kind.rival, kind.since = None, 0
+        elif long or kind.evidence <= -ENOUGH - UNREST * kind.unrest:
             self._switch(kind, rival, seconds)
 
     def _switch(self, kind: _Kind, rival: Way, seconds: float) -> None:
-        before, kind.way = kind.way, rival
+        before, last = kind.way, kind.last
         self._untold += 1
         if self._seconds >= self._log_at:
             log.info(
@@ -193,10 +212,9 @@ class WayChooser:
                 step_ms=round(seconds * 1e3, 1),
                 threads_before=before.threads,
                 waiting_before="spins" if before.spins else "sleeps",
-                step_ms_before=round(kind.last * 1e3, 1),
+                step_ms_before=round(last * 1e3, 1),
                 changes=self._untold,
             )
             self._untold, self._log_at = 0, self._seconds + LOG_EVERY_S
-        kind.rival, kind.since, kind.pause, kind.num_slow = None, 0, PAUSE, 0
-        kind.usual = kind.last = seconds
+        kind.begin(rival, seconds)
         kind.unrest += 1
