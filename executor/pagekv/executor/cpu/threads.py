@@ -72,8 +72,8 @@ class _Kind:
     average: float = 0.0
     undisturbed: float = 0.0
     last: float = 0.0
-    # Tried in turns with the way. Evidence below 0 speaks for it; the last of its chances is gone when so often the
-    # evidence spoke against it.
+    # Tried in turns with the way. Evidence below 0 speaks for the rival; `chances` is how many more times it may speak
+    # against the rival until the trial ends.
     rival: Way | None = None
     rivals_turn: bool = False
     evidence: float = 0.0
@@ -106,14 +106,14 @@ class _Kind:
 class WayChooser:
     """Says before each step how it is computed, and is told afterwards how long that took. Belongs to one thread."""
 
-    def __init__(self, ways: list[Way]) -> None:
-        """`ways`: at least one; the first is the one for a quiet machine."""
-        self._ways = ways
+    def __init__(self, choice: list[Way]) -> None:
+        """`choice`: at least one way; the first is the one for a quiet machine."""
+        self._ways = choice
         # By bit lengths of tokens and of context.
         self._kinds: dict[tuple[int, int], _Kind] = {}
         self._size = 0
-        self._kind = _Kind(ways[0])
-        self._step = (0, ways[0])
+        self._kind = _Kind(choice[0])
+        self._step = (0, choice[0])
         self._num_steps = 0
         # Tokens and ways of steps that there were; how many in a row were the first of theirs.
         self._seen: set[tuple[int, Way]] = set()
@@ -174,7 +174,9 @@ class WayChooser:
             return
         if kind.since < kind.pause:
             return
-        rivals = [way for way in self._ways if way != kind.way]
+        first, *others = [way for way in self._ways if way != kind.way]
+        # Beside a neighbour the first way is the last to look to.
+        rivals = others if others and kind.disturbed and first == self._ways[0] else [first, *others]
         rival = rivals[kind.num_trials % len(rivals)]
         if kind.disturbed or self._credit >= seconds * max(1.0, kind.way.threads / rival.threads - 1):
             kind.rival, kind.rivals_turn, kind.evidence, kind.num_pairs = rival, True, 0.0, 0

@@ -100,6 +100,14 @@ def test_when_the_neighbours_have_gone_all_threads_are_back_within_two_seconds(s
     assert sum(step.way.threads == 2 for step in since) > 0.9 * len(since)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_where_threads_cannot_be_made_to_sleep_one_is_left(seed: int) -> None:
+    chooser = WayChooser(ways(2, can_sleep=False))
+    steps = run(chooser, lambda now: NEIGHBOURS if now < 20 else QUIET, 40, 0.3, seed)
+    assert sum(step.way == ONE for step in steps if 5 < step.at < 20) > 0.8 * sum(5 < step.at < 20 for step in steps)
+    assert sum(step.way == SPIN for step in steps if step.at > 25) > 0.8 * sum(step.at > 25 for step in steps)
+
+
 def test_beside_a_neighbour_from_the_start() -> None:
     steps = run(make(), lambda _: NEIGHBOURS, 10, 0.1)
     assert lost(steps, NEIGHBOURS) < 0.25
