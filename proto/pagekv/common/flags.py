@@ -288,13 +288,18 @@ def size_in_bytes(low: int, high: int) -> Callable[[str], int]:
 
 
 def address(text: str) -> str:
-    """A type for `host:port`, or `unix:/path`. Port 0 takes a free one."""
+    """A type for `host:port`, or `unix:/path`. Port 0 takes a free one; an IPv6 address stands in brackets."""
     if text.startswith("unix:") and len(text) > 5:
         return text
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}")
-    return text
+    why = ""
+    if "://" in text:
+        why = f"; leave {text.partition('://')[0]}:// out"
+    elif ":" in host and not (host.startswith("[") and host.endswith("]")):
+        why = "; an IPv6 address stands in brackets, as in [::1]:50051"
+    elif colon and host and port.isascii() and port.isdigit() and int(port) <= 65535:
+        return text
+    raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}{why}")
 
 
 def tcp_address(text: str) -> str:
