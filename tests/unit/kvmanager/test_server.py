@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -411,6 +412,26 @@ async def nothing_listens(port: int) -> bool:
         return True
     writer.close()
     return False
+
+
+def test_an_error_while_closing_is_not_told_as_one_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = server.Manager._start
+
+    async def start(self: server.Manager) -> None:
+        await started(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def close(self: Exporters) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(server.Manager, "_start", start)
+    monkeypatch.setattr(Exporters, "close", close)
+    port_file = tmp_path / "port"
+    status, words = main(["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--port-file", str(port_file)], caplog)
+    assert (status, words.partition(":")[0]) == (1, "stopped by an error")
+    assert read_port_file(port_file).keys() == {"listen"}
 
 
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--kv-events-endpoint", "--record-steps", "--port-file"])
