@@ -23,8 +23,8 @@ from pagekv.common.port_file import read_port_file
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
-MANAGER = "pagekv.kvmanager.server"
-EXECUTOR = "pagekv.executor.server"
+MANAGER = "pagekv.kvmanager"
+EXECUTOR = "pagekv.executor"
 GATED_EXECUTOR = "support.executor.gated_executor"
 # Only bounds a hang: on a busy machine to load torch has taken more than two minutes.
 START_TIMEOUT_S = 600.0
@@ -69,7 +69,7 @@ class Process:
     gate: Gate | None = None
 
     def __post_init__(self) -> None:
-        self.log = self.directory / f"{self.module.rsplit('.', 2)[-2]}.log"
+        self.log = self.directory / f"{self.module.rpartition('.')[2]}.log"
 
     def start(self, listen_port: int = 0) -> None:
         """Starts it and waits until it listens."""

@@ -68,7 +68,7 @@ def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
 
 
 def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None:
-    process = Process("pagekv.executor.server", ["--backend", "oracle", "--step-time-ms", "200"], tmp_path)
+    process = Process("pagekv.executor", ["--backend", "oracle", "--step-time-ms", "200"], tmp_path)
     begin = time.perf_counter()
     process.start()
     try:
@@ -99,7 +99,7 @@ def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None
 
 
 def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
-    process = Process("pagekv.executor.server", ["--backend", "oracle", "--model", "demo"], tmp_path)
+    process = Process("pagekv.executor", ["--backend", "oracle", "--model", "demo"], tmp_path)
     process.start()
     try:
         process.wait_serving()
@@ -120,7 +120,7 @@ def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
     """Their tokens are more than an ordinary message may hold."""
     length, count, token = 100_000, 34, 2**30  # an id of five bytes on the wire
     args = ["--backend", "oracle", "--max-model-len", str(length), "--vocab-size", str(2**31 - 1)]
-    process = Process("pagekv.executor.server", args, tmp_path)
+    process = Process("pagekv.executor", args, tmp_path)
     process.start()
     try:
         process.wait_serving()
