@@ -20,6 +20,7 @@ from pagekv.common.flags import (
     from_args,
     integer,
     is_true,
+    listening_host,
     number,
     power_of_two,
     size_in_bytes,
@@ -121,6 +122,9 @@ def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -
         (address, "unix:/run/x", "unix:/run/x", ["50051", "host:", "host:65536", "unix:"]),
         (address, "[::1]:0", "[::1]:0", ["::1:50051", "http://127.0.0.1:8080", "127.0.0.1:²"]),
         (tcp_address, "", "", ["unix:/x", ":1"]),
+        (listening_host, "::1", "[::1]", ["", "127.0.0.1:50051", "http://a", "a b", "[::1]:50051", "[a]", "x" * 254]),
+        (listening_host, "[::1]", "[::1]", ["[]", ":50051", "a/b"]),
+        (listening_host, "gpu1.local", "gpu1.local", [":"]),
     ],
 )
 def test_types_take_what_is_within_bounds(check: object, good: str, value: object, bad: list[str]) -> None:

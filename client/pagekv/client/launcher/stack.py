@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ KEPT_LINES = 40
 # Exit status of a process whose command line is wrong.
 USAGE = 2
 _POLL_S = 0.1
+# Errors of a port, whatever the address: others are of the address.
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 # Seconds that the gateway gets to answer its last callers once the managers are gone.
 _GATEWAY_LAST_S = 1.0
 
@@ -54,6 +57,7 @@ class StackError(Exception):
 class StackConfig:
     """The processes to start, with arguments of their own command lines."""
 
+    # A name or an address; one of IPv6 in brackets.
     host: str = "127.0.0.1"
     # Ports of the first pair; 0, and every other pair, takes free ones.
     port: int = 50051
@@ -354,17 +358,21 @@ def _serves(target: str) -> bool:
 
 
 def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
-    """`host` with `port`, or with a free one for 0, and adds that to `taken`. Raises StackError unless it is free."""
+    """`host`, an address of IPv6 in brackets, with `port`, or with a free one for 0, and adds that to `taken`. Raises
+    StackError unless it is free.
+    """
     if port and port in taken:
         raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
     found = 0
     while not found or found in taken:
-        with socket.socket() as probe:
+        with socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET) as probe:
             # A port in TIME_WAIT is free for gRPC, which binds in this way.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, port))
+                probe.bind((host.strip("[]"), port))
             except OSError as error:
+                if error.errno not in _PORT_ERRORS:
+                    raise StackError(f"--host {host}: this machine cannot listen there ({error.strerror})") from error
                 raise StackError(
                     f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
                     f"Choose another with {flag}, or {flag} 0 for a free one"

@@ -165,6 +165,20 @@ def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
         Stack(config(journal, port=50000 + os.getpid() % 1000, executor_port=50000 + os.getpid() % 1000))
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_of_this_machine_is_not_told_as_a_taken_port(journal: Path, host: str) -> None:
+    with pytest.raises(StackError, match=rf"^--host {host}: this machine cannot listen there \("):
+        Stack(config(journal, host=host))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_a_stack_may_serve_an_address_of_ipv6(journal: Path) -> None:
+    with Stack(config(journal, host="[::1]")) as stack:
+        assert stack.target.startswith("[::1]:")
+        stack.start()
+        assert stack.wait_ready(120)
+
+
 def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(journal: Path) -> None:
     with Stack(config(journal, replicas=2)) as stack:
         stack.start()
