@@ -20,6 +20,7 @@ from pagekv.common.aio_server import aio_server
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
+from pagekv.common.parent import call_without_parent
 from pagekv.common.statuses import abort_with
 from pagekv.common.unknown_fields import check_known
 
@@ -211,11 +212,12 @@ def raise_descriptor_limit() -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """An event that SIGTERM and SIGINT set, and the end of a parent that asked for it."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
+    call_without_parent(loop, event.set)
     return event
 
 

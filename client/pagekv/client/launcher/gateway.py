@@ -17,7 +17,7 @@ from pagekv.client.client import PageKVClient
 # Ways to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
 DEFAULT_PORT = 8000
-COMMAND = (sys.executable, "-m", "smg", "launch")
+COMMAND = (sys.executable, "-m", "pagekv.client.launcher.with_parent", "smg", "launch")
 _ANSWER_S = 2.0
 
 

@@ -25,6 +25,7 @@ import grpc
 
 from pagekv.client.launcher.child_flags import event_endpoints, flag_value, tcp_port
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
+from pagekv.common.parent import ENDS_WITH_PARENT
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
@@ -95,7 +96,8 @@ class Child:
         try:
             self.popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                # Held until the process has ended: it ends when this one is gone.
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -129,6 +131,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
         self._reader.join(timeout=2)
 
     def death(self) -> StackError:
@@ -343,11 +347,15 @@ class StopSignals:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which the children find the same modules."""
+    """This process's environment, in which the children find the same modules, and learn that they end with it."""
     # A script's directory or `python -c` may have put entries on sys.path that an environment variable has to carry on.
     paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "pagekv"))]
     known = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])]))}
+    return {
+        **os.environ,
+        ENDS_WITH_PARENT: "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])])),
+    }
 
 
 def _serves(target: str) -> bool:
