@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health_pb2_grpc
 
 from pagekv.common import health
@@ -112,7 +111,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                         return
                     async for response in inner_stream(request, context):
                         await context.write(response)
-                except cygrpc.ExecuteBatchError:
+                except grpc.aio.InternalError:
                     raise  # the caller has gone while it was written to: gRPC ends the call
                 except Exception as error:
                     await _abort(context, method, error)
