@@ -19,7 +19,7 @@ from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
 # Token ids that Tokenize answers with and Detokenize takes at most.
 MAX_CODEC_TOKENS = 2**20
-# What stands before the length of the text in Detokenize's answer.
+# Stands before the length of the text in Detokenize's answer.
 _TEXT_TAG = varint(pb.DetokenizeResponse.TEXT_FIELD_NUMBER << 3 | 2)
 # Ids of Tokenize's answer that are written between two turns of the event loop.
 ANSWERED_AT_ONCE = 16 * 2**10
