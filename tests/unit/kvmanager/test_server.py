@@ -20,6 +20,7 @@ import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.held_port import held_port
 from support.clients.stack import port_of
 from support.engine import small_tokenizers
 from support.prompts import as_chat, as_prompt
@@ -418,10 +419,8 @@ def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every part that was open already is closed, without a trace in the log or in files but the reason."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server(("127.0.0.1", 0)) as taken, held_port() as port:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        port = free.getsockname()[1]
-        free.close()
         flags = {
             "--listen": f"127.0.0.1:{port}",
             "--http-listen": "127.0.0.1:0",

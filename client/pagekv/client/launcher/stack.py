@@ -156,9 +156,9 @@ class Stack:
         self._config = config
         if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
-        # Shared by all calls, so that no two processes are given one port.
-        ports: set[int] = set()
-        target, inner = partial(_usable_target, ports, config.host), partial(_usable_target, ports, LOOPBACK)
+        # By port, held until the end: no other process of this machine is given one that it did not ask for.
+        self._held: dict[int, socket.socket] = {}
+        target, inner = partial(_usable_target, self._held, config.host), partial(_usable_target, self._held, LOOPBACK)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
         self.executor_targets = [
             inner(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
@@ -182,7 +182,7 @@ class Stack:
         except ValueError as error:
             raise StackError(str(error)) from error
         for endpoints in self._event_endpoints:
-            _refuse_taken(ports, endpoints)
+            _refuse_taken(self._held, endpoints)
         # For port files; there from `with` on.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
@@ -203,6 +203,8 @@ class Stack:
             raise
         finally:
             self._directory.cleanup()
+            for held in self._held.values():
+                held.close()
 
     def start(self) -> None:
         """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
@@ -353,34 +355,37 @@ def _serves(target: str) -> bool:
         return False
 
 
-def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
-    """`host` with `port`, or with a free one for 0, and adds that to `taken`. Raises StackError unless it is free."""
-    if port and port in taken:
+def _usable_target(held: dict[int, socket.socket], host: str, port: int, flag: str) -> str:
+    """`host` with `port`, or with a free one for 0, in `held` from now on. Raises StackError where it is taken.
+
+    Linux gives a port that is held to nobody who asks for any, and lets a process listen there that asks for it by
+    number, as gRPC, ZeroMQ, aiohttp and the gateway do: with SO_REUSEADDR.
+    """
+    if port and port in held:
         raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
-    found = 0
-    while not found or found in taken:
-        with socket.socket() as probe:
-            # A port in TIME_WAIT is free for gRPC, which binds in this way.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise StackError(
-                    f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
-                    f"Choose another with {flag}, or {flag} 0 for a free one"
-                ) from error
-            found = probe.getsockname()[1]
-    taken.add(found)
+    probe = socket.socket()
+    try:
+        # A port in TIME_WAIT is free for gRPC, which binds in this way.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host, port))
+    except OSError as error:
+        probe.close()
+        raise StackError(
+            f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
+            f"Choose another with {flag}, or {flag} 0 for a free one"
+        ) from error
+    found: int = probe.getsockname()[1]
+    held[found] = probe
     return f"{host}:{found}"
 
 
-def _refuse_taken(taken: set[int], endpoints: Mapping[str, str]) -> None:
-    """Raises StackError for a TCP endpoint, named by its flag, whose port is not free; adds the others to `taken`."""
+def _refuse_taken(held: dict[int, socket.socket], endpoints: Mapping[str, str]) -> None:
+    """Raises StackError for a TCP endpoint, named by its flag, whose port is not free; holds the others."""
     for name, endpoint in endpoints.items():
         if port := tcp_port(endpoint):
             try:
                 # On every interface: the host may be a name or * that only ZeroMQ knows.
-                _usable_target(taken, "", port, f"--{name}")
+                _usable_target(held, "", port, f"--{name}")
             except StackError as error:
                 raise StackError(
                     f"--{name} {endpoint}: this port cannot be had; choose another, or 0 for any"

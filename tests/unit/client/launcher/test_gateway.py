@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import ScriptedServer, free_port
+from support.clients.held_port import held_port
+from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client.launcher.gateway import GatewayConfig, gateway_args, has_tokenizer, serves
 from pagekv.v1 import inference_service_pb2 as pb
@@ -66,7 +67,8 @@ def test_it_serves_once_it_has_models_and_knows_enough_healthy_managers(answers:
 
 
 def test_nothing_that_listens_does_not_serve() -> None:
-    assert not serves(f"127.0.0.1:{free_port()}", 1)
+    with held_port() as port:
+        assert not serves(f"127.0.0.1:{port}", 1)
 
 
 @pytest.mark.parametrize("has", [True, False])
