@@ -101,6 +101,8 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     args = parser.parse_args()
+    if not args.peer_python.is_file():
+        parser.error(f"--peer-python: no such file: {args.peer_python}; make bench-peers makes the default one")
     # An end from outside ends the players too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model = model_directory()

@@ -35,10 +35,10 @@ def measure(num_bytes: int, dtype_name: str, threads: int) -> MachineRates:
     weights = torch.ones(num_bytes // 4)
     seconds = _least(lambda: weights.sum())
     left, right = torch.ones(ROWS, SIDES[0], dtype=dtype), torch.ones(SIDES[1], SIDES[0], dtype=dtype)
-    # Packed as for oneDNN where it helps, which is what both players multiply with.
     products: list[Callable[[], object]] = [lambda: torch.nn.functional.linear(left, right)]
-    packed = torch.ops.mkldnn._reorder_linear_weight(right, None) if torch.backends.mkldnn.is_available() else None
-    if packed is not None:
+    if dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        # Laid out for oneDNN once, which is what both players multiply with.
+        packed = torch.ops.mkldnn._reorder_linear_weight(right, None)
         products.append(lambda: torch.ops.mkldnn._linear_pointwise(left, packed, None, "none", [], ""))
     product_s = min(map(_least, products))
     return MachineRates(num_bytes / seconds, 2 * ROWS * SIDES[0] * SIDES[1] / product_s)
