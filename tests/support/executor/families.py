@@ -54,6 +54,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoe": {**_GRANITE, "num_local_experts": 4},
     "helium": {**_GATED, "head_dim": 12},
     "hunyuan_v1_dense": _HEADS,
+    "hunyuan_v1_moe": {**_HEADS, "num_experts": 4, "moe_topk": 2},
     "mixtral": {**_GATED, "num_local_experts": 4},
     "olmo": {**_GATED, "clip_qkv": 1.0},
     "olmo2": _GATED,
