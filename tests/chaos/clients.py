@@ -176,7 +176,8 @@ class Clients:
             self.tally.lost.append(f"{what}: {type(error).__name__}: {error}")
 
     def _managers(self) -> tuple[int, int]:
-        return self._killed, self._stopped
+        """How many were killed and stopped before; not the one that is being so, whose end a call may still meet."""
+        return self._killed - self._killing, self._stopped - self._stopping
 
     @contextmanager
     def manager_killed(self) -> Iterator[None]:

@@ -170,7 +170,7 @@ class Chaos:
         args = ["--executor", self.stack.executor.target, "--take-over", "--num-device-blocks", "64"]
         directory = self.directory / "rival"
         directory.mkdir(exist_ok=True)
-        rival = Process("pagekv.kvmanager.server", args, directory)
+        rival = Process("pagekv.kvmanager", args, directory)
         await asyncio.to_thread(rival.start)
         try:
             await asyncio.to_thread(rival.wait_serving)

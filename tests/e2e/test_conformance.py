@@ -60,7 +60,7 @@ def judge(port: int) -> dict[str, object]:
 
 @pytest.mark.long
 def test_the_command_judges_processes(tmp_path: Path) -> None:
-    executor = Process("pagekv.executor.server", ORACLE, tmp_path)
+    executor = Process("pagekv.executor", ORACLE, tmp_path)
     executor.start()
     executor.wait_serving()
     answer = judge(executor.port)

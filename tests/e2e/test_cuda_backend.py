@@ -61,7 +61,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
         while not port_file.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)
-        yield Process("pagekv.executor.server", [], directory, port=port_of(read_port_file(port_file)))
+        yield Process("pagekv.executor", [], directory, port=port_of(read_port_file(port_file)))
     finally:
         gate.set()
         loop.call_soon_threadsafe(stop.set)

@@ -31,7 +31,7 @@ def faulty_executor(directory: Path, backend: str, steps: str, args: Sequence[st
     env = environment()
     folders = [env["PYTHONPATH"], *(str(ROOT / name) for name in ("tests", "tests/kernels"))]
     env |= {"PYTHONPATH": os.pathsep.join(folders), "FAULTY_BACKEND": backend, "FAULTY_STEPS": steps}
-    process = Process("pagekv.executor.server", [], directory)
+    process = Process("pagekv.executor", [], directory)
     port_file = directory / "port"
     command = [
         sys.executable,

@@ -176,7 +176,7 @@ def test_sigterm_ends_what_the_grace_time_cannot_finish_so_that_it_can_be_resume
 
 def test_a_second_manager_is_refused_while_the_first_lives(tmp_path: Path) -> None:
     with running_stack(ORACLE) as stack:
-        second = Process("pagekv.kvmanager.server", ["--executor", stack.executor.target], tmp_path)
+        second = Process("pagekv.kvmanager", ["--executor", stack.executor.target], tmp_path)
         second.start()
         try:
             deadline = time.monotonic() + 120
@@ -197,7 +197,7 @@ def test_a_second_manager_is_refused_while_the_first_lives(tmp_path: Path) -> No
 def test_flags_that_the_executor_cannot_meet_end_the_manager_with_their_name() -> None:
     with running_executor([*ORACLE, "--kv-memory", "1MiB"]) as executor:
         args = ["--executor", executor.target, "--num-device-blocks", "1000000"]
-        manager = Process("pagekv.kvmanager.server", args, executor.directory)
+        manager = Process("pagekv.kvmanager", args, executor.directory)
         manager.start()
         assert manager.popen is not None
         assert manager.popen.wait(240) == 1

@@ -6,6 +6,8 @@ import json
 import socket
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +56,18 @@ def own(stack: Stack) -> Iterator[PageKVClient]:
 
 def test_the_model_is_listed(api: openai.OpenAI) -> None:
     assert [model.id for model in api.models.list().data] == [MODEL]
+
+
+def test_a_page_of_another_site_cannot_add_a_manager(stack: Stack) -> None:
+    """The gateway itself looks at neither the name that it is asked by nor the origin."""
+    request = urllib.request.Request(
+        f"http://{stack.gateway_target}/workers",
+        json.dumps({"url": "grpc://127.0.0.1:9"}).encode(),
+        {"Content-Type": "application/json", "Host": "rebound.example", "Origin": "http://rebound.example"},
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60)
+    assert refused.value.code == 401
 
 
 def test_a_completion_is_what_our_own_client_gets_and_the_second_one_hits_the_cache(

@@ -41,7 +41,7 @@ def test_a_request_that_no_step_survives_ends_and_others_finish(tmp_path: Path) 
             assert (await caller.idle_stats()).executor_restarts_total == 3
 
     with toy((NEXT_TOKEN, RAISES)) as address:
-        executor = Process("pagekv.executor.server", [], tmp_path, port=int(address.rpartition(":")[2]))
+        executor = Process("pagekv.executor", [], tmp_path, port=int(address.rpartition(":")[2]))
         with running_manager(executor, ["--tokenizer", "none", "--max-batch-tokens", str(BUDGET)]) as stack:
             asyncio.run(main(stack.target))
             log = stack.manager.log.read_text()

@@ -45,7 +45,7 @@ def fighting_managers(executor: Process, directory: Path, count: int) -> Iterato
             place = directory / str(number)
             place.mkdir()
             args = ["--executor", executor.target, "--take-over"]
-            managers.append(Process("pagekv.kvmanager.server", args, place))
+            managers.append(Process("pagekv.kvmanager", args, place))
             managers[-1].start()
             stack.callback(managers[-1].kill)
         yield managers
@@ -126,12 +126,12 @@ def test_callers_without_the_library_are_told_to_come_back() -> None:
 def test_a_full_disk_for_logs_stops_nobody(tmp_path: Path) -> None:
     """Every write to standard error fails with ENOSPC, at the level that writes most; both exit 0 all the same."""
     args = ["--log-level", "debug", "--log-format", "json"]
-    executor = Process("pagekv.executor.server", [*SLOW, *args], tmp_path)
+    executor = Process("pagekv.executor", [*SLOW, *args], tmp_path)
     executor.log = Path("/dev/full")
     executor.start()
     try:
         executor.wait_serving()
-        manager = Process("pagekv.kvmanager.server", ["--executor", executor.target, *args], tmp_path)
+        manager = Process("pagekv.kvmanager", ["--executor", executor.target, *args], tmp_path)
         manager.log = Path("/dev/full")
         manager.start()
         try:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.e2e
 def lying_executor(directory: Path, what: str) -> Iterator[Process]:
     """`tests/support/executor/lying_executor.py` on a port that it chooses."""
     env = environment()
-    process, port_file = Process("pagekv.executor.server", [], directory), directory / "port"
+    process, port_file = Process("pagekv.executor", [], directory), directory / "port"
     script = str(ROOT / "tests/support/executor/lying_executor.py")
     command = [sys.executable, script, what, "--listen", "127.0.0.1:0", "--port-file", str(port_file)]
     with process.log.open("ab") as log:

@@ -70,6 +70,8 @@ class Manager:
         """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. Raises ExtraMissing."""
         self._config = config
         self._given_tokenizer = tokenizer
+        # Whether everything was opened: errors after that do not keep the manager from starting.
+        self.started = False
         self._changed = asyncio.Event()
         self._attached = False
         # Whether gRPC's health says so.
@@ -123,6 +125,7 @@ class Manager:
             await self._stop_listening(0)
             await self._exporters.discard()
             raise
+        self.started = True
         # No task ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
         health = asyncio.create_task(self._watch_engine(), name="health")
@@ -327,16 +330,21 @@ async def serve(config: ManagerConfig) -> int:
     """Runs a manager until SIGTERM or SIGINT; returns the exit status."""
     stop = stop_event()
     tokenizer: Tokenizer | None = None
+    manager: Manager | None = None
     try:
         if config.tokenizer not in (FROM_EXECUTOR, NO_TOKENIZER):
             tokenizer = await asyncio.to_thread(load_tokenizer, config.tokenizer)
-        return await Manager(config, tokenizer).run(stop)
+        manager = Manager(config, tokenizer)
+        return await manager.run(stop)
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
         tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
     except (OSError, ExtraMissing) as error:
-        log.error("cannot start", reason=error)
-        tell_cannot_start(config.port_file, str(error))
+        if manager is not None and manager.started:
+            log.error("stopped by an error", exc_info=error)
+        else:
+            log.error("cannot start", reason=error)
+            tell_cannot_start(config.port_file, str(error))
     return 1
 
 

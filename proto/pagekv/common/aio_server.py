@@ -14,6 +14,13 @@ from typing import Any
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 
+from pagekv.common.logs import Log
+
+log = Log(__name__)
+
+# Names of grpcio's inside that the server below needs besides its own methods.
+_INSIDE = ("_MethodResolver", "_handle_rpc", "_schedule_rpc_coro")
+
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]  # no stubs
     """Takes calls of methods that are not registered in a task of its own."""
@@ -46,8 +53,12 @@ def aio_server(
     plain = cygrpc.AioServer
     # Releases without registered methods decode within each call.
     if hasattr(plain, "_make_request_call_future"):
-        # grpc.aio.server takes no other class.
-        cygrpc.AioServer = _AioServer
+        if missing := [name for name in _INSIDE if not hasattr(cygrpc, name)]:
+            words = "grpcio is newer than this PageKV: it may end on a method's name that is not UTF-8"
+            log.warning(words, grpcio=grpc.__version__, without=", ".join(missing))
+        else:
+            # grpc.aio.server takes no other class.
+            cygrpc.AioServer = _AioServer
     try:
         return grpc.aio.server(interceptors=interceptors, options=options)
     finally:

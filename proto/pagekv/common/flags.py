@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
 
 from pagekv.common.error_line import USAGE, error_line
+from pagekv.common.loopback import ip_address
 from pagekv.common.version import pagekv_version
 
 ENV_PREFIX = "PAGEKV_"
@@ -288,13 +290,29 @@ def size_in_bytes(low: int, high: int) -> Callable[[str], int]:
 
 
 def address(text: str) -> str:
-    """A type for `host:port`, or `unix:/path`. Port 0 takes a free one."""
+    """A type for `host:port`, or `unix:/path`. Port 0 takes a free one; an IPv6 address stands in brackets."""
     if text.startswith("unix:") and len(text) > 5:
         return text
     host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}")
-    return text
+    why = ""
+    if "://" in text:
+        why = f"; leave {text.partition('://')[0]}:// out"
+    elif ":" in host and not (host.startswith("[") and host.endswith("]")):
+        why = "; an IPv6 address stands in brackets, as in [::1]:50051"
+    elif colon and host and port.isascii() and port.isdigit() and int(port) <= 65535:
+        return text
+    raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}{why}")
+
+
+def listening_host(text: str) -> str:
+    """A type for a name or an IP address, without a port. One of IPv6 gets the brackets that it has before a port."""
+    found = ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
+    if found is not None and found.version == 6:
+        return f"[{found}]"
+    if found is not None or re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
+        return text
+    why = "; ports have flags of their own" if re.fullmatch(r"[^:]+:[0-9]*", text) else ""
+    raise argparse.ArgumentTypeError(f"must be a name or an IP address, without a port, got {text!r}{why}")
 
 
 def tcp_address(text: str) -> str:

@@ -33,6 +33,8 @@ SLICE_FIELDS = 1024
 MAX_FIELDS = 16 * 2**10
 # Numbers that the lists of a message may have; the parser takes 32 MiB for them.
 MAX_NUMBERS = 4 * 2**20
+# Bytes of one text: the parser makes two copies at once. No field may have more than a prompt.
+MAX_TEXT_BYTES = 8 * 2**20
 # Messages inside messages, as the parsers of protobuf have it.
 MAX_DEPTH = 100
 
@@ -190,6 +192,9 @@ class _Walk:
             if self._num_fields > most:
                 what = f"at most {most} fields and entries of lists in all, numbers in packed lists not counted"
                 raise InvalidRequest(path.prefix() + found.name, f"a message must have {what}; this one has more")
+            if kind == _LENGTH and not found.inside and size > MAX_TEXT_BYTES:
+                words = f"must be at most {MAX_TEXT_BYTES} bytes, has {size}"
+                raise InvalidRequest(path.prefix() + found.name, words)
             if kind == _LENGTH and found.inside:
                 alone = into is not None and size > SLICE_BYTES and not found.is_map
                 if into is not None and alone:

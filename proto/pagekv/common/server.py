@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from grpc._cython import cygrpc  # type: ignore[attr-defined]  # the stubs leave it out
 from grpc_health.v1 import health_pb2_grpc
 
 from pagekv.common import health
@@ -20,6 +19,7 @@ from pagekv.common.aio_server import aio_server
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
+from pagekv.common.parent import call_without_parent
 from pagekv.common.statuses import abort_with
 from pagekv.common.unknown_fields import check_known
 
@@ -111,7 +111,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                         return
                     async for response in inner_stream(request, context):
                         await context.write(response)
-                except cygrpc.ExecuteBatchError:
+                except grpc.aio.InternalError:
                     raise  # the caller has gone while it was written to: gRPC ends the call
                 except Exception as error:
                     await _abort(context, method, error)
@@ -211,11 +211,12 @@ def raise_descriptor_limit() -> None:
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set."""
+    """An event that SIGTERM and SIGINT set, and the end of a parent that asked for it."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, event.set)
+    call_without_parent(loop, event.set)
     return event
 
 

@@ -256,7 +256,7 @@ def stack_of(context: Context, directory: Path, sizes: Sizes) -> Iterator[str]:
     from support.clients import stack
 
     stack.START_TIMEOUT_S = 0.6 * context.seconds  # 16 GB of weights and a first compilation; time to say why not
-    module = "gpu_first.stub_executor" if context.small else "pagekv.executor.server"
+    module = "gpu_first.stub_executor" if context.small else "pagekv.executor"
     manager_args = ["--tokenizer", "", "--max-batch-tokens", str(sizes.token_budget)]
     executor = stack.Process(module, ["--backend", "cuda", "--model", str(directory)], context.folder)
     try:

@@ -50,7 +50,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else lambda *_: stop.set())
     server = grpc.server(futures.ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
+    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     server.add_insecure_port(listen)
     server.start()
@@ -62,6 +62,8 @@ def main() -> int:
     write_port_file(Path(value("--port-file")), found)
     with journal.open("a") as file:
         file.write(f"{name} started {os.getpid()}\n")
+    # Not before: a process that serves has said where it listens.
+    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
     while not stop.wait(0.02):
         if mode == "dielater" and "now die" in journal.read_text():
             return 3

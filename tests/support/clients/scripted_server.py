@@ -18,6 +18,7 @@ from typing import Any
 import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.held_port import hold
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.statuses import STATUS_DETAILS_KEY, status_proto, status_row
@@ -60,6 +61,8 @@ class ScriptedServer:
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     # For encrypted connections alone, where there are some.
     credentials: grpc.ServerCredentials | None = None
+    # From the first start to the last stop, so that no other process is given the port in between.
+    _held: socket.socket | None = None
     _server: grpc.Server | None = None
 
     @property
@@ -77,6 +80,9 @@ class ScriptedServer:
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(servicer, server)
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        if not self.port:
+            self._held = hold()
+            self.port = self._held.getsockname()[1]
         address = f"127.0.0.1:{self.port}"
         if self.credentials is None:
             self.port = server.add_insecure_port(address)
@@ -101,6 +107,8 @@ class ScriptedServer:
     def finish(self) -> None:
         """Stops and fails unless the script was played to its end without a problem."""
         self.stop()
+        if self._held is not None:
+            self._held.close()
         assert not self.problems, self.problems
         assert not self.steps, f"calls that never came: {[step.method for step in self.steps]}"
 
@@ -225,11 +233,3 @@ def answer(*token_ids: int, **more: Any) -> tuple[Any, Any]:
     """A whole answer, as the real server streams it: a chunk with everything, and the end."""
     same = {name: more[name] for name in ("text", "index", "prompt", "cached") if name in more}
     return chunk(*token_ids, done=more.get("resumed", 0), **same), complete(*token_ids, **more)
-
-
-def free_port() -> int:
-    """A loopback port that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

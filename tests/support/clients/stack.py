@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,13 +19,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients import everything_on
 from support.clients.gate import Gate
+from support.clients.held_port import hold
 
 from pagekv.common.port_file import read_port_file
 
 ROOT = Path(__file__).resolve().parents[3]
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
-MANAGER = "pagekv.kvmanager.server"
-EXECUTOR = "pagekv.executor.server"
+MANAGER = "pagekv.kvmanager"
+EXECUTOR = "pagekv.executor"
 GATED_EXECUTOR = "support.executor.gated_executor"
 # Only bounds a hang: on a busy machine to load torch has taken more than two minutes.
 START_TIMEOUT_S = 600.0
@@ -67,12 +69,17 @@ class Process:
     log: Path = field(init=False)
     watching: tempfile.TemporaryDirectory[str] | None = None
     gate: Gate | None = None
+    # Of this process alone also while it does not run: a test may start it there again.
+    held: socket.socket | None = None
 
     def __post_init__(self) -> None:
-        self.log = self.directory / f"{self.module.rsplit('.', 2)[-2]}.log"
+        self.log = self.directory / f"{self.module.rpartition('.')[2]}.log"
 
     def start(self, listen_port: int = 0) -> None:
         """Starts it and waits until it listens."""
+        if not listen_port:
+            self.held = hold()
+            listen_port = self.held.getsockname()[1]
         port_file = self.directory / f"{self.module}.port"
         port_file.unlink(missing_ok=True)
         env, module = environment(), self.module
@@ -203,6 +210,8 @@ def running_manager(executor: Process, args: Sequence[str] = ()) -> Iterator[Sta
 
 
 def _end(process: Process) -> None:
+    if process.held is not None:
+        process.held.close()
     if process.popen is not None and process.popen.poll() is None:
         process.popen.terminate()
         try:

@@ -38,11 +38,11 @@ class Figures(NamedTuple):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the module's server with a clock in its event loop, `argv` behind the module's name. A line on standard
-    input asks for the figures since the line before it.
+    """Runs the server of a package with a clock in its event loop, `argv` behind the package's name. A line on
+    standard input asks for the figures since the line before it.
     """
     # Any: its `run_async` is set.
-    server: Any = importlib.import_module(argv[0])
+    server: Any = importlib.import_module(f"{argv[0]}.server")
     run_async, worst = server.run_async, [0.0, 0.0]
 
     async def tick() -> None:

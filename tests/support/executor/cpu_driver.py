@@ -74,9 +74,14 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
 
 def save_model(name: str, directory: Path, seed: int = 0) -> Any:
     """Writes a random model of MODELS to the directory and returns it, as transformers runs it."""
+    return save_config(MODELS[name](), directory, seed)
+
+
+def save_config(config: PreTrainedConfig, directory: Path, seed: int = 0) -> Any:
+    """As `save_model`, of any configuration."""
     torch.manual_seed(seed)
     # Eager attention is transformers' reference, and the only one that caps scores.
-    model = AutoModelForCausalLM.from_config(MODELS[name](), attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for parameter in model.parameters():
         if parameter.dim() == 1:  # biases and norms start at one value, which would hide a mistake with them
             parameter.data += 0.1 * torch.randn_like(parameter)

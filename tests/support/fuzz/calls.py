@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2
 from support.fuzz.messages import encoded
 
+from pagekv.common.server import EPOCH_KEY
 from pagekv.steps.v1 import executor_service_pb2
 from pagekv.v1 import cache_service_pb2, inference_service_pb2, operator_service_pb2
 
@@ -46,6 +47,8 @@ CONNECTION = (
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
 )
+# Values of `pagekv-epoch`: of epochs that never were, and malformed.
+EPOCHS = ("0", "1", "007", str(2**64 - 1), "9" * 20, "9" * 21, "-1", "1.0", "", " 1", "x" * 5000)
 # Fields that are never set: an Attach that takes over ends the epoch of the manager, whose executor this is, as it may.
 FORBIDDEN = frozenset(("take_over",))
 
@@ -146,6 +149,8 @@ def _metadata(rng: random.Random) -> tuple[tuple[str, str | bytes], ...]:
             (("x", "y" * rng.choice([1, 7000, 20_000])),),
             tuple((f"x-{n}", "y") for n in range(200)),
             (("x-bin", rng.randbytes(100)), ("grpc-trace-bin", rng.randbytes(30))),
+            # Epochs that are over, or none; the right one is named by the steps of `support.fuzz.steps`.
+            tuple((EPOCH_KEY, rng.choice(EPOCHS)) for _ in range(rng.choice([1, 1, 2]))),
         )
     )
 

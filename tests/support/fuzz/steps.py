@@ -30,6 +30,7 @@ from support.fuzz.calls import ENDED_BEFORE_ALL_WAS_SENT
 from support.fuzz.mutations import damaged, mutate
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
+from pagekv.common.server import EPOCH_KEY
 from pagekv.executor.backend.interface import LAYOUT, BackendFeature
 from pagekv.executor.oracle.backend import SlotError
 from pagekv.executor.rpc import wire
@@ -49,6 +50,21 @@ FEATURES = {
 }
 # Answers of an epoch that are a step's own fault.
 REFUSALS = {InvalidRequest: StatusCode.INVALID_ARGUMENT, StaleEpoch: StatusCode.ABORTED}
+# Values of `pagekv-epoch` in the metadata of Run, "" for the epoch that was attached, by the refusal of the call; None:
+# the call is taken. Of two values the first one counts.
+NAMED: dict[tuple[str, ...], StatusCode | None] = {
+    (): None,
+    ("",): None,
+    ("", ""): None,
+    ("", "1"): None,
+    ("1",): StatusCode.ABORTED,
+    ("1", ""): StatusCode.ABORTED,
+    ("0",): StatusCode.ABORTED,
+    (str(2**64),): StatusCode.ABORTED,
+    ("x",): StatusCode.INVALID_ARGUMENT,
+    ("-1", ""): StatusCode.INVALID_ARGUMENT,
+    ("9" * 21,): StatusCode.INVALID_ARGUMENT,
+}
 HANG_S = 240.0
 
 
@@ -122,6 +138,8 @@ class StepsCase:
     steps: tuple[Judged, ...]
     ahead: int
     cancels: bool
+    # Values of `pagekv-epoch` in the call's metadata; "" stands for the epoch that was attached.
+    named: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -136,14 +154,19 @@ class StepsCase:
 
 def make_steps(rng: random.Random) -> StepsCase:
     """The epoch that these random numbers mean."""
-    return StepsCase(tuple(epoch_of_steps(rng)), rng.choice([1, 2, 4]), rng.random() < 0.2)
+    steps, ahead, cancels = tuple(epoch_of_steps(rng)), rng.choice([1, 2, 4]), rng.random() < 0.2
+    return StepsCase(steps, ahead, cancels, rng.choice(list(NAMED)))
 
 
 async def perform(channel: Any, case: StepsCase) -> str:
     """Runs the epoch. "" when every answer was the expected one, else what is wrong."""
     attached = await channel.unary_unary(f"{SERVICE}/Attach")(attach_request(), timeout=HANG_S)
     epoch = pb.AttachResponse.FromString(attached).epoch
-    call = channel.stream_stream(f"{SERVICE}/Run")(timeout=HANG_S)
+    metadata = tuple((EPOCH_KEY, value or str(epoch)) for value in case.named)
+    call = channel.stream_stream(f"{SERVICE}/Run")(timeout=HANG_S, metadata=metadata)
+    if refusal := NAMED[case.named]:
+        code = await call.code()
+        return "" if code is refusal else f"{code.name}, not {refusal.name}, for metadata {metadata}"
     answered = 0
     try:
         for number, step in enumerate(case.steps):
@@ -187,4 +210,5 @@ def _difference(step: Judged, answer: Any, epoch: int) -> str:
 
 def shown(case: StepsCase) -> str:
     """All of an epoch, for a failure's report; steps name epoch 77."""
-    return f"Attach, then Run, {case.ahead} ahead: {[step.data.hex() for step in case.steps]}"
+    named = f" with {EPOCH_KEY} {case.named}" if case.named else ""
+    return f"Attach, then Run{named}, {case.ahead} ahead: {[step.data.hex() for step in case.steps]}"

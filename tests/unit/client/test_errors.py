@@ -8,7 +8,8 @@ from typing import Any
 
 import grpc
 import pytest
-from support.clients.scripted_server import Fails, ScriptedServer, free_port
+from support.clients.held_port import held_port
+from support.clients.scripted_server import Fails, ScriptedServer
 
 from pagekv.client import (
     AlreadyExists,
@@ -90,11 +91,12 @@ def test_statuses_become_domain_exceptions(
 
 
 def test_nobody_listens(make_client: Any) -> None:
-    target = f"127.0.0.1:{free_port()}"
-    client = make_client(target, max_retries=0)
-    for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
-        with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
-            call()
+    with held_port() as port:
+        target = f"127.0.0.1:{port}"
+        client = make_client(target, max_retries=0)
+        for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
+            with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
+                call()
 
 
 def test_errors_are_caught_by_their_builtin_bases() -> None:

@@ -11,6 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.deaf_client import deaf_call
 
+from pagekv.common import aio_server
 from pagekv.common.server import GrpcServer
 
 
@@ -65,3 +66,18 @@ def test_a_server_with_refused_calls_ends_in_order() -> None:
         await server.stop(5)
 
     run(body)
+
+
+def test_a_release_with_another_inside_serves_and_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(aio_server, "_INSIDE", ("_handle_rpc", "_of_another_release"))
+
+    async def body(server: GrpcServer, channel: Any) -> None:
+        answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+    run(body)
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.getMessage().startswith("grpcio is newer than this PageKV")
+    assert record.fields["without"] == "_of_another_release"  # type: ignore[attr-defined]  # of our own logs

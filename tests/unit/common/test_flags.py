@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import dataclass, field
 
 import pytest
@@ -19,6 +20,7 @@ from pagekv.common.flags import (
     from_args,
     integer,
     is_true,
+    listening_host,
     number,
     power_of_two,
     size_in_bytes,
@@ -118,7 +120,11 @@ def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -
         (power_of_two(1, 256), "64", 64, ["0", "3", "512", "x"]),
         (size_in_bytes(0, 2**40), "1.5MiB", 3 << 19, ["-1", "1 parsec", "2TiB", "1e400"]),
         (address, "unix:/run/x", "unix:/run/x", ["50051", "host:", "host:65536", "unix:"]),
+        (address, "[::1]:0", "[::1]:0", ["::1:50051", "http://127.0.0.1:8080", "127.0.0.1:²"]),
         (tcp_address, "", "", ["unix:/x", ":1"]),
+        (listening_host, "::1", "[::1]", ["", "127.0.0.1:50051", "http://a", "a b", "[::1]:50051", "[a]", "x" * 254]),
+        (listening_host, "[::1]", "[::1]", ["[]", ":50051", "a/b"]),
+        (listening_host, "gpu1.local", "gpu1.local", [":"]),
     ],
 )
 def test_types_take_what_is_within_bounds(check: object, good: str, value: object, bad: list[str]) -> None:
@@ -126,6 +132,19 @@ def test_types_take_what_is_within_bounds(check: object, good: str, value: objec
     assert check(good) == value
     for text in bad:
         with pytest.raises(argparse.ArgumentTypeError, match=r"^must be"):
+            check(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("http://127.0.0.1:8080", "; leave http:// out"),
+        ("::1:50051", "; an IPv6 address stands in brackets, as in [::1]:50051"),
+    ],
+)
+def test_an_address_of_another_form_is_answered_with_the_one_wanted(text: str, words: str) -> None:
+    for check in (address, tcp_address):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"^must be host:port .*{re.escape(words)}"):
             check(text)
 
 

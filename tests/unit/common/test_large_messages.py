@@ -15,6 +15,7 @@ from pagekv.common.large_messages import (
     COUNTED_BYTES,
     MAX_FIELDS,
     MAX_NUMBERS,
+    MAX_TEXT_BYTES,
     SLICE_BYTES,
     Bounds,
     parse_slices,
@@ -126,6 +127,20 @@ def test_numbers_are_counted_before_they_are_parsed(count: int) -> None:
     error = refused(pb.GenerateRequest, data)
     assert error.field == "resumed_token_ids"
     assert error.description == f"must have at most {MAX_NUMBERS} entries, has {count}"
+
+
+def test_a_text_is_measured_before_it_is_parsed() -> None:
+    for size, wrong in ((MAX_TEXT_BYTES, False), (MAX_TEXT_BYTES + 1, True)):
+        data = pb.GenerateRequest(request_id="r").SerializeToString()
+        prompt = types_pb2.Prompt.DESCRIPTOR.fields_by_name["text"].number
+        body = varint(prompt << 3 | 2) + varint(size) + b"x" * size
+        data += varint(pb.GenerateRequest.PROMPT_FIELD_NUMBER << 3 | 2) + varint(len(body)) + body
+        if wrong:
+            error = refused(pb.GenerateRequest, data)
+            assert error.field == "prompt.text"
+            assert error.description == f"must be at most {MAX_TEXT_BYTES} bytes, has {size}"
+        else:
+            assert len(parsed(pb.GenerateRequest, data)[0].prompt.text) == size  # type: ignore[attr-defined]
 
 
 def test_a_list_has_its_own_bound_and_rule_in_all_its_parts() -> None:

@@ -6,9 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -34,9 +33,9 @@ def execute(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def wait_for_file(path: Path) -> None:
+def wait_for(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_BOUND_S
-    while not path.exists():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -68,38 +67,44 @@ def steps(epoch: int, count: int) -> Iterator[pb.StepRequest]:
 
 
 def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None:
-    process = Process("pagekv.executor.server", ["--backend", "oracle", "--step-time-ms", "200"], tmp_path)
-    begin = time.perf_counter()
-    process.start()
+    port_file, begun = tmp_path / "port", tmp_path / "begun"
+    begun.touch()
+    code = (
+        "import os, sys, time; from pagekv.executor import server\n"
+        "from pagekv.executor.oracle.backend import OracleBackend, OracleModel\n"
+        f"begun = os.open({str(begun)!r}, os.O_WRONLY | os.O_APPEND)\n"
+        "sleep = lambda seconds: (os.write(begun, b'.'), time.sleep(seconds))\n"
+        "server.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=0.2, sleep=sleep)\n"
+        f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
+    )
+    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        process.wait_serving()
-        print(f"the oracle serves after {time.perf_counter() - begin:.2f} s")
-        with grpc.insecure_channel(process.target) as channel:
+        wait_for(port_file.exists)
+        with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
+            wait_until_serving(channel)
             stub = pb_grpc.ExecutorServiceStub(channel)
-            request = attach_request(32)
-            epoch = stub.Attach(request).epoch
+            epoch = stub.Attach(attach_request(32)).epoch
             assert epoch > time.time_ns() - 10**12
             call = stub.Run(steps(epoch, 300))
             assert next(call).step == 1
-            stopped = threading.Thread(target=process.stop)
-            stopped.start()
+            wait_for(lambda: begun.stat().st_size > 1)
+            popen.send_signal(signal.SIGTERM)
             seen: list[int] = []
             with pytest.raises(grpc.RpcError) as caught:
                 seen.extend(result.step for result in call)
             assert cast("grpc.Call", caught.value).code() is grpc.StatusCode.UNAVAILABLE
             assert seen[0] == 2
             assert seen[-1] < 300  # the step under way was reported, those behind it were not run
-            stopped.join(240)
-        assert process.popen is not None
-        assert process.popen.wait(240) == 0
-        assert "stopped" in process.tail(3)
+        _, log = popen.communicate(timeout=START_BOUND_S)
+        assert popen.returncode == 0, log
+        assert "stopped" in log.splitlines()[-1]
     finally:
-        if process.popen is not None and process.popen.poll() is None:
-            process.kill()
+        popen.kill()
+        popen.wait()
 
 
 def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
-    process = Process("pagekv.executor.server", ["--backend", "oracle", "--model", "demo"], tmp_path)
+    process = Process("pagekv.executor", ["--backend", "oracle", "--model", "demo"], tmp_path)
     process.start()
     try:
         process.wait_serving()
@@ -120,7 +125,7 @@ def test_many_long_prompts_enter_in_one_step(tmp_path: Path) -> None:
     """Their tokens are more than an ordinary message may hold."""
     length, count, token = 100_000, 34, 2**30  # an id of five bytes on the wire
     args = ["--backend", "oracle", "--max-model-len", str(length), "--vocab-size", str(2**31 - 1)]
-    process = Process("pagekv.executor.server", args, tmp_path)
+    process = Process("pagekv.executor", args, tmp_path)
     process.start()
     try:
         process.wait_serving()
@@ -248,7 +253,7 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
     )
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        wait_for_file(port_file)
+        wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=120)
             assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
@@ -281,7 +286,7 @@ def test_a_backend_of_somebody_elses_is_served(tmp_path: Path) -> None:
     env = {**environment(), "PAGEKV_PORT_FILE": str(port_file)}
     popen = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
     try:
-        wait_for_file(port_file)
+        wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             wait_until_serving(channel)
             stub = pb_grpc.ExecutorServiceStub(channel)
@@ -313,13 +318,13 @@ def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> 
     )
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
     try:
-        wait_for_file(port_file)
+        wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             wait_until_serving(channel)
             stub = pb_grpc.ExecutorServiceStub(channel)
             request = attach_request(32)
             call = stub.Run(steps(stub.Attach(request).epoch, 2))
-            wait_for_file(begun)
+            wait_for(begun.exists)
             assert call.is_active()
             popen.send_signal(signal.SIGTERM)
             _, log = popen.communicate(timeout=START_BOUND_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import aiohttp
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from support.clients.held_port import held_port
 from support.clients.stack import port_of
 from support.engine import small_tokenizers
 from support.prompts import as_chat, as_prompt
@@ -413,15 +415,33 @@ async def nothing_listens(port: int) -> bool:
     return False
 
 
+def test_an_error_while_closing_is_not_told_as_one_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    started = server.Manager._start
+
+    async def start(self: server.Manager) -> None:
+        await started(self)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def close(self: Exporters) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(server.Manager, "_start", start)
+    monkeypatch.setattr(Exporters, "close", close)
+    port_file = tmp_path / "port"
+    status, words = main(["--listen", "127.0.0.1:0", "--executor", NOWHERE, "--port-file", str(port_file)], caplog)
+    assert (status, words.partition(":")[0]) == (1, "stopped by an error")
+    assert read_port_file(port_file).keys() == {"listen"}
+
+
 @pytest.mark.parametrize("flag", ["--listen", "--http-listen", "--kv-events-endpoint", "--record-steps", "--port-file"])
 def test_a_start_that_fails_leaves_nothing_and_says_one_thing(
     flag: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Every part that was open already is closed, without a trace in the log or in files but the reason."""
-    with socket.create_server(("127.0.0.1", 0)) as taken, socket.create_server(("127.0.0.1", 0)) as free:
+    with socket.create_server(("127.0.0.1", 0)) as taken, held_port() as port:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        port = free.getsockname()[1]
-        free.close()
         flags = {
             "--listen": f"127.0.0.1:{port}",
             "--http-listen": "127.0.0.1:0",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -24,6 +25,7 @@ import grpc
 
 from pagekv.client.launcher.child_flags import event_endpoints, flag_value, tcp_port
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
+from pagekv.common.parent import ENDS_WITH_PARENT
 from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
@@ -37,6 +39,8 @@ KEPT_LINES = 40
 # Exit status of a process whose command line is wrong.
 USAGE = 2
 _POLL_S = 0.1
+# Errors of a port, whatever the address: others are of the address.
+_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 # Seconds that the gateway gets to answer its last callers once the managers are gone.
 _GATEWAY_LAST_S = 1.0
 
@@ -54,6 +58,7 @@ class StackError(Exception):
 class StackConfig:
     """The processes to start, with arguments of their own command lines."""
 
+    # A name or an address; one of IPv6 in brackets.
     host: str = "127.0.0.1"
     # Ports of the first pair; 0, and every other pair, takes free ones.
     port: int = 50051
@@ -91,7 +96,8 @@ class Child:
         try:
             self.popen = subprocess.Popen(
                 command,
-                stdin=subprocess.DEVNULL,
+                # Held until the process has ended: it ends when this one is gone.
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -125,6 +131,8 @@ class Child:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
         self._reader.join(timeout=2)
 
     def death(self) -> StackError:
@@ -156,9 +164,9 @@ class Stack:
         self._config = config
         if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
-        # Shared by all calls, so that no two processes are given one port.
-        ports: set[int] = set()
-        target, inner = partial(_usable_target, ports, config.host), partial(_usable_target, ports, LOOPBACK)
+        # By port, held until the end: no other process of this machine is given one that it did not ask for.
+        self._held: dict[int, socket.socket] = {}
+        target, inner = partial(_usable_target, self._held, config.host), partial(_usable_target, self._held, LOOPBACK)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
         self.executor_targets = [
             inner(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
@@ -182,7 +190,7 @@ class Stack:
         except ValueError as error:
             raise StackError(str(error)) from error
         for endpoints in self._event_endpoints:
-            _refuse_taken(ports, endpoints)
+            _refuse_taken(self._held, endpoints)
         # For port files; there from `with` on.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
@@ -203,6 +211,8 @@ class Stack:
             raise
         finally:
             self._directory.cleanup()
+            for held in self._held.values():
+                held.close()
 
     def start(self) -> None:
         """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
@@ -339,11 +349,15 @@ class StopSignals:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which the children find the same modules."""
+    """This process's environment, in which the children find the same modules, and learn that they end with it."""
     # A script's directory or `python -c` may have put entries on sys.path that an environment variable has to carry on.
     paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "pagekv"))]
     known = os.environ.get("PYTHONPATH", "")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])]))}
+    return {
+        **os.environ,
+        ENDS_WITH_PARENT: "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])])),
+    }
 
 
 def _serves(target: str) -> bool:
@@ -353,34 +367,40 @@ def _serves(target: str) -> bool:
         return False
 
 
-def _usable_target(taken: set[int], host: str, port: int, flag: str) -> str:
-    """`host` with `port`, or with a free one for 0, and adds that to `taken`. Raises StackError unless it is free."""
-    if port and port in taken:
+def _usable_target(held: dict[int, socket.socket], host: str, port: int, flag: str) -> str:
+    """`host`, an address of IPv6 in brackets, with `port`, or with a free one for 0, in `held` from now on. Raises
+    StackError where it is taken.
+
+    Linux gives a port that is held to nobody who asks for any, and lets a process listen there that asks for it by
+    number, as gRPC, ZeroMQ, aiohttp and the gateway do: with SO_REUSEADDR.
+    """
+    if port and port in held:
         raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
-    found = 0
-    while not found or found in taken:
-        with socket.socket() as probe:
-            # A port in TIME_WAIT is free for gRPC, which binds in this way.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                raise StackError(
-                    f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
-                    f"Choose another with {flag}, or {flag} 0 for a free one"
-                ) from error
-            found = probe.getsockname()[1]
-    taken.add(found)
+    probe = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
+    try:
+        # A port in TIME_WAIT is free for gRPC, which binds in this way.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind((host.strip("[]"), port))
+    except OSError as error:
+        probe.close()
+        if error.errno not in _PORT_ERRORS:
+            raise StackError(f"--host {host}: this machine cannot listen there ({error.strerror})") from error
+        raise StackError(
+            f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
+            f"Choose another with {flag}, or {flag} 0 for a free one"
+        ) from error
+    found: int = probe.getsockname()[1]
+    held[found] = probe
     return f"{host}:{found}"
 
 
-def _refuse_taken(taken: set[int], endpoints: Mapping[str, str]) -> None:
-    """Raises StackError for a TCP endpoint, named by its flag, whose port is not free; adds the others to `taken`."""
+def _refuse_taken(held: dict[int, socket.socket], endpoints: Mapping[str, str]) -> None:
+    """Raises StackError for a TCP endpoint, named by its flag, whose port is not free; holds the others."""
     for name, endpoint in endpoints.items():
         if port := tcp_port(endpoint):
             try:
                 # On every interface: the host may be a name or * that only ZeroMQ knows.
-                _usable_target(taken, "", port, f"--{name}")
+                _usable_target(held, "", port, f"--{name}")
             except StackError as error:
                 raise StackError(
                     f"--{name} {endpoint}: this port cannot be had; choose another, or 0 for any"

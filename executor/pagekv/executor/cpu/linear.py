@@ -19,6 +19,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
+        # Type and shape for routers that ask a layer's weights for their type before they call it (Hunyuan MoE).
+        self.weight = torch.empty_like(weight, device="meta")
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from pagekv.common.phases import Phase, phase
@@ -136,6 +136,16 @@ def _refuse_unsupported(directory: Path, config: Any) -> None:
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
+    classes = found if isinstance(found, (tuple, list)) else (found,)
+    if not classes:
+        raise ValueError(f"{kind} are no causal language models in transformers; use one that is")
+    # Some classes without it choose their attention by a table of their own, and fail with a KeyError at this one.
+    if not any(one.is_backend_compatible() for one in classes):
+        raise ValueError(
+            f"{directory}: {classes[0].__name__} cannot be served: it does not take its attention from transformers' "
+            "attention interface; use a model that does"
+        )
 
 
 class _LayerCall(NamedTuple):
@@ -170,11 +180,6 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
     once, with one shape, or the model is refused.
     """
     probe, name = _Probe(), f"{directory}: {type(model).__name__}"
-    if not model.is_backend_compatible():
-        raise ValueError(
-            f"{name} cannot be served: it does not take its attention from transformers' attention interface; "
-            "use a model that does"
-        )
     try:
         with torch.device(model.device):
             ids, positions, rows = torch.zeros(1, 2, dtype=torch.int64), torch.arange(2)[None], torch.tensor([1])

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.common.large_messages import MAX_TEXT_BYTES
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
 from pagekv.kvmanager.text.worker_process import WorkerStopped
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 # The field that refusals name, by kind of prompt.
 PROMPT_FIELDS = {"text": "prompt.text", "token_ids": "prompt.token_ids.ids", "chat": "prompt.chat.messages"}
-MAX_TEXT_BYTES = 8 * 2**20
 # Bytes of text for each token that a prompt may have: no text has so many in a token all the way through, except one
 # of white space or the like.
 BYTES_PER_TOKEN = 32
@@ -34,6 +34,8 @@ INLINE_CHARACTERS = 4096
 # Texts longer than this are encoded in a process of its own, lists of ids longer than this decoded there.
 THREAD_CHARACTERS = 64 * 2**10
 INLINE_IDS, THREAD_IDS = 1024, 16 * 2**10
+# Messages of a conversation that are read between two turns of the event loop.
+MESSAGES_AT_ONCE = 512
 
 _threads = ThreadPoolExecutor(2, "text")
 
@@ -64,7 +66,7 @@ class PromptReader:
         tokenizer = self._need_tokenizer(field)
         if not text:
             raise InvalidRequest(field, "must not be empty")
-        self._check_text_bytes(field, len(text.encode()))
+        self._check_text_bytes(field, _num_bytes(text))
         return await self._encode(field, text, tokenizer, special_tokens=True)
 
     async def _chat(self, field: str, chat: types_pb2.Chat) -> array[int]:
@@ -75,17 +77,22 @@ class PromptReader:
             raise InvalidRequest("prompt.chat", "the model has no chat template; give text or token ids")
         if not 1 <= len(chat.messages) <= MAX_CHAT_MESSAGES:
             raise InvalidRequest(field, f"must have from 1 to {MAX_CHAT_MESSAGES} messages, has {len(chat.messages)}")
-        messages = [{"role": message.role, "content": message.content} for message in chat.messages]
-        for index, message in enumerate(messages):
-            if not message["role"]:
+        messages: list[dict[str, str]] = []
+        size = 0
+        for index, message in enumerate(chat.messages):
+            if index and index % MESSAGES_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            role, content = message.role, message.content
+            if not role:
                 raise InvalidRequest(f"{field}[{index}].role", "must not be empty")
-        size = sum(len(message["role"].encode()) + len(message["content"].encode()) for message in messages)
+            size += _num_bytes(role) + _num_bytes(content)
+            messages.append({"role": role, "content": content})
         self._check_text_bytes(field, size)
         try:
             text = await template.render(messages)
         except ChatTemplateError as error:
             raise InvalidRequest(field, str(error)) from error
-        self._check_text_bytes(field, len(text.encode()), "rendered with the chat template ")
+        self._check_text_bytes(field, _num_bytes(text), "rendered with the chat template ")
         # The template writes the special tokens itself.
         return await self._encode(field, text, tokenizer, special_tokens=False)
 
@@ -107,6 +114,8 @@ class PromptReader:
             elif len(text) <= THREAD_CHARACTERS:
                 ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
             else:
+                # Each copy of 8 MiB takes milliseconds: the next one is made in a turn of its own.
+                await asyncio.sleep(0)
                 ids = await tokenizer.encode_long(text, special_tokens=special_tokens, limit=self._max_tokens)
         except TooManyTokens as error:
             self._check_count(field, error.num_tokens)
@@ -138,6 +147,11 @@ class PromptReader:
             )
 
 
+def _num_bytes(text: str) -> int:
+    """Bytes of UTF-8, without a copy where each character is one."""
+    return len(text) if text.isascii() else len(text.encode())
+
+
 def token_array(ids: Sequence[int]) -> array[int]:
     """Token ids of a message, uint32. NumPy reads a repeated field in a hundredth of the time that a list takes."""
     return array("I", np.asarray(ids, np.uint32).tobytes())
@@ -154,12 +168,13 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         )
 
 
-async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> str:
-    """Text of checked token ids, uint32. Raises InvalidRequest, and Overloaded."""
+async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> bytes:
+    """UTF-8 of the text of checked token ids, uint32. Raises InvalidRequest, and Overloaded."""
     if len(token_ids) <= INLINE_IDS:
-        return tokenizer.decode(token_ids)
+        return tokenizer.decode(token_ids).encode()
     if len(token_ids) <= THREAD_IDS:
-        return await asyncio.get_running_loop().run_in_executor(_threads, tokenizer.decode, token_ids)
+        text = await asyncio.get_running_loop().run_in_executor(_threads, tokenizer.decode, token_ids)
+        return text.encode()
     try:
         return await tokenizer.decode_long(token_ids)
     except WorkerStopped as error:

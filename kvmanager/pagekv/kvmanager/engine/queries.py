@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, Overloaded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
@@ -39,6 +39,10 @@ MAX_HOLDERS_NAMED = 20
 EXPLAINED_AT_ONCE = 256
 # Blocks of a table, and requests, that are written at once: some milliseconds' work.
 TABLE_AT_ONCE, REQUESTS_AT_ONCE = 4096, 256
+# Tokens of the prompts that wait to be looked up, some 12 bytes each; a prompt counts as this many at least. One prompt
+# alone may have more.
+MAX_ASKED_TOKENS, LEAST_COUNTED = 16 * 2**20, 1024
+RETRY_DELAY_S = 1.0
 # In page tokens: the list of requests, and what is added to the place of those that do not run.
 _REQUESTS, _WAITING = b"requests", 2**62
 
@@ -50,6 +54,8 @@ class EngineQueries:
         self._state = state
         # Other than those of requests, which wait for no question.
         self._long_prompts = LongPrompts(pack_nothing)
+        # Tokens of the prompts that are looked up now or wait for that.
+        self._asked_tokens = 0
 
     @property
     def _cache(self) -> CacheAdmin:
@@ -116,12 +122,22 @@ class EngineQueries:
 
     async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
         """The work that grows with a prompt, for the three questions about one: a long prompt is hashed and looked up
-        in slices, one prompt at a time, and None is returned at once for a short one.
+        in slices, one prompt at a time, and None is returned at once for a short one. Raises Overloaded when prompts of
+        too many tokens wait.
         """
         cache = self._cache
-        async with self._long_prompts.turn:
-            table = cache.pool.table
-            return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
+        # Short ones wait too, and hold a message each.
+        counted = max(len(token_ids), LEAST_COUNTED)
+        if self._asked_tokens and self._asked_tokens + counted > MAX_ASKED_TOKENS:
+            what = f"prompts of {self._asked_tokens} tokens wait to be looked up"
+            raise Overloaded(f"{what}, with this one at most {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
+        self._asked_tokens += counted
+        try:
+            async with self._long_prompts.turn:
+                table = cache.pool.table
+                return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
+        finally:
+            self._asked_tokens -= counted
 
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None

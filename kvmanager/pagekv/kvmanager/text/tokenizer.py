@@ -118,9 +118,9 @@ class Tokenizer:
             raise TooManyTokens(num_tokens)
         return array("I", answer[struct.calcsize("<Q") :])
 
-    async def decode_long(self, token_ids: array[int]) -> str:
-        """As `decode`, of uint32, in a process of its own. Raises as `encode_long` does."""
-        return (await self._worker.run("decode", token_ids.tobytes())).decode()
+    async def decode_long(self, token_ids: array[int]) -> bytes:
+        """UTF-8 of what `decode` returns, of uint32, in a process of its own. Raises as `encode_long` does."""
+        return await self._worker.run("decode", token_ids.tobytes())
 
     def close(self) -> None:
         """Ends the processes that long texts and the chat template have, for good."""

@@ -102,11 +102,15 @@ _KINDS: dict[str, Callable[[bytes], dict[str, Job]]] = {"template": template_job
 
 
 def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
-    """Does jobs until there are no more. The first, `setup`, makes the others of its kind; `nothing` does nothing."""
+    """Does jobs until there are no more. The first, `setup`, makes the others of its kind; `nothing` does nothing. A
+    job that is cut off has no reader any more: its writer was killed.
+    """
     jobs: dict[str, Job] = {"nothing": lambda _: b""}
-    while head := jobs_in.read(JOB.size):
+    while len(head := jobs_in.read(JOB.size)) == JOB.size:
         name, cpu_s, size = JOB.unpack(head)
         body = jobs_in.read(size)
+        if len(body) < size:
+            return
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
             if name.rstrip(b"\0") == b"setup":

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import Fails, ScriptedServer, free_port
+from support.clients.held_port import held_port
+from support.clients.scripted_server import Fails, ScriptedServer
 from support.clients.stack import environment
 
 from pagekv.client.cli.commands import up
@@ -57,8 +58,9 @@ def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_tha
 
 
 def test_a_stack_that_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
-    target = f"127.0.0.1:{free_port()}"
-    assert main(["stats", "--target", target]) == 3
+    with held_port() as port:
+        target = f"127.0.0.1:{port}"
+        assert main(["stats", "--target", target]) == 3
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert f"cannot reach PageKV at {target}" in err

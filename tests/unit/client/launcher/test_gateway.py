@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import ScriptedServer, free_port
+from support.clients.held_port import held_port
+from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client.launcher.gateway import GatewayConfig, gateway_args, has_tokenizer, serves
 from pagekv.v1 import inference_service_pb2 as pb
@@ -27,6 +28,19 @@ def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
     ]
     assert args.index("--health-check-interval-secs=5") < args.index("--health-check-interval-secs=60")
     assert args[-3:] == ["--worker-urls", "grpc://127.0.0.1:3", "grpc://127.0.0.1:4"]
+
+
+def test_managers_are_added_by_nobody_unless_keys_say_by_whom() -> None:
+    def keys(*given: str) -> list[str]:
+        args = gateway_args(GatewayConfig(args=given), "127.0.0.1:1", "127.0.0.1:2", ["127.0.0.1:3"])
+        return [word for word in args if "-key" in word]
+
+    (first,), (second,) = keys(), keys("--policy=random")
+    assert first.startswith("--control-plane-api-keys=pagekv:pagekv:admin:")
+    assert len(first) > 80
+    assert first != second
+    for given in (["--api-key", "x"], ["--api-key=x"], ["--control-plane-api-keys", "a:a:admin:x"]):
+        assert keys(*given) == given[:1]
 
 
 @pytest.fixture
@@ -66,7 +80,8 @@ def test_it_serves_once_it_has_models_and_knows_enough_healthy_managers(answers:
 
 
 def test_nothing_that_listens_does_not_serve() -> None:
-    assert not serves(f"127.0.0.1:{free_port()}", 1)
+    with held_port() as port:
+        assert not serves(f"127.0.0.1:{port}", 1)
 
 
 @pytest.mark.parametrize("has", [True, False])

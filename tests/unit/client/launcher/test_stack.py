@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.clients.held_port import held_port, hold
 from support.clients.stand_ins import config
 
 from pagekv.client.launcher.gateway import GatewayConfig
@@ -161,8 +162,33 @@ def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StackError, match=rf"port {port} of 127.0.0.1 cannot be used .*--executor-port 0"):
             Stack(config(journal, executor_port=port))
-    with pytest.raises(StackError, match="two processes cannot have one port"):
-        Stack(config(journal, port=50000 + os.getpid() % 1000, executor_port=50000 + os.getpid() % 1000))
+    with held_port() as port, pytest.raises(StackError, match="two processes cannot have one port"):
+        Stack(config(journal, port=port, executor_port=port))
+
+
+def test_ports_are_of_the_stack_before_its_processes_listen(journal: Path) -> None:
+    """A process that asks for any port is given none of them."""
+    with Stack(config(journal)) as stack:
+        for target in (stack.target, stack.executor_target):
+            host, _, port = target.rpartition(":")
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind((host, int(port)))
+        stack.start()
+        assert stack.wait_ready(120)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_a_host_that_is_not_of_this_machine_is_not_told_as_a_taken_port(journal: Path, host: str) -> None:
+    with pytest.raises(StackError, match=rf"^--host {host}: this machine cannot listen there \("):
+        Stack(config(journal, host=host))
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
+def test_a_stack_may_serve_an_address_of_ipv6(journal: Path) -> None:
+    with Stack(config(journal, host="[::1]")) as stack:
+        assert stack.target.startswith("[::1]:")
+        stack.start()
+        assert stack.wait_ready(120)
 
 
 def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(journal: Path) -> None:
@@ -275,20 +301,19 @@ def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers
 
 
 def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journal: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with Stack(config(journal, page_port=port, replicas=2)) as stack:
-            stack.start()
-            assert stack.wait_ready(120)
-            assert stack.page_moved
-            # The stand-in says the 0 that it was told, a manager the port that it took.
-            assert stack.listening("http") == ["127.0.0.1:0"] * 2
-    with Stack(config(journal, page_port=port)) as again:
-        again.start()
-        assert again.wait_ready(120)
-        assert (again.listening("http"), again.page_moved) == ([f"127.0.0.1:{port}"], False)
+    with held_port() as port:
+        with hold(port) as taken:
+            taken.listen()
+            with Stack(config(journal, page_port=port, replicas=2)) as stack:
+                stack.start()
+                assert stack.wait_ready(120)
+                assert stack.page_moved
+                # The stand-in says the 0 that it was told, a manager the port that it took.
+                assert stack.listening("http") == ["127.0.0.1:0"] * 2
+        with Stack(config(journal, page_port=port)) as again:
+            again.start()
+            assert again.wait_ready(120)
+            assert (again.listening("http"), again.page_moved) == ([f"127.0.0.1:{port}"], False)
 
 
 @pytest.mark.parametrize("words", ["argument --block-size: must be a power of two", "two\nlines"])

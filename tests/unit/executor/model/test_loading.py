@@ -10,10 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.executor.cpu_driver import MODELS, save_model
-from transformers import AutoModelForCausalLM, GptOssConfig, MambaConfig, MptConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    GPTJConfig,
+    GPTNeoConfig,
+    GptOssConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MptConfig,
+    ViTConfig,
+)
 
 from pagekv.executor.cpu.backend import CpuBackend
-from pagekv.executor.model.loading import BlockGeometry
+from pagekv.executor.model.loading import BlockGeometry, load_model
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +92,40 @@ def test_models_with_other_attention_are_refused_by_name(tmp_path: Path, name: s
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=rf"{type(model).__name__}|{model.config.model_type}"):
         CpuBackend(tmp_path, "m", threads=1)
+
+
+# transformers' classes choose these models' attention by tables that know no other names than their own.
+TABLES: dict[str, Any] = {
+    "GPTJForCausalLM": GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2, rotary_dim=8),
+    "FalconForCausalLM": FalconConfig(**SMALL, num_attention_heads=2),
+    "GPTNeoForCausalLM": GPTNeoConfig(
+        vocab_size=64, hidden_size=32, num_layers=2, num_heads=2, attention_types=[[["global", "local"], 1]]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_models_that_choose_attention_themselves_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    AutoModelForCausalLM.from_config(TABLES[name]).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf": {name} cannot be served: .* attention interface; use a model that does$"):
+        CpuBackend(tmp_path, "m", threads=1)
+
+
+def test_attention_of_its_own_is_noticed_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the model's class says of itself, in a directory without weights."""
+    save_model("llama", tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    monkeypatch.setattr(LlamaForCausalLM, "_supports_attention_backend", False)
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot be served"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_models_of_images_are_refused(tmp_path: Path) -> None:
+    ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="models of type 'vit' are no causal language models"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_context_ends_where_frequencies_would_depend_on_the_batch(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import signal
 import threading
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,12 +27,15 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.api.prompt_reader import (
     INLINE_CHARACTERS,
     INLINE_IDS,
+    MAX_CHAT_MESSAGES,
+    MESSAGES_AT_ONCE,
     THREAD_CHARACTERS,
     THREAD_IDS,
     PromptReader,
     decode,
 )
 from pagekv.kvmanager.api.validation import read_generate
+from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -94,7 +98,33 @@ def test_long_texts_do_not_hold_up_the_event_loop(characters: int, where: str, m
 @pytest.mark.parametrize("count", [INLINE_IDS, INLINE_IDS + 1, THREAD_IDS, THREAD_IDS + 1])
 def test_ids_become_the_same_text_wherever_they_are_decoded(count: int) -> None:
     token_ids = array("I", [3 + n % 390 for n in range(count)])
-    assert asyncio.run(decode(TOKENIZER, token_ids)) == TOKENIZER.decode(token_ids)
+    assert asyncio.run(decode(TOKENIZER, token_ids)).decode() == TOKENIZER.decode(token_ids)
+
+
+def test_the_event_loop_turns_while_a_long_conversation_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns, seen = 0, list[int]()
+
+    async def render(template: ChatTemplate, messages: Sequence[dict[str, str]]) -> str:
+        assert messages == [{"role": "user", "content": f"ü{n}"} for n in range(MAX_CHAT_MESSAGES)]
+        seen.append(turns)
+        return "x"
+
+    async def main() -> None:
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                await asyncio.sleep(0)
+                turns += 1
+
+        counting = asyncio.create_task(count())
+        await asyncio.sleep(0)
+        request = chat(*(("user", f"ü{n}") for n in range(MAX_CHAT_MESSAGES)))
+        await read_generate(request, replace(MODEL, max_model_len=2**20), TOKENIZER, "")
+        counting.cancel()
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    asyncio.run(main())
+    assert seen[0] >= MAX_CHAT_MESSAGES // MESSAGES_AT_ONCE - 1
 
 
 def test_long_texts_that_their_callers_gave_up_delay_nobody() -> None:

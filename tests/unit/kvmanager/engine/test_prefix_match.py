@@ -11,6 +11,7 @@ import pytest
 from support.engine.cached_prefixes import ROOT, cache, evict_all, hold
 from support.engine.engine_harness import Bench, command, read, run
 
+from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine import prefix_match, queries
 from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -123,6 +124,32 @@ def test_questions_are_prepared_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
             await asyncio.sleep(0)
             most = max(most, len(under_way))
         assert most == 1
+
+    run(monkeypatch, body)
+
+
+def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers that gave up while they waited, too."""
+    monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
+    monkeypatch.setattr(queries, "MAX_ASKED_TOKENS", 100)
+    monkeypatch.setattr(queries, "LEAST_COUNTED", 20)
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        def ask(count: int) -> asyncio.Task[PreparedPrompt | None]:
+            return asyncio.create_task(engine.queries.prepare(array("I", LONG[:count]), ANY))
+
+        asked = [ask(41), ask(41)]
+        await asyncio.sleep(0)
+        for count in (19, 1):
+            with pytest.raises(Overloaded, match="of 82 tokens wait to be looked up, with this one at most 100"):
+                await ask(count)
+        asked[1].cancel()
+        await asyncio.wait(asked)
+        assert asked[0].result() is not None
+        # One alone may have more.
+        monkeypatch.setattr(queries, "MAX_ASKED_TOKENS", 10)
+        assert await ask(41) is not None
+        assert engine.queries._asked_tokens == 0
 
     run(monkeypatch, body)
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,27 @@ from pagekv.kvmanager.page.routes import Page
 from pagekv.kvmanager.server import Manager
 
 PROMPT = list(range(20))
+# Longer than a test may take.
+NEVER_S = 3600.0
 
 
 class Site:
     """The page of an engine, and somebody who asks for it."""
 
-    def __init__(self, engine: EngineLoop, url: str, session: aiohttp.ClientSession, hub: PageHub) -> None:
-        self.engine, self.url, self.session, self.hub = engine, url, session, hub
+    def __init__(
+        self, engine: EngineLoop, url: str, session: aiohttp.ClientSession, hub: PageHub, bench: Bench | None = None
+    ) -> None:
+        self.engine, self.url, self.session, self.hub, self.bench = engine, url, session, hub, bench
+
+    @asynccontextmanager
+    async def running(self, name: str) -> AsyncIterator[None]:
+        """A request that stands still after its first step was planned; released at the end."""
+        assert self.bench is not None
+        self.bench.step_s = NEVER_S
+        stream = self.engine.submit(command(name, PROMPT, 140))
+        await until(lambda: self.engine.queries.stats().running_sequences == 1)
+        yield
+        self.engine.release(stream)
 
     async def get(self, path: str) -> tuple[int, dict[str, Any]]:
         async with self.session.get(self.url + path) as response:
@@ -60,7 +75,12 @@ def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = Fal
         try:
             await read(engine.submit(command("first", PROMPT)))
             async with aiohttp.ClientSession() as session:
-                await body(Site(engine, f"http://127.0.0.1:{port}", session, hub))
+                await body(Site(engine, f"http://127.0.0.1:{port}", session, hub, bench))
+            if bench.step_s:
+                bench.step_s = 0.0
+                assert bench.link is not None
+                bench.link._finish()
+                await until(lambda: not engine.queries.stats().active_blocks)
         finally:
             await server.stop()
 
@@ -175,15 +195,13 @@ def test_a_block_tells_its_tokens_where_that_is_allowed(monkeypatch: pytest.Monk
 
 def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        stream = site.engine.submit(command("live", PROMPT, 140))
-        await until(lambda: site.engine.queries.stats().running_sequences == 1)
-        _, listed = await site.get("/api/requests")
-        assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
-        status, answer = await site.get("/api/request?id=live")
-        if status == 200:  # it runs on meanwhile
+        async with site.running("live"):
+            _, listed = await site.get("/api/requests")
+            assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
+            status, answer = await site.get("/api/request?id=live")
+            assert status == 200
             (sequence,) = answer["sequences"]
             assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
-        site.engine.release(stream)
         # A page asks again and again until its stream tells that the request has ended.
         assert await site.get("/api/request?id=live") == (200, {"request_id": "live", "sequences": []})
         assert (await site.get("/api/request?id=%20"))[0] == 400
@@ -194,10 +212,9 @@ def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("name", [".", "..", "a:b"])
 def test_a_request_is_found_by_any_id_that_it_may_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(site: Site) -> None:
-        stream = site.engine.submit(command(name, PROMPT, 140))
-        status, answer = await site.get(f"/api/request?id={name}")
+        async with site.running(name):
+            status, answer = await site.get(f"/api/request?id={name}")
         assert (status, answer["request_id"], len(answer["sequences"])) == (200, name, 1)
-        site.engine.release(stream)
 
     served(monkeypatch, body)
 

@@ -27,6 +27,14 @@ def answers(kind: str, *jobs: tuple[str, bytes]) -> list[tuple[int, bytes]]:
     return found
 
 
+@pytest.mark.parametrize("kept", [1, JOB.size - 1, JOB.size, JOB.size + 1])
+def test_a_job_that_is_cut_off_is_the_end_without_a_word(kept: int) -> None:
+    """As when a manager is killed while it writes one: its log is still the worker's standard error."""
+    asked, written = JOB.pack(b"setup", 3600.0, 100) + bytes(100), io.BytesIO()
+    serve("tokenizer", io.BytesIO(asked[:kept]), written)
+    assert written.getvalue() == b""
+
+
 def test_templates() -> None:
     setup = json.dumps(
         {"source": "{{ x }}{{ messages[1].role }}{{ messages[0].content }}", "special_tokens": {"x": "X"}}

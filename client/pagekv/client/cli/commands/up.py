@@ -19,7 +19,7 @@ from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
-from pagekv.common.flags import integer, is_true, number, variable_of
+from pagekv.common.flags import integer, is_true, listening_host, number, variable_of
 from pagekv.common.loopback import INSECURE_HELP, is_local, open_words
 from pagekv.common.models import DEMO, TOKENIZER
 
@@ -61,7 +61,8 @@ def add(commands: Subparsers) -> None:
         aliases=ALIASES,
     )
     port = integer(0, 65535)
-    parser.flag("host", "address to listen on; executors are at 127.0.0.1 always", default="127.0.0.1", metavar="HOST")
+    words = "address to listen on; executors are at 127.0.0.1 always"
+    parser.flag("host", words, default="127.0.0.1", type=listening_host, metavar="HOST")
     parser.flag("insecure", INSECURE_HELP, default=False)
     words = "port for clients; 0 takes a free one; of several replicas the first one's"
     parser.flag("port", words, default=50051, type=port, metavar="PORT")

@@ -93,7 +93,16 @@ def test_a_gateway_in_front_of_an_oracle_without_a_tokenizer_is_refused_before_a
     assert "add --tokenizer demo, or --model demo" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "gpu1"])
+@pytest.mark.parametrize("host", ["127.0.0.1:50051", "", "http://127.0.0.1"])
+def test_a_host_of_another_form_is_refused_before_any_port(host: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["up", f"--host={host}"])
+    assert ended.value.code == 2
+    words = f"argument --host: must be a name or an IP address, without a port, got {host!r}"
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "gpu1"])
 def test_a_host_that_other_machines_reach_has_to_be_accepted(
     host: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

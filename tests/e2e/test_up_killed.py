@@ -1,0 +1,40 @@
+"""`pagekv up` that is killed: nothing of its stack stays behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.clients.stack import ORACLE, environment
+
+pytestmark = pytest.mark.e2e
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended may be left as a zombie where nobody waits for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("gateway", [[], ["--gateway", "--gateway-port", "0"]], ids=["plain", "gateway"])
+def test_no_process_outlives_a_launcher_that_was_killed(gateway: list[str]) -> None:
+    if gateway:
+        pytest.importorskip("smg")
+    command = [sys.executable, "-m", "pagekv.client.cli", "up", "--json", *ORACLE, *gateway]
+    command += ["--port", "0", "--executor-port", "0", "--http-port", "0"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        pids = json.loads(up.stdout.readline())["pids"]
+        assert pids.keys() == {"executor", "manager", *(["gateway"] if gateway else [])}
+        assert all(runs(pid) for pid in pids.values())
+        up.kill()
+    deadline = time.monotonic() + 120
+    while left := [name for name, pid in pids.items() if runs(pid)]:
+        assert time.monotonic() < deadline, f"{left} run on"
+        time.sleep(0.05)

@@ -1,0 +1,45 @@
+"""The end of a parent, which is the end of a pipe."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+from support.clients.stack import environment
+
+from pagekv.common.parent import ENDS_WITH_PARENT
+
+PROGRAM = """
+import asyncio
+from pagekv.common.server import stop_event
+
+async def main():
+    stop = stop_event()
+    print("waiting", flush=True)
+    await stop.wait()
+    print("stopped", flush=True)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_end_of_standard_input_stops_a_process_that_was_asked(asked: bool) -> None:
+    env = environment() | ({ENDS_WITH_PARENT: "1"} if asked else {})
+    command = [sys.executable, "-c", PROGRAM]
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == "waiting\n"
+        # Bytes on it mean nothing.
+        process.stdin.write("x")
+        process.stdin.flush()
+        if not asked:
+            assert ENDS_WITH_PARENT not in os.environ
+            process.terminate()
+        else:
+            process.stdin.close()
+        assert process.stdout.readline() == "stopped\n"
+        assert process.wait(60) == 0
