@@ -18,7 +18,7 @@ class StepForward(Protocol):
     """Computes a step over the pools."""
 
     # Whether plans have `PagedDecodes`, which compiled loops read.
-    native: bool
+    native: ClassVar[bool]
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; of some row where it names none."""

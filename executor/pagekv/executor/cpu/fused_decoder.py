@@ -72,7 +72,7 @@ class FusedDecoder:
             fed = layer.down(layer.gate_up(normed))
             normed = add_norm(stream, fed, factor, layer.norms.after_feed_forward, following)
         rows = torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64)
-        logits = self._head(add_norm(stream[rows], None, 0.0, None, decoder.norm))
+        logits: torch.Tensor = self._head(add_norm(stream[rows], None, 0.0, None, decoder.norm))
         if decoder.logits_scale != 1:
             logits *= decoder.logits_scale
         if decoder.logits_cap is not None:

@@ -44,7 +44,7 @@ class Linear:
 @dataclass(frozen=True, slots=True)
 class DecoderNorms:
     """The norms of a layer: `x += factor * after(f(before(x)))`, f being attention and then the feed-forward part. One
-    that is None changes nothing. Those of queries and keys come before the rotation, each over one head or over all, as
+    that is None changes nothing. Norms of queries and keys come before the rotation, each over one head or over all, as
     long as their weights are.
     """
 

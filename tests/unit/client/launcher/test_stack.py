@@ -177,7 +177,7 @@ def test_several_pairs_have_ports_of_their_own_and_their_executors_stop_last(jou
 
 
 def test_a_host_is_that_of_what_clients_connect_to(journal: Path) -> None:
-    """Who reaches an executor may take it from its manager, which alone has to."""
+    """An executor can be taken from its manager by anybody who reaches it, and only the manager has to."""
     stack = Stack(config(journal, host="0.0.0.0", replicas=2, gateway=GatewayConfig(port=0, command=["smg"])))
     outer, inner = [*stack.targets, stack.gateway_target], [*stack.executor_targets, stack.gateway_metrics_target]
     assert {address.rpartition(":")[0] for address in outer} == {"0.0.0.0"}

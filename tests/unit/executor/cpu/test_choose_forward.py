@@ -12,6 +12,7 @@ from pagekv.executor.cpu import choose_forward
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
+from pagekv.executor.model.decoder import read_decoder
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +49,9 @@ def test_loops_that_compute_something_else_are_not_used(llama: Path, monkeypatch
     """As with a family that changed in a release of transformers. The model is loaded anew, with all its weights."""
     right, reference = load_forward(llama, torch.float32, fused=False)
     expected = choose_forward._logits(reference, right)
-    read = choose_forward.read_decoder
 
     def changed(model: object) -> object:
-        decoder = read(model)  # type: ignore[arg-type]  # a model of transformers
+        decoder = read_decoder(model)
         assert decoder is not None
         decoder.residual_factor = 0.9
         return decoder

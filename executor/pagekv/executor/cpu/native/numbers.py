@@ -46,7 +46,7 @@ def narrow(number: Any, stored: Any) -> Any:
 
 
 # Annotations of what stands for a function must be those of the function.
-@overload(widen, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+@overload(widen, jit_options=OPTIONS)
 def _widen(stored: Any) -> Any:
     def of_bits(stored: Any) -> Any:
         return float_of_bits(np.int32(np.uint32(stored) << np.uint32(16)))
@@ -57,7 +57,7 @@ def _widen(stored: Any) -> Any:
     return of_bits if stored == types.uint16 else same
 
 
-@overload(narrow, jit_options=OPTIONS)  # type: ignore[untyped-decorator]
+@overload(narrow, jit_options=OPTIONS)
 def _narrow(number: Any, stored: Any) -> Any:
     def rounded(number: Any, stored: Any) -> Any:
         bits = np.uint32(bits_of_float(number))
@@ -73,7 +73,7 @@ def _narrow(number: Any, stored: Any) -> Any:
 
 
 # Without OPTIONS: in another order the two parts of ln 2 would be one. Numba inlines nothing of it, LLVM all.
-@njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
+@njit(fastmath={"contract"}, error_model="numpy")
 def exp(x: Any) -> Any:
     """exp of a float32 to 2 units in the last place (reduction by Cody and Waite, polynomial of Cephes' expf). NumPy's
     own is a call for each number.

@@ -1,4 +1,4 @@
-"""What a decoder does to the rows of a step between its matrix products: each loop reads and writes every row once.
+"""Row by row work of a decoder between its matrix products: each loop reads and writes every row once.
 
 Tensors have one row per token and their last dimension is contiguous. Few rows are done by one thread: to wake the
 others takes longer.

@@ -43,8 +43,8 @@ def test_reads_what_plain_attention_reads(
         at = torch.arange(int(begin), int(end))
         slots = torch.from_numpy(table)[at // block_size], at % block_size
         keys[slots], values[slots] = torch.randn(2, len(at), kv_heads, size).to(dtype)
-        shared = [part[slots].double().transpose(0, 1)[None] for part in (keys, values)]
-        out, lse = attend(row.double().view(1, kv_heads, -1, size), *shared, scores)
+        shared, of_them = (part[slots].double().transpose(0, 1)[None] for part in (keys, values))
+        out, lse = attend(row.double().view(1, kv_heads, -1, size), shared, of_them, scores)
         outs.append(out.reshape(heads, size))
         sums.append(lse.reshape(heads))
     offsets = np.arange(count + 1) * width

@@ -10,17 +10,17 @@ from numba import carray, njit
 from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits, pointer, take_ticket
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def second(address: int) -> Any:
     return carray(pointer(address), 2, np.int64)[1]
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def three_tickets(address: int) -> Any:
     return take_ticket(address), take_ticket(address), take_ticket(address)
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def there_and_back(number: Any) -> Any:
     bits = bits_of_float(number)
     return bits, float_of_bits(bits)

@@ -12,13 +12,13 @@ from numba import njit
 from pagekv.executor.cpu.native.numbers import OPTIONS, exp, narrow, widen
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)
 def exps(numbers: Any, out: Any) -> None:
     for at in range(len(numbers)):
         out[at] = exp(numbers[at])
 
 
-@njit(**OPTIONS)  # type: ignore[untyped-decorator]
+@njit(**OPTIONS)
 def stored(numbers: Any, out: Any, back: Any) -> None:
     for at in range(len(numbers)):
         out[at] = narrow(numbers[at], out[at])

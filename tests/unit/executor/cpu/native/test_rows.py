@@ -66,7 +66,7 @@ def test_rotation_and_storing(dtype: torch.dtype, count: int, rotated: int, norm
     torch.manual_seed(0)
     queries, pairs, size, block_size, num_blocks = 4, 2, 16, 4, -(-count // 4) + 1
     heads = torch.randn(count, queries + 2 * pairs, size).to(dtype)
-    before = heads.float()
+    before = heads.float().clone()
     lengths = (size, size) if norms == "head" else (queries * size, pairs * size)
     query_norm, key_norm = (norm_of(length, 1e-3) if norms else None for length in lengths)
     angles = torch.rand(count, rotated // 2) * math.tau
