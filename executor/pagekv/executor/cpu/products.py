@@ -16,8 +16,8 @@ from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.rows import gated
 from pagekv.executor.cpu.native.tile import vector_lanes
 
-# What is timed: a step that decodes and one that reads a prompt, over weights that no core keeps to itself. The fastest
-# of a few rounds counts, and the loops win while they take at most so much more.
+# Timed are a step that decodes and one that reads a prompt, over weights that no core keeps to itself. The fastest of a
+# few rounds counts, and the loops win while they take at most so much more.
 TIMED_ROWS = (8, 256)
 TIMED_SIZE = 1024
 ROUNDS = 5
@@ -25,7 +25,7 @@ MOST = 1.1
 
 
 class TorchProduct:
-    """What `Product` is, by operators of torch."""
+    """The same as a `Product`, by operators of torch."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
         self._activation = activation

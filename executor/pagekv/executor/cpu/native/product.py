@@ -1,7 +1,12 @@
 """Products of rows with weights that never change, laid out for `tile`: panels of columns, each contiguous.
 
 A thread takes a panel at a time, multiplies it with one tile of rows after the other, and calls the panel that it will
-likely take next into its cache meanwhile: of few rows the weights' way from memory would be most of the time.
+likely take next into its cache meanwhile. A row's numbers do not depend on how many others there are.
+
+Measured on a 2-core AMD EPYC (Zen 4) that others kept busy, one thread, 25 M weights of 8 layers (hidden 512), against
+oneDNN with its own layout in turns, ms of this thread: float32, 8 rows 7 against 12, 32 rows 20 against 25, 256 rows
+131 against 134; bfloat16, 8 rows 4.4 against 7.5, 32 rows 12 against 14, 256 rows 73 against 76. Without fetching ahead
+16 rows take 1.2 times as long, 64 rows 1.06 times.
 """
 
 from __future__ import annotations
@@ -134,13 +139,14 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
             members = count * (chunk + 1) // chunks - begin
             tiles = (members + most - 1) // most
             at = args[8] + panel * panel_bytes
-            # Each tile fetches its share.
-            share = wide * 4 // tiles
+            # Each tile fetches its share. A single one would only wait twice for memory: it fetches nothing new.
+            share = wide * 4 // tiles if tiles > 1 else 0
+            following = at + panel_bytes * threads if tiles > 1 else at
             here = min(kept, columns - panel * kept)
             for index in range(tiles):
                 first = begin + members * index // tiles
                 rows = begin + members * (index + 1) // tiles - first
-                ahead = at + panel_bytes * threads + share * depth * index
+                ahead = following + share * depth * index
                 tile(lanes, sums, rows, depth, args[7] + first * depth * 4, depth * 4, at, scratch, ahead, share)
                 for row in range(rows):
                     found = carray(pointer(scratch + row * wide * 4), wide, np.float32)

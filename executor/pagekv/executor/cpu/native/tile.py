@@ -23,7 +23,7 @@ _LINE_BYTES = 64
 _I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
-class _BFloat16(ir.Type):
+class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
     """LLVM's type, which llvmlite has no name for."""
 
     def _to_string(self) -> str:
@@ -184,6 +184,8 @@ def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> 
     if kind == FLOAT32:
         return builder.call(fma, [left, right, total])
     sixteen, upper = (ir.Constant(right.type, [bits] * vector.count) for bits in (16, 0xFFFF0000))
-    for widen in (lambda bits: builder.shl(bits, sixteen), lambda bits: builder.and_(bits, upper)):
-        total = builder.call(fma, [builder.bitcast(widen(left), vector), builder.bitcast(widen(right), vector), total])
+    # The first of two numbers has the lower bits.
+    for first in (True, False):
+        both = [builder.shl(bits, sixteen) if first else builder.and_(bits, upper) for bits in (left, right)]
+        total = builder.call(fma, [*(builder.bitcast(bits, vector) for bits in both), total])
     return total

@@ -23,7 +23,7 @@ from pagekv.executor.cpu.native.tile import (
 DEPTH = 5
 
 
-@njit  # type: ignore[untyped-decorator]
+@njit
 def multiply(rows: int, left: int, panel: int, out: int) -> None:
     tile(4, FLOAT32, rows, DEPTH, left, 4 * DEPTH, panel, out, panel, 0)
 
