@@ -10,23 +10,24 @@ import torch
 from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.linear import PackedLinear
-from pagekv.executor.cpu.native.rows import add_norm, gated, rotate
+from pagekv.executor.cpu.native.product import Product
+from pagekv.executor.cpu.native.rows import add_norm, rotate
+from pagekv.executor.cpu.products import TorchProduct, fastest_product
 from pagekv.executor.model.attention_interface import Scores
-from pagekv.executor.model.decoder import Decoder, DecoderNorms, Linear
+from pagekv.executor.model.decoder import Decoder, DecoderNorms
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer, its weights laid out for oneDNN."""
+    """A layer, its weights laid out anew; the product with the gate's and what it gates ends with the gating."""
 
     norms: DecoderNorms
     rope: str | None
     scores: Scores
-    qkv: PackedLinear
-    out: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    qkv: Product | TorchProduct
+    out: Product | TorchProduct
+    gate_up: Product | TorchProduct
+    down: Product | TorchProduct
 
 
 class FusedDecoder:
@@ -41,11 +42,13 @@ class FusedDecoder:
         self._decoder = decoder
         self._num_heads = (num_heads, num_kv_heads)
         self._layers = []
+        product = fastest_product(decoder.head.weight.dtype)
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
-            products = [_packed(part) for part in (layer.qkv, layer.out, layer.gate_up, layer.down)]
-            self._layers.append(_Layer(layer.norms, layer.rope, scores_here, *products))
-        self._head = _packed(decoder.head)
+            qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
+            gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
+            self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, out, gate_up, down))
+        self._head = product(decoder.head.weight, decoder.head.bias)
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         decoder, layers = self._decoder, self._layers
@@ -66,7 +69,7 @@ class FusedDecoder:
             normed = add_norm(
                 stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
             )
-            fed = layer.down(gated(layer.gate_up(normed), decoder.activation))
+            fed = layer.down(layer.gate_up(normed))
             normed = add_norm(stream, fed, factor, layer.norms.after_feed_forward, following)
         rows = torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64)
         logits: torch.Tensor = self._head(add_norm(stream[rows], None, 0.0, None, decoder.norm))
@@ -92,7 +95,3 @@ class FusedDecoder:
         rotate(heads, self._num_heads, rotation, layer.norms.query, layer.norms.key, places, *cache.layer(index))
         query, key, value = heads.transpose(0, 1).split((queries, pairs, pairs))
         return attention.read(index, query, key, value, layer.scores).flatten(1)
-
-
-def _packed(linear: Linear) -> PackedLinear:
-    return PackedLinear(linear.weight, linear.bias)
