@@ -102,12 +102,20 @@ def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
         parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near}?" if near else ""))
 
 
+def _open_closed_streams() -> None:
+    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end of the process
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv`."""
     given = command_first(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
     for_scripts = "--json" in given
+    _open_closed_streams()
     terminal = Terminal()
     try:
         parser = make_parser(as_json=for_scripts)

@@ -154,3 +154,14 @@ def test_ctrl_c_is_exit_status_130(
     assert main(["tokenize", "x"]) == 130
     out, err = capsys.readouterr()
     assert (out, err) == ("", "")
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str) -> None:
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-m", "pagekv.client.cli.main"]
+    with held_port() as port:
+        command += ["--target", f"127.0.0.1:{port}", "stats"]
+        done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=120)
+    # Status 3: the server is not reached.
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr
