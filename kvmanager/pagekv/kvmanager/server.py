@@ -132,7 +132,7 @@ class Manager:
         health = asyncio.create_task(self._watch_engine(), name="health")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
-        # What started this process started the executor, too, and that ends without waiting for anybody.
+        # The executor has lost the same parent, and it ends without waiting for anybody.
         grace_s = 0 if parent_is_gone() else self._config.grace_s
         log.info("shutting down", grace_s=grace_s)
         self._draining = True
