@@ -12,8 +12,8 @@ import sys
 
 from pagekv.client.launcher import with_parent
 
-# Flags of the gateway that say who may add and remove managers.
-_KEYS = ("--api-key", "--tenant-api-key", "--control-plane-api-keys", "--jwt-")
+# Flags of the gateway that say who may add and remove managers; others of JWT do nothing without an issuer.
+_KEYS = ("--api-key", "--tenant-api-key", "--control-plane-api-keys", "--jwt-issuer")
 
 
 def main() -> None:
