@@ -398,6 +398,10 @@ def _usable_target(held: dict[int, socket.socket], host: str, port: int, flag: s
             f"Choose another with {flag}, or {flag} 0 for a free one"
         ) from error
     found: int = probe.getsockname()[1]
+    if found in held:
+        # Free at this host, and another process of the stack has it at another.
+        probe.close()
+        return _usable_target(held, host, port, flag)
     held[found] = probe
     return f"{host}:{found}"
 

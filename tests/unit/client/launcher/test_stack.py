@@ -339,6 +339,25 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
     assert caught.value.exit_status == 2
 
 
+def test_no_port_is_given_twice_though_it_is_free_at_another_host(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind, wanted = socket.socket.bind, [0]
+
+    def again(probe: socket.socket, address: tuple[str, int]) -> None:
+        # The first port that Linux gives at one host is what it gives at the other, once.
+        if address[0] == "127.0.0.1" and wanted[0]:
+            address, wanted[0] = (address[0], wanted[0]), 0
+        bind(probe, address)
+        if address[0] == "127.0.0.2":
+            wanted[0] = probe.getsockname()[1]
+
+    monkeypatch.setattr(socket.socket, "bind", again)
+    stack = Stack(config(journal, host="127.0.0.2"))
+    assert stack.target.rpartition(":")[2] != stack.executor_target.rpartition(":")[2]
+    assert wanted == [0]
+
+
 def test_a_log_that_cannot_be_shown_is_read_all_the_same(journal: Path) -> None:
     """Else the process would stand still once its pipe is full."""
 
