@@ -9,8 +9,9 @@ from argparse import SUPPRESS
 from collections.abc import Iterator, Mapping, Sequence
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
-# The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# The variable is read once, while gRPC is imported. Processes that `up` starts inherit it: at ERROR gRPC's core would
+# write bytes of whoever connects to them into their logs.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.client.cli.commands import (
     bench,
