@@ -15,6 +15,7 @@ from support.clients.gate import at_once, standing
 from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.client import AsyncPageKVClient, BlockStored, FailedPrecondition, LimitExceeded, TableReplica
+from pagekv.client.cli.main import main
 from pagekv.client.errors import PageKVError
 
 pytestmark = pytest.mark.e2e
@@ -193,13 +194,30 @@ def test_a_pinned_prefix_outlives_a_flood_and_an_expired_one_does_not() -> None:
         asyncio.run(run(stack))
 
 
-def test_a_forced_reset_preempts_and_no_stream_notices() -> None:
+def test_a_forced_reset_preempts_and_no_stream_notices(capsys: pytest.CaptureFixture[str]) -> None:
+    """By the library, and first by hand: the refusal on the screen names the command that does it."""
+
+    async def type_in(stack: Stack, *words: str) -> tuple[int, str, str]:
+        """Exit status and what is on the screen."""
+        status = await asyncio.to_thread(main, ["--target", stack.target, *words])
+        return status, *capsys.readouterr()
+
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller, AsyncPageKVClient(stack.target) as client:
             request = request_for([7] * 20, 60, ignore_eos=True)
             wanted = await caller.generate(request)
             async with standing(stack.gate, caller, [caller.generate(request)], steps=4) as (stream,):
-                for _ in range(5):
+                assert await type_in(stack, "reset-cache") == (
+                    1,
+                    "",
+                    "pagekv: running requests or pins hold blocks: wait for them to end, or set force "
+                    "(pagekv reset-cache --force)\n",
+                )
+                status, out, err = await type_in(stack, "reset-cache", "--force")
+                assert (status, err) == (0, "")
+                assert out.endswith(" blocks removed; 1 sequences preempted, 0 pins ended\n")
+                await stack.gate.pass_through(8, caller)
+                for _ in range(4):
                     with pytest.raises(FailedPrecondition):
                         await client.reset_prefix_cache()
                     assert (await client.reset_prefix_cache(force=True)).preempted_sequences == 1

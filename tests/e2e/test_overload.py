@@ -10,13 +10,13 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from support.clients.calls import Caller, request_for
 from support.clients.gate import standing
+from support.clients.memory import resident_mib
 from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
 
 from pagekv.kvmanager.config import parse_config
@@ -89,12 +89,6 @@ BYTES_PER_LOGPROB = 60
 SLACK_MIB = 64
 
 
-def resident_mib(stack: Stack, which: str) -> float:
-    """Of the manager: "VmRSS" now, "VmHWM" at most."""
-    status = Path(f"/proc/{stack.manager.pid}/status").read_text()
-    return next(int(line.split()[1]) / 1024 for line in status.splitlines() if line.startswith(which))
-
-
 def test_readers_that_stop_reading_hold_nobody_up_and_lose_nothing() -> None:
     """Eight calls that nobody reads, with more to say than any buffer of the connection takes; others finish beside
     them, they finish too and give their blocks back, and what they said is all there when it is read at last.
@@ -146,9 +140,9 @@ def test_silent_readers_take_no_more_memory_than_their_tokens_and_log_probabilit
                 assert len(await read_all(call)) == length
 
     with running_stack(ORACLE) as stack:
-        before = resident_mib(stack, "VmRSS")
+        before = resident_mib(stack.manager.pid, "VmRSS")
         asyncio.run(run(stack))
-        peak = resident_mib(stack, "VmHWM")
+        peak = resident_mib(stack.manager.pid, "VmHWM")
     bound = before + calls * length * (BYTES_PER_TOKEN + BYTES_PER_LOGPROB * (logprobs + 1)) / 2**20 + SLACK_MIB
     print(f"{before:.0f} MiB before, {peak:.0f} at most, bound {bound:.0f}")
     assert peak < bound
@@ -225,9 +219,9 @@ def test_a_flood_takes_no_more_memory_than_the_queue_bounds() -> None:
     # A context of its own: that of the demo model is short.
     oracle = ["--backend", "oracle", "--model", "", "--max-model-len", str(length)]
     with running_stack(oracle, [*args, "--num-device-blocks", "4096"], gated=True) as stack:
-        before = resident_mib(stack, "VmRSS")
+        before = resident_mib(stack.manager.pid, "VmRSS")
         refused = [asyncio.run(flood(stack)) for _ in range(3)]
-        peak = resident_mib(stack, "VmHWM")
+        peak = resident_mib(stack.manager.pid, "VmHWM")
     assert min(refused) >= 400 - queue - running
     bound = before + (queue + running) * length * BYTES_PER_TOKEN / 2**20 + SLACK_MIB
     print(f"{before:.0f} MiB before, {peak:.0f} at most, bound {bound:.0f}; refused {refused} of 400")

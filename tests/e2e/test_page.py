@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import colorsys
+import itertools
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from support.browser.browser import Browser, need_chromium, running_browser
@@ -209,6 +211,51 @@ def test_no_slots_are_filled_of_no_block(site: Site) -> None:
         next(iter(stream))
         wait(lambda: site.browser.text("#tile-usage small").endswith("% of their slots filled"))
     site.client.generate(TEXT, max_tokens=20, ignore_eos=True)
+
+
+def test_latencies_stand_below_explain_and_tell_what_requests_wait_for(site: Site) -> None:
+    """At 1280 pixels, where the other column is longer than the map and what stands below it."""
+    names = ("ttft_ms", "inter_token_ms", "queue_ms")
+    shown = (
+        "return arguments[0].map((name, index) => {"
+        "  const tile = document.getElementById(`tile-${name}`);"
+        "  const value = pagekv.charts[4 + index].values.at(-1)?.value ?? null;"
+        "  return [value, tile.querySelector('output').textContent, tile.querySelector('small').textContent];"
+        "})"
+    )
+    found: list[list[Any]] = []
+
+    def all_are_known() -> bool:
+        found[:] = site.browser.run(shown, names)
+        return all(value is not None for value, *_ in found)
+
+    with site.client.stream(TEXT, max_tokens=1500, ignore_eos=True) as stream:
+        next(iter(stream))
+        wait(all_are_known)
+    for (value, text, beside), words in zip(found, ("mean of 10 s", "mean of 10 s", r"\d+ wait now"), strict=True):
+        number, unit = text.split()
+        assert float(number) * {"ms": 1, "µs": 0.001}[unit] == pytest.approx(value, rel=0.06, abs=0.001)
+        assert re.fullmatch(words, beside)
+    # A step of the executor takes 5 ms, and no first token comes without one.
+    assert found[0][0] >= 5
+    device, explain, latencies, *boxes, events = site.browser.run(
+        "return arguments[0].map((selector) => document.querySelector(selector).getBoundingClientRect().toJSON())",
+        ["#device", "#explain", "#latencies", *(f"#tile-{name}" for name in names), "#events"],
+    )
+    assert (explain["left"], explain["right"]) == (device["left"], device["right"])
+    # Directly below it, side by side, of one size, and together as wide.
+    assert latencies["top"] - explain["bottom"] == pytest.approx(explain["top"] - device["bottom"], abs=1)
+    assert (boxes[0]["left"], boxes[2]["right"]) == (
+        pytest.approx(explain["left"], abs=1),
+        pytest.approx(explain["right"], abs=1),
+    )
+    for one, other in itertools.pairwise(boxes):
+        assert (other["top"], other["height"]) == (one["top"], one["height"])
+        assert other["width"] == pytest.approx(one["width"], abs=1)
+        assert 0 < other["left"] - one["right"] < 40
+    # Beside the other column, which goes on there: the room would be empty without them.
+    assert boxes[2]["right"] < events["left"]
+    assert explain["bottom"] < events["bottom"]
 
 
 def test_past_values_of_a_chart_are_read_by_keyboard(site: Site) -> None:

@@ -30,10 +30,12 @@ def test_no_process_outlives_a_launcher_that_was_killed(gateway: list[str]) -> N
     command += ["--port", "0", "--executor-port", "0", "--http-port", "0"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
-        pids = json.loads(up.stdout.readline())["pids"]
-        assert pids.keys() == {"executor", "manager", *(["gateway"] if gateway else [])}
-        assert all(runs(pid) for pid in pids.values())
-        up.kill()
+        try:
+            pids = json.loads(up.stdout.readline())["pids"]
+            assert pids.keys() == {"executor", "manager", *(["gateway"] if gateway else [])}
+            assert all(runs(pid) for pid in pids.values())
+        finally:
+            up.kill()
     deadline = time.monotonic() + 120
     while left := [name for name, pid in pids.items() if runs(pid)]:
         assert time.monotonic() < deadline, f"{left} run on"

@@ -15,6 +15,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
@@ -131,11 +132,13 @@ class Manager:
         health = asyncio.create_task(self._watch_engine(), name="health")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
-        log.info("shutting down", grace_s=self._config.grace_s)
+        # The executor has lost the same parent, and it ends without waiting for anybody.
+        grace_s = 0 if parent_is_gone() else self._config.grace_s
+        log.info("shutting down", grace_s=grace_s)
         self._draining = True
         try:
             self._grpc.set_serving(False)
-            await self._end_requests(engine, 0 if health.done() else self._config.grace_s)
+            await self._end_requests(engine, 0 if health.done() else grace_s)
             # First of all that is closed: it may be loading a tokenizer.
             await _end(health)
             await self._stop_listening(LAST_WORDS_S)

@@ -307,9 +307,9 @@ def address(text: str) -> str:
 def listening_host(text: str) -> str:
     """A type for a name or an IP address, without a port. One of IPv6 gets the brackets that it has before a port."""
     found = ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
-    if found is not None and found.version == 6:
-        return f"[{found}]"
-    if found is not None or re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
+    if found is not None:
+        return f"[{found}]" if found.version == 6 else str(found)
+    if re.fullmatch(r"[A-Za-z0-9._-]{1,253}", text):
         return text
     why = "; ports have flags of their own" if re.fullmatch(r"[^:]+:[0-9]*", text) else ""
     raise argparse.ArgumentTypeError(f"must be a name or an IP address, without a port, got {text!r}{why}")

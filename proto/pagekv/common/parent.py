@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 from collections.abc import Callable
 
 # Set in the environment of such a process.
@@ -18,6 +19,15 @@ def call_without_parent(loop: asyncio.AbstractEventLoop, stop: Callable[[], obje
     """Has the loop call `stop` once the parent has gone; never in a process that no parent has asked."""
     if os.environ.get(ENDS_WITH_PARENT):
         loop.add_reader(0, _read, loop, stop)
+
+
+def parent_is_gone() -> bool:
+    """Whether the parent of a process that was asked to end with it has gone."""
+    if not os.environ.get(ENDS_WITH_PARENT):
+        return False
+    poll = select.poll()
+    poll.register(0, 0)
+    return bool(poll.poll(0))
 
 
 def _read(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> None:

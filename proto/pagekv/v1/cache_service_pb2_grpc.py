@@ -28,7 +28,7 @@ if _version_not_supported:
 class CacheServiceStub(object):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many long prompts wait).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
     """
 
     def __init__(self, channel):
@@ -67,7 +67,7 @@ class CacheServiceStub(object):
 class CacheServiceServicer(object):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many long prompts wait).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
     """
 
     def LookupPrefix(self, request, context):
@@ -151,7 +151,7 @@ def add_CacheServiceServicer_to_server(servicer, server):
 class CacheService(object):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many long prompts wait).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
     """
 
     @staticmethod

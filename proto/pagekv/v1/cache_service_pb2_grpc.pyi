@@ -20,7 +20,7 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class CacheServiceStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many long prompts wait).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -67,7 +67,7 @@ class CacheServiceStub:
 class CacheServiceAsyncStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many long prompts wait).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
     """
 
     LookupPrefix: grpc.aio.UnaryUnaryMultiCallable[
@@ -113,7 +113,7 @@ class CacheServiceAsyncStub:
 class CacheServiceServicer(metaclass=abc.ABCMeta):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many long prompts wait).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
     """
 
     @abc.abstractmethod

@@ -45,9 +45,9 @@ def port_of(listening: Mapping[str, Any]) -> int:
 
 def environment() -> dict[str, str]:
     """The test process's environment with every source root importable, before what the caller has in PYTHONPATH
-    (scripts/gpu_site.sh), and no PAGEKV_* flag of the caller.
+    (scripts/gpu_site.sh), no PAGEKV_* flag of the caller, and no say in what gRPC's core logs.
     """
-    env = {key: value for key, value in os.environ.items() if not key.startswith("PAGEKV_")}
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("PAGEKV_", "GRPC_VERBOSITY"))}
     known = [env["PYTHONPATH"]] if env.get("PYTHONPATH") else []
     env["PYTHONPATH"] = os.pathsep.join([*(str(ROOT / name) for name in SOURCE_ROOTS), *known])
     return env

@@ -124,6 +124,7 @@ def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -
         (tcp_address, "", "", ["unix:/x", ":1"]),
         (listening_host, "::1", "[::1]", ["", "127.0.0.1:50051", "http://a", "a b", "[::1]:50051", "[a]", "x" * 254]),
         (listening_host, "[::1]", "[::1]", ["[]", ":50051", "a/b"]),
+        (listening_host, "[127.0.0.1]", "127.0.0.1", ["[gpu1]"]),
         (listening_host, "gpu1.local", "gpu1.local", [":"]),
     ],
 )

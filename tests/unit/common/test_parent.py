@@ -13,13 +13,15 @@ from pagekv.common.parent import ENDS_WITH_PARENT
 
 PROGRAM = """
 import asyncio
+from pagekv.common.parent import parent_is_gone
 from pagekv.common.server import stop_event
 
 async def main():
     stop = stop_event()
+    assert not parent_is_gone()
     print("waiting", flush=True)
     await stop.wait()
-    print("stopped", flush=True)
+    print("stopped", parent_is_gone(), flush=True)
 
 asyncio.run(main())
 """
@@ -41,5 +43,5 @@ def test_the_end_of_standard_input_stops_a_process_that_was_asked(asked: bool) -
             process.terminate()
         else:
             process.stdin.close()
-        assert process.stdout.readline() == "stopped\n"
+        assert process.stdout.readline() == f"stopped {asked}\n"
         assert process.wait(60) == 0

@@ -9,8 +9,9 @@ from argparse import SUPPRESS
 from collections.abc import Iterator, Mapping, Sequence
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
-# The variable is read once, while gRPC is imported; processes that `up` starts inherit it.
-os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+# The variable is read once, while gRPC is imported. Processes that `up` starts inherit it: at ERROR gRPC's core would
+# write bytes of whoever connects to them into their logs.
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.client.cli.commands import (
     bench,
@@ -102,12 +103,20 @@ def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
         parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near}?" if near else ""))
 
 
+def _open_closed_streams() -> None:
+    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end of the process
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv`."""
     given = command_first(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
     for_scripts = "--json" in given
+    _open_closed_streams()
     terminal = Terminal()
     try:
         parser = make_parser(as_json=for_scripts)

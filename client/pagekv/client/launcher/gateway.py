@@ -6,7 +6,6 @@ The extra `gateway` installs it. Only its command line is used; the HTTP API is 
 from __future__ import annotations
 
 import json
-import secrets
 import sys
 import urllib.request
 from collections.abc import Sequence
@@ -18,10 +17,8 @@ from pagekv.client.client import PageKVClient
 # Ways to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
 DEFAULT_PORT = 8000
-COMMAND = (sys.executable, "-m", "pagekv.client.launcher.with_parent", "smg", "launch")
+COMMAND = (sys.executable, "-m", "pagekv.client.launcher.gateway_process", "launch")
 _ANSWER_S = 2.0
-# Flags of the gateway that say who may add and remove managers.
-_KEYS = ("--api-key", "--tenant-api-key", "--control-plane-api-keys", "--jwt-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +49,10 @@ def gateway_args(config: GatewayConfig, target: str, metrics_target: str, manage
         "--shutdown-grace-period-secs=30",
         "--health-check-interval-secs=5",
         "--cb-timeout-duration-secs=5",
-        *_lock(config.args),
         *config.args,
         "--worker-urls",
         *(f"grpc://{manager}" for manager in managers),
     ]
-
-
-def _lock(given: Sequence[str]) -> list[str]:
-    """A key that nobody knows for adding and removing managers, unless the gateway is given keys. Without one any page
-    in a browser of this machine could have prompts sent elsewhere: the gateway answers to any name and any origin.
-    """
-    if any(word.startswith(_KEYS) for word in given):
-        return []
-    return [f"--control-plane-api-keys=pagekv:pagekv:admin:{secrets.token_urlsafe(32)}"]
 
 
 def serves(target: str, managers: int) -> bool:

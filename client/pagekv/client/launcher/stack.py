@@ -117,7 +117,9 @@ class Child:
         for line in self.popen.stdout:
             self.lines.append(line.rstrip("\n"))
             if self._on_log is not None:
-                self._on_log(self.name, line.rstrip("\n"))
+                # Where lines cannot be shown (a full disk, a pipe without a reader) they are read all the same.
+                with suppress(OSError):
+                    self._on_log(self.name, line.rstrip("\n"))
 
     @property
     def listening(self) -> dict[str, Any]:
@@ -326,16 +328,17 @@ class Stack:
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP set `asked`; the second one kills the stack. For the main thread, in `with`."""
-
-    _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """SIGINT, SIGTERM and SIGHUP, unless that is ignored (`nohup`), set `asked`; the second one kills the stack. For
+    the main thread, in `with`.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self.asked = threading.Event()
 
     def __enter__(self) -> Self:
-        self._before = {signum: signal.signal(signum, self._handle) for signum in self._SIGNALS}
+        signals = (signal.SIGINT, *end_signals())
+        self._before = {signum: signal.signal(signum, self._handle) for signum in signals}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -346,6 +349,11 @@ class StopSignals:
         if self.asked.is_set():
             self._stack.kill()
         self.asked.set()
+
+
+def end_signals() -> list[signal.Signals]:
+    """Signals besides Ctrl-C's that end a command; SIGHUP is none where it is ignored, as under `nohup`."""
+    return [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is not signal.SIG_IGN]
 
 
 def _environment() -> dict[str, str]:
@@ -390,6 +398,10 @@ def _usable_target(held: dict[int, socket.socket], host: str, port: int, flag: s
             f"Choose another with {flag}, or {flag} 0 for a free one"
         ) from error
     found: int = probe.getsockname()[1]
+    if found in held:
+        # Free at this host, and another process of the stack has it at another.
+        probe.close()
+        return _usable_target(held, host, port, flag)
     held[found] = probe
     return f"{host}:{found}"
 

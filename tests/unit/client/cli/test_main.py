@@ -46,8 +46,9 @@ def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_tha
         listener.listen()
         listener.settimeout(120)
         command = [sys.executable, "-c", script, f"127.0.0.1:{listener.getsockname()[1]}"]
-        env = {name: value for name, value in environment().items() if name != "GRPC_VERBOSITY"}
-        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as popen:
+        with subprocess.Popen(
+            command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as popen:
             connection, _ = listener.accept()
             with connection:
                 connection.sendall(settings)
@@ -55,6 +56,15 @@ def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_tha
                 connection.sendall(goaway)
                 out, err = popen.communicate(timeout=120)
     assert (out, err) == ("False\n", "")
+
+
+def test_no_process_that_a_command_starts_logs_what_grpc_says() -> None:
+    """A process of `up` takes the environment of the command; gRPC's core at ERROR logs bytes of whoever connects."""
+    script = "import os, pagekv.client.cli.main; print(os.environ['GRPC_VERBOSITY'])"
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout == "NONE\n"
+    env = {**environment(), "GRPC_VERBOSITY": "DEBUG"}
+    assert subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout == "DEBUG\n"
 
 
 def test_a_stack_that_does_not_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,3 +164,14 @@ def test_ctrl_c_is_exit_status_130(
     assert main(["tokenize", "x"]) == 130
     out, err = capsys.readouterr()
     assert (out, err) == ("", "")
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
+def test_standard_streams_may_be_closed(closed: str) -> None:
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-m", "pagekv.client.cli.main"]
+    with held_port() as port:
+        command += ["--target", f"127.0.0.1:{port}", "stats"]
+        done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=120)
+    # Status 3: the server is not reached.
+    assert done.returncode == 3, done.stderr
+    assert "Traceback" not in done.stderr

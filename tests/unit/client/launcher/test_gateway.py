@@ -30,19 +30,6 @@ def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
     assert args[-3:] == ["--worker-urls", "grpc://127.0.0.1:3", "grpc://127.0.0.1:4"]
 
 
-def test_managers_are_added_by_nobody_unless_keys_say_by_whom() -> None:
-    def keys(*given: str) -> list[str]:
-        args = gateway_args(GatewayConfig(args=given), "127.0.0.1:1", "127.0.0.1:2", ["127.0.0.1:3"])
-        return [word for word in args if "-key" in word]
-
-    (first,), (second,) = keys(), keys("--policy=random")
-    assert first.startswith("--control-plane-api-keys=pagekv:pagekv:admin:")
-    assert len(first) > 80
-    assert first != second
-    for given in (["--api-key", "x"], ["--api-key=x"], ["--control-plane-api-keys", "a:a:admin:x"]):
-        assert keys(*given) == given[:1]
-
-
 @pytest.fixture
 def answers() -> Iterator[dict[str, Any]]:
     """Answers of an HTTP server by path; "target" is its address."""

@@ -16,7 +16,7 @@ from support.clients.held_port import held_port, hold
 from support.clients.stand_ins import config
 
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackError
+from pagekv.client.launcher.stack import Child, Stack, StackError, StopSignals
 
 
 def is_alive(pid: int) -> bool:
@@ -337,3 +337,47 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
     assert str(caught.value).startswith("the gateway refuses its command line: ")
     assert str(caught.value).endswith(" error: unrecognized arguments: --nonsense")
     assert caught.value.exit_status == 2
+
+
+def test_no_port_is_given_twice_though_it_is_free_at_another_host(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bind, wanted = socket.socket.bind, [0]
+
+    def again(probe: socket.socket, address: tuple[str, int]) -> None:
+        # The first port that Linux gives at one host is what it gives at the other, once.
+        if address[0] == "127.0.0.1" and wanted[0]:
+            address, wanted[0] = (address[0], wanted[0]), 0
+        bind(probe, address)
+        if address[0] == "127.0.0.2":
+            wanted[0] = probe.getsockname()[1]
+
+    monkeypatch.setattr(socket.socket, "bind", again)
+    stack = Stack(config(journal, host="127.0.0.2"))
+    assert stack.target.rpartition(":")[2] != stack.executor_target.rpartition(":")[2]
+    assert wanted == [0]
+
+
+def test_a_log_that_cannot_be_shown_is_read_all_the_same(journal: Path) -> None:
+    """Else the process would stand still once its pipe is full."""
+
+    def fail(name: str, line: str) -> None:
+        raise BrokenPipeError
+
+    command = [sys.executable, "-c", "for number in range(20_000): print('line', number)"]
+    child = Child("manager", command, lambda: False, journal, fail)
+    child.wait_until(time.monotonic() + 120)
+    assert child.popen.returncode == 0
+    assert child.lines[-1] == "line 19999"
+
+
+def test_hanging_up_is_ignored_where_it_was_before(journal: Path) -> None:
+    """As under `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignals(Stack(config(journal))) as signals:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not signals.asked.is_set()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

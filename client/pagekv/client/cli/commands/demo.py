@@ -14,7 +14,7 @@ from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import Completion, GenerateOptions
-from pagekv.client.launcher.stack import Stack
+from pagekv.client.launcher.stack import Stack, end_signals
 
 EXAMPLES = """\
   pagekv demo
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if words := without_tokenizer(config):
         raise UsageError(f"the demo shows text: {words}")
     stack = Stack(config)
-    for signum in (signal.SIGTERM, signal.SIGHUP):
+    for signum in end_signals():
         # Raises KeyboardInterrupt like Ctrl-C: the stream ends, and leaving `with` stops the stack.
         signal.signal(signum, signal.default_int_handler)
     with stack:
