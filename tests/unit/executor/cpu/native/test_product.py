@@ -32,7 +32,8 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(params=[None, 8, 4])
+# Each length takes some seconds to compile.
+@pytest.fixture(params=[None, *(pytest.param(lanes, marks=pytest.mark.long) for lanes in (8, 4))])
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
     """Vectors as short as another processor has them, which sums bfloat16 as float32; None: those of this one."""
     if request.param is not None:
