@@ -17,9 +17,13 @@ from numba import carray
 from pagekv.executor.cpu.attention_plan import PagedDecodes
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
-from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp
 from pagekv.executor.cpu.native.openmp import run_parallel
+from pagekv.executor.cpu.native.slots import lanes_of, score_slots, weigh_slots
 from pagekv.executor.model.attention_interface import Scores
+
+# Slots of which all heads are read before the next: memory is read in order and comes as fast as it can.
+AT_ONCE = 2
 
 
 def decode_attention(
@@ -41,7 +45,7 @@ def decode_attention(
     tickets = np.zeros(2, np.int64)
     numbers = np.array([scores.scale, scores.cap or 0.0], np.float32)
     # Of a thread: the weights of one block, and maximum, sum and query of every head.
-    scratch = np.empty((threads, group * pools.block_size + num_heads // parts * (2 + size)), np.float32)
+    scratch = np.empty((threads, num_heads // parts * (pools.block_size + 3 + size)), np.float32)
     arguments = np.array(
         [
             *(tickets.ctypes.data, count, kv_heads, parts, pools.block_size),
@@ -61,6 +65,7 @@ def decode_attention(
 def _compiled(stored: Any, group: int, size: int) -> int:
     """Address of the function for `group` query heads to a KV head, of `size` elements each."""
     width = np.dtype(stored).itemsize
+    lanes = lanes_of(size)
 
     def work(raw: Any) -> None:
         args = carray(raw, 21, np.int64)
@@ -71,20 +76,26 @@ def _compiled(stored: Any, group: int, size: int) -> int:
         begins, ends = carray(pointer(args[16]), count, np.int64), carray(pointer(args[17]), count, np.int64)
         numbers = carray(pointer(args[18]), 2, np.float32)
         scale, cap = numbers[0], numbers[1]
+        slot_bytes = args[8] * width
         # The second ticket numbers the threads.
         scratch = args[19] + take_ticket(args[0] + 8) * args[20]
-        weights = carray(pointer(scratch), (group, block_size), np.float32)
-        scratch += group * block_size * 4
-        most = carray(pointer(scratch), (num_heads, group), np.float32)
+        found = scratch
+        scratch += num_heads * group * block_size * 4
+        before = carray(pointer(scratch), (num_heads, group), np.float32)
+        tops = scratch + num_heads * group * 4
+        most = carray(pointer(tops), (num_heads, group), np.float32)
+        scratch = tops
         total = carray(pointer(scratch + num_heads * group * 4), (num_heads, group), np.float32)
-        query = carray(pointer(scratch + 2 * num_heads * group * 4), (num_heads, group, size), np.float32)
+        queries = scratch + 2 * num_heads * group * 4
+        query = carray(pointer(queries), (num_heads, group, size), np.float32)
         while True:
             item = take_ticket(args[0])
             if item >= count * parts:
                 return
             sequence, first = item // parts, item % parts * num_heads
             behind = sequence * kv_heads + first
-            out = carray(pointer(args[12] + behind * group * size * 4), (num_heads, group, size), np.float32)
+            out_at = args[12] + behind * group * size * 4
+            out = carray(pointer(out_at), (num_heads, group, size), np.float32)
             lse = carray(pointer(args[13] + behind * group * 4), (num_heads, group), np.float32)
             for head in range(num_heads):
                 for member in range(group):
@@ -96,49 +107,80 @@ def _compiled(stored: Any, group: int, size: int) -> int:
                     most[head, member] = -np.inf
                     total[head, member] = 0
             begin, end = begins[sequence], ends[sequence]
-            for index in range(begin // block_size, (end - 1) // block_size + 1):
+            last = (end - 1) // block_size
+            for index in range(begin // block_size, last + 1):
                 low, high = max(begin - index * block_size, 0), min(end - index * block_size, block_size)
                 block = args[5] + (tables[offsets[sequence] + index] * args[7] + first * size) * width
+                here = high - low
+                block += low * slot_bytes
+                # Of the last block nothing follows; to fetch it again costs nothing.
+                following = (
+                    args[5] + (tables[offsets[sequence] + min(index + 1, last)] * args[7] + first * size) * width
+                )
                 for head in range(num_heads):
-                    # Rows are as far apart as slots are; of each only this head's elements are read.
-                    keys = carray(pointer(block + head * size * width), (block_size, args[8]), stored)
-                    values = carray(pointer(block + head * size * width + args[6]), (block_size, args[8]), stored)
-                    for slot in range(low, high):
-                        for member in range(group):
-                            score = np.float32(0)
-                            for i in range(size):
-                                score += query[head, member, i] * widen(keys[slot, i])
-                            weights[member, slot] = score
-                    if cap != 0:
-                        for member in range(group):
-                            for slot in range(low, high):
-                                weights[member, slot] = cap * np.tanh(weights[member, slot] / cap)
                     for member in range(group):
-                        before = most[head, member]
-                        top = before
-                        for slot in range(low, high):
-                            # True of NaN, which then stays.
-                            if not weights[member, slot] <= top:
-                                top = weights[member, slot]
-                        for slot in range(low, high):
-                            weights[member, slot] = exp(weights[member, slot] - top)
+                        before[head, member] = most[head, member]
+                for slot in range(0, here, AT_ONCE):
+                    for head in range(num_heads):
+                        offset, row = slot * slot_bytes + head * size * width, head * group * block_size + slot
+                        score_slots(
+                            lanes,
+                            size,
+                            group,
+                            width,
+                            block + offset,
+                            slot_bytes,
+                            min(AT_ONCE, here - slot),
+                            queries + head * group * size * 4,
+                            found + row * 4,
+                            block_size * 4,
+                            tops + head * group * 4,
+                            following + offset,
+                            slot_bytes,
+                        )
+                for head in range(num_heads):
+                    for member in range(group):
+                        row = (head * group + member) * block_size
+                        weights = carray(pointer(found + row * 4), here, np.float32)
+                        top, earlier = most[head, member], before[head, member]
+                        if cap != 0:
+                            top, earlier = cap * np.tanh(top / cap), cap * np.tanh(earlier / cap)
+                            for slot in range(here):
+                                weights[slot] = cap * np.tanh(weights[slot] / cap)
                         added = np.float32(0)
-                        for slot in range(low, high):
-                            added += weights[member, slot]
-                        shrink = exp(before - top)
-                        if top != before:
+                        for slot in range(here):
+                            weights[slot] = exp(weights[slot] - top)
+                            added += weights[slot]
+                        if top != earlier:
+                            shrink = exp(earlier - top)
+                            total[head, member] *= shrink
                             for i in range(size):
                                 out[head, member, i] *= shrink
-                        total[head, member] = total[head, member] * shrink + added
-                        most[head, member] = top
-                    for slot in range(low, high):
-                        for member in range(group):
-                            weight = weights[member, slot]
-                            for i in range(size):
-                                out[head, member, i] += weight * widen(values[slot, i])
+                        total[head, member] += added
+                block, following = block + args[6], following + args[6]
+                for slot in range(0, here, AT_ONCE):
+                    for head in range(num_heads):
+                        offset, row = slot * slot_bytes + head * size * width, head * group * block_size + slot
+                        weigh_slots(
+                            lanes,
+                            size,
+                            group,
+                            width,
+                            block + offset,
+                            slot_bytes,
+                            min(AT_ONCE, here - slot),
+                            found + row * 4,
+                            block_size * 4,
+                            out_at + head * group * size * 4,
+                            following + offset,
+                            slot_bytes,
+                        )
             for head in range(num_heads):
                 for member in range(group):
-                    lse[head, member] = most[head, member] + np.log(total[head, member])
+                    top = most[head, member]
+                    if cap != 0:
+                        top = cap * np.tanh(top / cap)
+                    lse[head, member] = top + np.log(total[head, member])
                     for i in range(size):
                         out[head, member, i] /= total[head, member]
 
