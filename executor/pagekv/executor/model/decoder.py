@@ -139,11 +139,14 @@ def read_decoder(model: PreTrainedModel) -> Decoder | None:
     text = model.config.get_text_config()
     named = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
     activation = ACTIVATIONS.get(named or "")
-    return None if text.model_type not in FAMILIES or activation is None else Decoder(model, activation)
+    if text.model_type not in FAMILIES or activation is None or not hasattr(_inner(model), "rotary_emb"):
+        return None
+    return Decoder(model, activation)
 
 
 def _inner(model: PreTrainedModel) -> Any:
-    return model.model
+    """What is below the head; of a model that sees images too, such as Gemma 3's, the part that reads text."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def _norm(module: Any, more: float) -> RmsNorm:

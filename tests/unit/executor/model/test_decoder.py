@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.executor.cpu_driver import MODELS
-from transformers import AutoModelForCausalLM, Olmo2Config, Phi3Config
+from transformers import AutoModelForCausalLM, Gemma3Config, Olmo2Config, Phi3Config
 
 from pagekv.executor.model.decoder import ACTIVATIONS, FAMILIES, read_decoder
 
@@ -74,6 +74,19 @@ def test_gemmas_norms_multiply_by_one_more() -> None:
     assert decoder is not None
     assert torch.equal(decoder.norm.weight, model.model.norm.weight + 1)
     assert decoder.logits_cap == model.config.final_logit_softcapping
+
+
+def test_the_text_part_of_a_model_that_sees_images() -> None:
+    """As the larger ones of Gemma 3 are published. A part that is built otherwise is left to transformers."""
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = model_of(Gemma3Config(text_config=SIZES, vision_config={**sight, "image_size": 28, "patch_size": 14}))
+    text = model.model.language_model
+    weight = text.layers[1].mlp.down_proj.weight
+    decoder = read_decoder(model)
+    assert decoder is not None
+    assert torch.equal(decoder.take_layer(1).down.weight, weight)
+    del text.rotary_emb
+    assert read_decoder(model) is None
 
 
 @pytest.mark.parametrize("rope", [True, False])
