@@ -145,7 +145,7 @@ def read_decoder(model: PreTrainedModel) -> Decoder | None:
 
 
 def _inner(model: PreTrainedModel) -> Any:
-    """What is below the head; of a model that sees images too, such as Gemma 3's, the part that reads text."""
+    """The layers with what is below them; of a model that sees images too, such as Gemma 3's, the part for text."""
     return getattr(model.model, "language_model", model.model)
 
 
