@@ -78,6 +78,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, activation: str) -> None:
         """`activation`: a value of ACTIVATIONS."""
         text, inner = model.config.get_text_config(), _inner(model)
+        self._model = model
         self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
         self._rotary: Any = inner.rotary_emb
         # One rotation for each type of layers, or one for all.
@@ -89,7 +90,6 @@ class Decoder:
         self.embed_factor = float(getattr(inner, "embedding_multiplier", 1.0))
         self.residual_factor = float(getattr(text, "residual_multiplier", 1.0))
         self.norm = _norm(inner.norm, self._more)
-        self.head = _linear(model.get_output_embeddings())
         self.logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
         self.logits_cap: float | None = getattr(text, "final_logit_softcapping", None)
 
@@ -120,6 +120,12 @@ class Decoder:
         )
         self._layers[index] = nn.Identity()
         return layer
+
+    def take_head(self) -> Linear:
+        """The product that gives logits, which the model of transformers no longer has afterwards."""
+        head = _linear(self._model.get_output_embeddings())
+        self._model.set_output_embeddings(nn.Identity())
+        return head
 
     def rotations(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions

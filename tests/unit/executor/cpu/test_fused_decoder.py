@@ -61,7 +61,10 @@ def test_logits_are_those_of_transformers_model(name: str, tmp_path: Path) -> No
 def test_weights_are_taken_not_copied(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     loaded = load_model(tmp_path, torch.float32)
-    before = [weakref.ref(layer.mlp.down_proj.weight) for layer in loaded.model.model.layers]
+    assert not loaded.model.config.tie_word_embeddings
+    modules = [layer.mlp.down_proj for layer in loaded.model.model.layers] + [loaded.model.lm_head]
+    before = [weakref.ref(module.weight) for module in modules]
+    del modules
     forward = fused(loaded)
     gc.collect()
     assert [each() for each in before] == [None] * len(before)
