@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 # Types of models, as config.json names them, whose layers are what `DecoderLayer` describes.
 FAMILIES = frozenset(
@@ -23,6 +24,8 @@ FAMILIES = frozenset(
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Families whose norms multiply by one more than the weight.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text")
+# Models that cap their logits: others ignore what their configuration says of a cap.
+_CAPPED = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,7 @@ class Decoder:
         self.residual_factor = float(getattr(text, "residual_multiplier", 1.0))
         self.norm = _norm(inner.norm, self._more)
         self.logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
-        self.logits_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.logits_cap: float | None = text.final_logit_softcapping if model.config.model_type in _CAPPED else None
 
     def take_layer(self, index: int) -> DecoderLayer:
         """A layer with its weights, which the model of transformers no longer has afterwards."""
@@ -142,12 +145,14 @@ class Decoder:
 
 def read_decoder(model: PreTrainedModel) -> Decoder | None:
     """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
-    text = model.config.get_text_config()
-    named = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-    activation = ACTIVATIONS.get(named or "")
-    if text.model_type not in FAMILIES or activation is None or not hasattr(_inner(model), "rotary_emb"):
+    inner = _inner(model) if model.config.get_text_config().model_type in FAMILIES else None
+    if not hasattr(inner, "rotary_emb"):
         return None
-    return Decoder(model, activation)
+    # Some configurations name a second activation, which their family does not use.
+    feed_forward = inner.layers[0].mlp
+    module = feed_forward.act_fn if hasattr(feed_forward, "act_fn") else feed_forward.activation_fn
+    activation = next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is type(module)), None)
+    return None if activation is None else Decoder(model, activation)
 
 
 def _inner(model: PreTrainedModel) -> Any:

@@ -105,6 +105,22 @@ def test_rotations_are_those_of_the_model(rope: bool) -> None:
         assert torch.equal(mine[1], sin[0])
 
 
+def test_what_a_configuration_says_beside_the_family_is_ignored() -> None:
+    """As transformers does. The check at load would not see a difference as small as that of two kinds of GELU."""
+    config = MODELS["gemma2"]()
+    config.hidden_act = "silu"
+    decoder = read_decoder(model_of(config))
+    assert decoder is not None
+    assert decoder.activation == "gelu_tanh"
+    config.hidden_activation = "gelu"
+    assert read_decoder(model_of(config)) is None
+    config = MODELS["llama"]()
+    config.final_logit_softcapping = 30.0
+    decoder = read_decoder(model_of(config))
+    assert decoder is not None
+    assert (decoder.activation, decoder.logits_cap) == ("silu", None)
+
+
 def test_other_families_and_activations_are_not_described() -> None:
     assert read_decoder(model_of(MODELS["gpt2"]())) is None
     config = MODELS["llama"]()
