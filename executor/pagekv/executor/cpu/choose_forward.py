@@ -64,7 +64,9 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype) -> StepForward | str:
             found = _logits(forward, loaded)
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
     except Exception as error:
-        return f"the compiled loops failed: {type(error).__name__}: {error}"
+        # LLVM says the same again and again.
+        first_line = str(error).partition("\n")[0]
+        return f"the compiled loops failed: {type(error).__name__}: {first_line}"
     if _agree(found, expected, TOLERANCE[dtype]):
         return forward
     return "the compiled loops do not compute what transformers does: please report this model"

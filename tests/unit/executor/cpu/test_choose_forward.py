@@ -71,7 +71,7 @@ def test_loops_that_cannot_be_compiled_are_not_used(
 
     def broken(decoder: Decoder, index: int) -> DecoderLayer:
         if index == 1:
-            raise ImportError("Numba needs NumPy 2.1 or less")
+            raise ImportError("Numba needs NumPy 2.1 or less\nand more of it")
         return take(decoder, index)
 
     monkeypatch.setattr(Decoder, "take_layer", broken)

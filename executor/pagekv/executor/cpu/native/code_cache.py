@@ -39,7 +39,8 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
         return compile(work, cache=True)
     # Full disks; files that a crash of the machine cut short, which pickle tells in any way.
     except Exception as error:
-        log.warning("compiled loops are not kept", folder=str(own), error=f"{type(error).__name__}: {error}")
+        first_line = str(error).partition("\n")[0]
+        log.warning("compiled loops are not kept", folder=str(own), error=f"{type(error).__name__}: {first_line}")
         shutil.rmtree(own, ignore_errors=True)
         return compile(work, cache=False)
     finally:
