@@ -145,7 +145,9 @@ class Decoder:
 
 def read_decoder(model: PreTrainedModel) -> Decoder | None:
     """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
-    inner = _inner(model) if model.config.get_text_config().model_type in FAMILIES else None
+    if model.config.get_text_config().model_type not in FAMILIES:
+        return None
+    inner = _inner(model)
     if not hasattr(inner, "rotary_emb"):
         return None
     # Some configurations name a second activation, which their family does not use.
