@@ -1,5 +1,5 @@
 """Chooses how steps are computed: by the backend's own loops where the model is of a family that they know, Numba is
-installed, and both ways agree on a few tokens; else by transformers' model.
+installed and works, and both ways agree on a few tokens; else by transformers' model.
 """
 
 from __future__ import annotations
@@ -33,14 +33,11 @@ def load_forward(model_path: Path, dtype: torch.dtype, *, fused: bool) -> tuple[
         return loaded, ModuleForward(loaded.model)
     reason = _why_not(loaded, dtype)
     if not reason:
-        expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
-        with phase("compiling the loops of a step"):
-            forward = _fused(loaded)
-            found = _logits(forward, loaded)
-        if _agree(found, expected, TOLERANCE[dtype]):
+        found = _checked(loaded, dtype)
+        if not isinstance(found, str):
             log.info("steps are computed by compiled loops", model_type=loaded.model.config.model_type)
-            return loaded, forward
-        reason = "the compiled loops do not compute what transformers does: please report this model"
+            return loaded, found
+        reason = found
         # The other way took the weights.
         loaded = load_model(model_path, dtype)
     log.info("steps are computed by transformers' model", reason=reason)
@@ -56,6 +53,23 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype) -> str:
     if read_decoder(loaded.model) is None:
         return f"compiled loops do not know models of type {loaded.model.config.model_type}"
     return ""
+
+
+def _checked(loaded: LoadedModel, dtype: torch.dtype) -> StepForward | str:
+    """The compiled loops, which take the model's weights; or why they cannot be used."""
+    expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
+    try:
+        with phase("compiling the loops of a step"):
+            forward = _fused(loaded)
+            found = _logits(forward, loaded)
+    # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
+    except Exception as error:
+        # LLVM says the same again and again.
+        first_line = str(error).partition("\n")[0]
+        return f"the compiled loops failed: {type(error).__name__}: {first_line}"
+    if _agree(found, expected, TOLERANCE[dtype]):
+        return forward
+    return "the compiled loops do not compute what transformers does: please report this model"
 
 
 def _fused(loaded: LoadedModel) -> StepForward:

@@ -36,19 +36,21 @@ class FusedDecoder:
     native: ClassVar[bool] = True
 
     def __init__(self, decoder: Decoder, scores: tuple[Scores, ...], num_heads: int, num_kv_heads: int) -> None:
-        """Takes the weights out of the decoder, layer by layer, so that both layouts are there of one layer only.
-        `scores` by layer.
+        """Takes the weights out of the decoder, the head and then layer by layer, so that both layouts are there of one
+        of them only. `scores` by layer.
         """
         self._decoder = decoder
         self._num_heads = (num_heads, num_kv_heads)
         self._layers = []
-        product = fastest_product(decoder.head.weight.dtype)
+        head = decoder.take_head()
+        product = fastest_product(head.weight.dtype)
+        self._head = product(head.weight, head.bias)
+        del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
             qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
             gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
             self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, out, gate_up, down))
-        self._head = product(decoder.head.weight, decoder.head.bias)
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         decoder, layers = self._decoder, self._layers

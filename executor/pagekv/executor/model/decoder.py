@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
 # Types of models, as config.json names them, whose layers are what `DecoderLayer` describes.
 FAMILIES = frozenset(
@@ -23,6 +24,8 @@ FAMILIES = frozenset(
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Families whose norms multiply by one more than the weight.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text")
+# Models that cap their logits: others ignore what their configuration says of a cap.
+_CAPPED = ("gemma2", "gemma3_text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Decoder:
     def __init__(self, model: PreTrainedModel, activation: str) -> None:
         """`activation`: a value of ACTIVATIONS."""
         text, inner = model.config.get_text_config(), _inner(model)
+        self._model = model
         self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
         self._rotary: Any = inner.rotary_emb
         # One rotation for each type of layers, or one for all.
@@ -89,9 +93,8 @@ class Decoder:
         self.embed_factor = float(getattr(inner, "embedding_multiplier", 1.0))
         self.residual_factor = float(getattr(text, "residual_multiplier", 1.0))
         self.norm = _norm(inner.norm, self._more)
-        self.head = _linear(model.get_output_embeddings())
         self.logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
-        self.logits_cap: float | None = getattr(text, "final_logit_softcapping", None)
+        self.logits_cap: float | None = text.final_logit_softcapping if model.config.model_type in _CAPPED else None
 
     def take_layer(self, index: int) -> DecoderLayer:
         """A layer with its weights, which the model of transformers no longer has afterwards."""
@@ -121,6 +124,12 @@ class Decoder:
         self._layers[index] = nn.Identity()
         return layer
 
+    def take_head(self) -> Linear:
+        """The product that gives logits, which the model of transformers no longer has afterwards."""
+        head = _linear(self._model.get_output_embeddings())
+        self._model.set_output_embeddings(nn.Identity())
+        return head
+
     def rotations(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
         `[1, T]`.
@@ -136,14 +145,21 @@ class Decoder:
 
 def read_decoder(model: PreTrainedModel) -> Decoder | None:
     """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
-    text = model.config.get_text_config()
-    named = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None)
-    activation = ACTIVATIONS.get(named or "")
-    return None if text.model_type not in FAMILIES or activation is None else Decoder(model, activation)
+    if model.config.get_text_config().model_type not in FAMILIES:
+        return None
+    inner = _inner(model)
+    if not hasattr(inner, "rotary_emb"):
+        return None
+    # Some configurations name a second activation, which their family does not use.
+    feed_forward = inner.layers[0].mlp
+    module = feed_forward.act_fn if hasattr(feed_forward, "act_fn") else feed_forward.activation_fn
+    activation = next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is type(module)), None)
+    return None if activation is None else Decoder(model, activation)
 
 
 def _inner(model: PreTrainedModel) -> Any:
-    return model.model
+    """The layers with what is below them; of a model that sees images too, such as Gemma 3's, the part for text."""
+    return getattr(model.model, "language_model", model.model)
 
 
 def _norm(module: Any, more: float) -> RmsNorm:

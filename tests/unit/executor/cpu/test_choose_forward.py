@@ -12,7 +12,7 @@ from pagekv.executor.cpu import choose_forward
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
-from pagekv.executor.model.decoder import read_decoder
+from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +60,23 @@ def test_loops_that_compute_something_else_are_not_used(llama: Path, monkeypatch
     loaded, forward = load_forward(llama, torch.float32, fused=True)
     assert isinstance(forward, ModuleForward)
     assert torch.equal(choose_forward._logits(forward, loaded), expected)
+
+
+def test_loops_that_cannot_be_compiled_are_not_used(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a Numba that does not take the installed NumPy. The model is loaded anew where weights were taken."""
+    caplog.set_level("INFO")
+    take = Decoder.take_layer
+
+    def broken(decoder: Decoder, index: int) -> DecoderLayer:
+        if index == 1:
+            raise ImportError("Numba needs NumPy 2.1 or less\nand more of it")
+        return take(decoder, index)
+
+    monkeypatch.setattr(Decoder, "take_layer", broken)
+    loaded, forward = load_forward(llama, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
+    assert choose_forward._logits(forward, loaded).isfinite().all()
+    reasons = [getattr(record, "fields", {}).get("reason") for record in caplog.records]
+    assert "the compiled loops failed: ImportError: Numba needs NumPy 2.1 or less" in reasons

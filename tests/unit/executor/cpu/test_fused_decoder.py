@@ -14,6 +14,7 @@ from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.forward import ModuleForward, StepForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.cpu.runner import plan_step
 from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
@@ -58,10 +59,31 @@ def test_logits_are_those_of_transformers_model(name: str, tmp_path: Path) -> No
         assert torch.allclose(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+def test_products_of_torch_and_a_step_that_samples_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on processors whose matrices torch multiplies faster; a prompt's chunk before its last has no logits."""
+    save_model("llama", tmp_path)
+    loaded = load_model(tmp_path, torch.float32)
+    compiled = fused(loaded)
+    expected = logits(compiled, loaded)
+    monkeypatch.setattr("pagekv.executor.cpu.fused_decoder.fastest_product", lambda dtype: TorchProduct)
+    other = load_model(tmp_path, torch.float32)
+    forward = fused(other)
+    for found, theirs in zip(logits(forward, other), expected, strict=True):
+        assert torch.allclose(found, theirs, rtol=1e-4, atol=1e-4)
+    state = SequenceState(1, prompts_of([9])[0], 9, [0, 1, 2], 0, Sampling())
+    for way in (compiled, forward):
+        cache = KvCache(loaded.geometry, 4, 3)
+        with torch.inference_mode():
+            assert way.logits(plan_step(way, cache, [Scheduled(state, 0, 5)]), cache).shape == (0, loaded.num_logits)
+
+
 def test_weights_are_taken_not_copied(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
     loaded = load_model(tmp_path, torch.float32)
-    before = [weakref.ref(layer.mlp.down_proj.weight) for layer in loaded.model.model.layers]
+    assert not loaded.model.config.tie_word_embeddings
+    modules = [layer.mlp.down_proj for layer in loaded.model.model.layers] + [loaded.model.lm_head]
+    before = [weakref.ref(module.weight) for module in modules]
+    del modules
     forward = fused(loaded)
     gc.collect()
     assert [each() for each in before] == [None] * len(before)

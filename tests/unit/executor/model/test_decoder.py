@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.executor.cpu_driver import MODELS
-from transformers import AutoModelForCausalLM, Olmo2Config, Phi3Config
+from transformers import AutoModelForCausalLM, Gemma3Config, Olmo2Config, Phi3Config
 
 from pagekv.executor.model.decoder import ACTIVATIONS, FAMILIES, read_decoder
 
@@ -76,6 +76,19 @@ def test_gemmas_norms_multiply_by_one_more() -> None:
     assert decoder.logits_cap == model.config.final_logit_softcapping
 
 
+def test_the_text_part_of_a_model_that_sees_images() -> None:
+    """As the larger ones of Gemma 3 are published. A part that is built otherwise is left to transformers."""
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = model_of(Gemma3Config(text_config=SIZES, vision_config={**sight, "image_size": 28, "patch_size": 14}))
+    text = model.model.language_model
+    weight = text.layers[1].mlp.down_proj.weight
+    decoder = read_decoder(model)
+    assert decoder is not None
+    assert torch.equal(decoder.take_layer(1).down.weight, weight)
+    del text.rotary_emb
+    assert read_decoder(model) is None
+
+
 @pytest.mark.parametrize("rope", [True, False])
 def test_rotations_are_those_of_the_model(rope: bool) -> None:
     model = model_of(MODELS["llama"]())
@@ -90,6 +103,22 @@ def test_rotations_are_those_of_the_model(rope: bool) -> None:
         mine = decoder.rotations(positions)[name]
         assert torch.equal(mine[0], cos[0])
         assert torch.equal(mine[1], sin[0])
+
+
+def test_what_a_configuration_says_beside_the_family_is_ignored() -> None:
+    """As transformers does. The check at load would not see a difference as small as that of two kinds of GELU."""
+    config = MODELS["gemma2"]()
+    config.hidden_act = "silu"
+    decoder = read_decoder(model_of(config))
+    assert decoder is not None
+    assert decoder.activation == "gelu_tanh"
+    config.hidden_activation = "gelu"
+    assert read_decoder(model_of(config)) is None
+    config = MODELS["llama"]()
+    config.final_logit_softcapping = 30.0
+    decoder = read_decoder(model_of(config))
+    assert decoder is not None
+    assert (decoder.activation, decoder.logits_cap) == ("silu", None)
 
 
 def test_other_families_and_activations_are_not_described() -> None:

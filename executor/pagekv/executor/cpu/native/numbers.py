@@ -9,6 +9,7 @@ import torch
 from numba import cfunc, njit, types
 from numba.extending import overload
 
+from pagekv.executor.cpu.native.code_cache import compile_kept
 from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits
 
 # Sums may be taken in any order. NaN stays NaN: a sequence whose logits are no numbers must be noticed.
@@ -22,15 +23,18 @@ _kept: list[Any] = []
 
 
 def address_of(work: Any) -> int:
-    """Address of the machine code of `work(arguments)`, `void (void *)`: compiled, or taken from the cache that Numba
-    keeps beside the source or in the user's cache folder. The cache tells functions apart by numbers and types in their
-    closures, so these have no function in them.
+    """Address of the machine code of `work(arguments)`, `void (void *)`, in whose closure are only numbers and types:
+    compiled, or kept by an earlier process.
     """
-    compiled = cfunc(types.void(types.voidptr), cache=True, **OPTIONS)(work)
+    compiled = compile_kept(_compile, work)
     # The code lives as long as its object.
     _kept.append(compiled)
     address: int = compiled.address
     return address
+
+
+def _compile(work: Any, *, cache: bool) -> Any:
+    return cfunc(types.void(types.voidptr), cache=cache, **OPTIONS)(work)
 
 
 def widen(stored: Any) -> Any:

@@ -10,10 +10,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 # How products are summed: of float32; of two neighbours in bfloat16 by one instruction; or of them made float32 first.
@@ -41,19 +41,26 @@ def vector_lanes() -> int:
     """Float32 numbers in a vector of the processor that Numba compiles for; 0 where it cannot multiply and add at once,
     or is of a kind that is not known here.
     """
-    features = llvm.get_host_cpu_features()
-    if features.get("avx512f"):
+    features = _features()
+    if "avx512f" in features:
         return 16
-    if features.get("avx2") and features.get("fma"):
+    if {"avx2", "fma"} <= features:
         return 8
-    return 4 if features.get("neon") else 0
+    return 4 if "neon" in features else 0
 
 
 @cache
 def bfloat16_sums() -> int:
     """How this processor sums products of bfloat16: BFLOAT16_DOT or BFLOAT16_WIDENED."""
-    has_dot = vector_lanes() == 16 and llvm.get_host_cpu_features().get("avx512bf16")
-    return BFLOAT16_DOT if has_dot else BFLOAT16_WIDENED
+    return BFLOAT16_DOT if vector_lanes() == 16 and "avx512bf16" in _features() else BFLOAT16_WIDENED
+
+
+def _features() -> set[str]:
+    """LLVM's names for what the processor can do, less what NUMBA_CPU_FEATURES and the like take away: LLVM ends the
+    process when it meets an instruction beyond those.
+    """
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return {name[1:] for name in features.split(",") if name.startswith("+")}
 
 
 def panel_vectors(lanes: int) -> int:
