@@ -15,7 +15,7 @@ from pagekv.common.logs import Log
 from pagekv.executor.cpu.linear import PackedLinear, is_packable
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.rows import gated
-from pagekv.executor.cpu.native.tile import vector_lanes
+from pagekv.executor.cpu.native.vectors import vector_lanes
 
 log = Log(__name__)
 

@@ -10,7 +10,7 @@ import torch
 from pagekv.executor.cpu import products
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.rows import gated
-from pagekv.executor.cpu.native.tile import vector_lanes
+from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.products import TIMED_ROWS, TorchProduct, fastest_product
 
 

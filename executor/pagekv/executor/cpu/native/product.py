@@ -21,7 +21,8 @@ from numba import carray
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow
 from pagekv.executor.cpu.native.openmp import run_alone, run_parallel
-from pagekv.executor.cpu.native.tile import FLOAT32, bfloat16_sums, most_rows, panel_vectors, tile, vector_lanes
+from pagekv.executor.cpu.native.tile import FLOAT32, bfloat16_sums, most_rows, panel_vectors, tile
+from pagekv.executor.cpu.native.vectors import vector_lanes
 
 # Rows that go through all panels before the next do: more of them would not stay in the cache.
 CHUNK_ROWS = 256

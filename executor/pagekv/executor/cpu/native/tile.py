@@ -7,20 +7,17 @@ would not keep the sums in registers, so vectors are written out here.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
+
+from pagekv.executor.cpu.native.vectors import F32, I32, I64, features, fetch, load, spread, vector_lanes
 
 # How products are summed: of float32; of two neighbours in bfloat16 by one instruction; or of them made float32 first.
 FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED = 0, 1, 2
-
-_LINE_BYTES = 64
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -36,31 +33,9 @@ class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
         return hash(_BFloat16)
 
 
-@cache
-def vector_lanes() -> int:
-    """Float32 numbers in a vector of the processor that Numba compiles for; 0 where it cannot multiply and add at once,
-    or is of a kind that is not known here.
-    """
-    features = _features()
-    if "avx512f" in features:
-        return 16
-    if {"avx2", "fma"} <= features:
-        return 8
-    return 4 if "neon" in features else 0
-
-
-@cache
 def bfloat16_sums() -> int:
     """How this processor sums products of bfloat16: BFLOAT16_DOT or BFLOAT16_WIDENED."""
-    return BFLOAT16_DOT if vector_lanes() == 16 and "avx512bf16" in _features() else BFLOAT16_WIDENED
-
-
-def _features() -> set[str]:
-    """LLVM's names for what the processor can do, less what NUMBA_CPU_FEATURES and the like take away: LLVM ends the
-    process when it meets an instruction beyond those.
-    """
-    _, _, features = cpu_target.target_context.codegen().magic_tuple()
-    return {name[1:] for name in features.split(",") if name.startswith("+")}
+    return BFLOAT16_DOT if vector_lanes() == 16 and "avx512bf16" in features() else BFLOAT16_WIDENED
 
 
 def panel_vectors(lanes: int) -> int:
@@ -104,7 +79,7 @@ def tile(
         switch = builder.switch(row_count, done)
         for count in range(1, most_rows(lane_count, kind) + 1):
             with builder.goto_block(builder.append_basic_block(f"rows.{count}")):
-                switch.add_case(_I64(count), builder.block)
+                switch.add_case(I64(count), builder.block)
                 _rows(builder, lane_count, kind, count, others)
                 builder.branch(done)
         builder.position_at_end(done)
@@ -117,13 +92,10 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     """The loop for `count` rows."""
     depth, left, left_row, panel, out, ahead, ahead_step = args
     vectors = panel_vectors(lanes)
-    vector = ir.VectorType(_F32, lanes)
-    word = ir.VectorType(_I32, lanes) if kind != FLOAT32 else vector
-    prefetch = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]), "llvm.prefetch.p0"
-    )
+    vector = ir.VectorType(F32, lanes)
+    word = ir.VectorType(I32, lanes) if kind != FLOAT32 else vector
     starts = [
-        builder.inttoptr(builder.add(left, builder.mul(left_row, _I64(row))), word.element.as_pointer())
+        builder.inttoptr(builder.add(left, builder.mul(left_row, I64(row))), word.element.as_pointer())
         for row in range(count)
     ]
     columns = builder.inttoptr(panel, word.as_pointer())
@@ -133,26 +105,23 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     builder.branch(loop)
 
     builder.position_at_end(loop)
-    step, fetched = builder.phi(_I64), builder.phi(_I64)
+    step, fetched = builder.phi(I64), builder.phi(I64)
     sums = [builder.phi(vector) for _ in range(count * vectors)]
-    for changing, first in ((step, _I64(0)), (fetched, ahead), *((total, vector([0.0] * lanes)) for total in sums)):
+    for changing, first in ((step, I64(0)), (fetched, ahead), *((total, vector([0.0] * lanes)) for total in sums)):
         changing.add_incoming(first, before)
     parts = [
-        _load(builder, builder.gep(columns, [builder.add(builder.mul(step, _I64(vectors)), _I64(at))]), lanes * 4)
+        load(builder, builder.gep(columns, [builder.add(builder.mul(step, I64(vectors)), I64(at))]), lanes * 4)
         for at in range(vectors)
     ]
-    for line in range(-(-vectors * lanes * 4 // _LINE_BYTES)):
-        place = builder.inttoptr(builder.add(fetched, _I64(line * _LINE_BYTES)), _I8.as_pointer())
-        # To read, into the second level, of data.
-        builder.call(prefetch, [place, _I32(0), _I32(2), _I32(1)])
+    fetch(builder, fetched, vectors * lanes * 4)
     grown = []
     for row in range(count):
-        number = _spread(builder, word, _load(builder, builder.gep(starts[row], [step]), 4))
+        number = spread(builder, word, load(builder, builder.gep(starts[row], [step]), 4))
         for at in range(vectors):
             grown.append(_add_product(builder, kind, number, parts[at], sums[row * vectors + at]))
     for total, new in zip(sums, grown, strict=True):
         total.add_incoming(new, loop)
-    following = builder.add(step, _I64(1))
+    following = builder.add(step, I64(1))
     step.add_incoming(following, loop)
     fetched.add_incoming(builder.add(fetched, ahead_step), loop)
     builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
@@ -160,20 +129,7 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     builder.position_at_end(after)
     totals = builder.inttoptr(out, vector.as_pointer())
     for at, total in enumerate(grown):
-        builder.store(total, builder.gep(totals, [_I64(at)])).align = lanes * 4
-
-
-def _load(builder: Any, place: Any, align: int) -> Any:
-    loaded = builder.load(place)
-    loaded.align = align
-    return loaded
-
-
-def _spread(builder: Any, vector: Any, number: Any) -> Any:
-    """A vector of one number."""
-    unknown = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(unknown, number, _I32(0))
-    return builder.shuffle_vector(first, unknown, ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count))
+        builder.store(total, builder.gep(totals, [I64(at)])).align = lanes * 4
 
 
 def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> Any:

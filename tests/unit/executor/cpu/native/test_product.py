@@ -10,7 +10,8 @@ import torch
 
 from pagekv.executor.cpu.native import product as product_module
 from pagekv.executor.cpu.native.product import CHUNK_ROWS, Product
-from pagekv.executor.cpu.native.tile import BFLOAT16_WIDENED, vector_lanes
+from pagekv.executor.cpu.native.tile import BFLOAT16_WIDENED
+from pagekv.executor.cpu.native.vectors import vector_lanes
 
 pytestmark = pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
 
