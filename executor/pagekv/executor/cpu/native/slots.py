@@ -5,7 +5,7 @@ LLVM's vectoriser would load and store the sums for every slot, so vectors are w
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -53,12 +53,12 @@ def score_slots(
     largest of themselves and the scores that are numbers. Slot i calls as much as a slot has, at
     `ahead + i * ahead_step`, into the cache.
     """
-    literals = [part.literal_value for part in (lanes, size, width)]
+    shape = _Shape(lanes.literal_value, size.literal_value, width.literal_value)
     num_rows = members.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         for first in range(0, num_rows, _MOST_SCORES):
-            _scores(builder, *literals, range(first, min(first + _MOST_SCORES, num_rows)), args[4:])
+            _scores(builder, shape, range(first, min(first + _MOST_SCORES, num_rows)), args[4:])
         return context.get_dummy_value()
 
     return types.void(lanes, size, members, width, *(types.int64 for _ in range(9))), generate
@@ -83,19 +83,29 @@ def weigh_slots(
     """`out[m] += sum of weights[m, i] * values[i]`, with `weights` and `values` as scores and keys of `score_slots`;
     `out` is the address of float32 `[members, size]`.
     """
-    literals = [part.literal_value for part in (lanes, size, width)]
-    num_rows, vectors = members.literal_value, size.literal_value // lanes.literal_value
+    shape = _Shape(lanes.literal_value, size.literal_value, width.literal_value)
+    num_rows, vectors = members.literal_value, shape.size // shape.lanes
+    # AVX2 has half as many registers as AVX-512 and NEON.
+    most = _MOST_SUMS // 2 if shape.lanes == 8 else _MOST_SUMS
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        wide = min(vectors, _MOST_SUMS)
-        high = max(1, _MOST_SUMS // wide)
+        wide = min(vectors, most)
+        high = max(1, most // wide)
         for column in range(0, vectors, wide):
             for first in range(0, num_rows, high):
                 chosen = range(first, min(first + high, num_rows))
-                _weigh(builder, *literals, chosen, range(column, min(column + wide, vectors)), args[4:])
+                _weigh(builder, shape, chosen, range(column, min(column + wide, vectors)), args[4:])
         return context.get_dummy_value()
 
     return types.void(lanes, size, members, width, *(types.int64 for _ in range(8))), generate
+
+
+class _Shape(NamedTuple):
+    """Numbers in a vector and in a head, and bytes of a stored number."""
+
+    lanes: int
+    size: int
+    width: int
 
 
 class _Slots:
@@ -130,7 +140,8 @@ class _Slots:
         builder.position_at_end(after)
 
 
-def _scores(builder: Any, lanes: int, size: int, width: int, rows: range, args: Any) -> None:
+def _scores(builder: Any, shape: _Shape, rows: range, args: Any) -> None:
+    lanes, size, width = shape
     keys, slot_bytes, count, query, scores, score_bytes, most, ahead, ahead_step = args
     vector, vectors = ir.VectorType(F32, lanes), size // lanes
 
@@ -167,7 +178,8 @@ def _scores(builder: Any, lanes: int, size: int, width: int, rows: range, args: 
         builder.store(top, place)
 
 
-def _weigh(builder: Any, lanes: int, size: int, width: int, rows: range, columns: range, args: Any) -> None:
+def _weigh(builder: Any, shape: _Shape, rows: range, columns: range, args: Any) -> None:
+    lanes, size, width = shape
     values, slot_bytes, count, weights, weight_bytes, out, ahead, ahead_step = args
     vector = ir.VectorType(F32, lanes)
     places = [builder.add(out, I64((row * size + at * lanes) * 4)) for row in rows for at in columns]
@@ -178,12 +190,12 @@ def _weigh(builder: Any, lanes: int, size: int, width: int, rows: range, columns
     if not rows.start and not columns.start:
         fetch(builder, builder.add(ahead, builder.mul(slots.index, ahead_step)), size * width)
     start = builder.add(values, offset)
-    loaded = [_widened(builder, builder.add(start, I64(at * lanes * width)), lanes, width) for at in columns]
-    grown = []
+    parts = [_widened(builder, builder.add(start, I64(at * lanes * width)), lanes, width) for at in columns]
+    grown: list[Any] = []
     for row in rows:
         place = builder.add(weights, builder.add(builder.mul(weight_bytes, I64(row)), builder.mul(slots.index, I64(4))))
         weight = spread(builder, vector, _at(builder, place, F32, 4))
-        grown += [_add_product(builder, weight, value, sums[len(grown) + at]) for at, value in enumerate(loaded)]
+        grown += [_add_product(builder, weight, value, sums[len(grown) + at]) for at, value in enumerate(parts)]
     slots.end(grown)
     for place, total in zip(places, grown, strict=True):
         builder.store(total, builder.inttoptr(place, vector.as_pointer())).align = 4
