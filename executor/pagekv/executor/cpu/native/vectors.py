@@ -36,7 +36,7 @@ def features() -> frozenset[str]:
 
 
 def load(builder: Any, place: Any, align: int) -> Any:
-    """What lies at a pointer, a multiple of `align` bytes."""
+    """The number, or vector, at a pointer that is a multiple of `align` bytes."""
     loaded = builder.load(place)
     loaded.align = align
     return loaded
