@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from pagekv.executor.backend.interface import Scheduled, SequenceState
@@ -57,15 +56,15 @@ class DecodeGroup:
 @dataclass(frozen=True, slots=True)
 class PagedDecodes:
     """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
-    `tables[offsets[i]:offsets[i + 1]]`. All arrays int64.
+    `tables[offsets[i]:offsets[i + 1]]`. All int64.
     """
 
     first: int
     last: int
-    tables: npt.NDArray[np.int64]
-    offsets: npt.NDArray[np.int64]
-    begins: npt.NDArray[np.int64]
-    ends: npt.NDArray[np.int64]
+    tables: torch.Tensor
+    offsets: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +198,8 @@ class CpuAttentionPlan:
         tables = [row.item.state.block_table[: row.item.start // size + 1] for row in rows]
         offsets = np.cumsum([0, *map(len, tables)])
         first = rows[0].first
-        return [PagedDecodes(first, first + len(rows), np.array(list(chain(*tables))), offsets, begins, ends)]
+        arrays = (np.array(list(chain(*tables))), offsets, begins, ends)
+        return [PagedDecodes(first, first + len(rows), *map(torch.from_numpy, arrays))]
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []

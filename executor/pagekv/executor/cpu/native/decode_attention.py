@@ -16,9 +16,9 @@ from numba import carray
 
 from pagekv.executor.cpu.attention_plan import PagedDecodes
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
+from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp
-from pagekv.executor.cpu.native.openmp import run_parallel
+from pagekv.executor.cpu.native.openmp import bits_of, run
 from pagekv.executor.cpu.native.slots import lanes_of, score_slots, weigh_slots
 from pagekv.executor.model.attention_interface import Scores
 
@@ -42,22 +42,19 @@ def decode_attention(
     threads = torch.get_num_threads()
     # Whole sequences stream best; where there are few, the heads of each go to several threads.
     parts = kv_heads if count < 4 * threads else 1
-    tickets = np.zeros(2, np.int64)
-    numbers = np.array([scores.scale, scores.cap or 0.0], np.float32)
     # Of a thread: the weights of one block, and maximum, sum and query of every head.
-    scratch = np.empty((threads, num_heads // parts * (pools.block_size + 3 + size)), np.float32)
-    arguments = np.array(
-        [
-            *(tickets.ctypes.data, count, kv_heads, parts, pools.block_size),
+    scratch = torch.empty(threads, num_heads // parts * (pools.block_size + 3 + size))
+    run(
+        _compiled(STORED[keys.dtype], group, size),
+        (
+            *(count, kv_heads, parts, pools.block_size),
             *(keys.data_ptr(), values.data_ptr() - keys.data_ptr(), keys.stride(0), keys.stride(1)),
             *(query.data_ptr(), query.stride(1), query.stride(0), out.data_ptr(), lse.data_ptr()),
-            *(decodes.tables.ctypes.data, decodes.offsets.ctypes.data),
-            *(decodes.begins.ctypes.data, decodes.ends.ctypes.data),
-            *(numbers.ctypes.data, scratch.ctypes.data, scratch.strides[0]),
-        ],
-        np.int64,
+            *(decodes.tables.data_ptr(), decodes.offsets.data_ptr()),
+            *(decodes.begins.data_ptr(), decodes.ends.data_ptr()),
+            *(bits_of(scores.scale), bits_of(scores.cap or 0.0), scratch.data_ptr(), 4 * scratch.stride(0)),
+        ),
     )
-    run_parallel(_compiled(STORED[keys.dtype], group, size), arguments)
     return out.to(keys.dtype), lse
 
 
@@ -68,17 +65,16 @@ def _compiled(stored: Any, group: int, size: int) -> int:
     lanes = lanes_of(size)
 
     def work(raw: Any) -> None:
-        args = carray(raw, 21, np.int64)
+        args = carray(raw, 22, np.int64)
         count, kv_heads, parts, block_size = args[1], args[2], args[3], args[4]
         num_heads = kv_heads // parts
         offsets = carray(pointer(args[15]), count + 1, np.int64)
         tables = carray(pointer(args[14]), offsets[count], np.int64)
         begins, ends = carray(pointer(args[16]), count, np.int64), carray(pointer(args[17]), count, np.int64)
-        numbers = carray(pointer(args[18]), 2, np.float32)
-        scale, cap = numbers[0], numbers[1]
+        scale, cap = float_of_bits(np.int32(args[18])), float_of_bits(np.int32(args[19]))
         slot_bytes = args[8] * width
         # The second ticket numbers the threads.
-        scratch = args[19] + take_ticket(args[0] + 8) * args[20]
+        scratch = args[20] + take_ticket(args[0] + 8) * args[21]
         found = scratch
         scratch += num_heads * group * block_size * 4
         before = carray(pointer(scratch), (num_heads, group), np.float32)

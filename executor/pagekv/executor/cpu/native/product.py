@@ -20,7 +20,7 @@ from numba import carray
 
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow
-from pagekv.executor.cpu.native.openmp import run_alone, run_parallel
+from pagekv.executor.cpu.native.openmp import run
 from pagekv.executor.cpu.native.tile import FLOAT32, bfloat16_sums, most_rows, panel_vectors, tile
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
@@ -74,19 +74,18 @@ class Product:
             threads = 1
         # With fewer panels than keep all threads busy, rows are divided too.
         chunks = max(-(-count // CHUNK_ROWS), min(-(-count // self._most), 2 * threads // panels))
-        tickets = np.zeros(2, np.int64)
         # The sums of a tile for each thread; torch aligns to 64 bytes.
         scratch = torch.empty(threads * self._tile_numbers)
-        arguments = np.array(
-            [
-                *(tickets.ctypes.data, count, self._columns, self._depth, chunks, panels, threads),
+        run(
+            self._function,
+            (
+                *(count, self._columns, self._depth, chunks, panels, threads),
                 *(rows.data_ptr(), self._panels.data_ptr(), out.data_ptr()),
                 0 if self._bias is None else self._bias.data_ptr(),
                 *(scratch.data_ptr(), self._finish),
-            ],
-            np.int64,
+            ),
+            alone=threads == 1,
         )
-        (run_parallel if threads > 1 else run_alone)(self._function, arguments)
         return out
 
 

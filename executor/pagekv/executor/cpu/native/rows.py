@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numba import carray
 
-from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
+from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, widen
-from pagekv.executor.cpu.native.openmp import run_alone, run_parallel
+from pagekv.executor.cpu.native.openmp import bits_of, run
 from pagekv.executor.model.decoder import RmsNorm
 
 # Elements of a tensor that one thread does while the others would still be waking.
@@ -36,11 +36,9 @@ def add_norm(
     out = rows if norm is None else torch.empty_like(rows)
     if added is None and norm is None:
         return rows
-    numbers = np.array([factor, 0.0 if added_norm is None else added_norm.eps, 0.0 if norm is None else norm.eps])
     arguments = [
-        *(rows.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), size, numbers.ctypes.data),
-        0 if added_norm is None else added_norm.weight.data_ptr(),
-        0 if norm is None else norm.weight.data_ptr(),
+        *(rows.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), size, bits_of(factor)),
+        *(_weight(added_norm), _weight(norm), _eps(added_norm), _eps(norm)),
     ]
     _run(_add_norm(STORED[rows.dtype]), rows.shape[0], size, arguments)
     return out
@@ -81,8 +79,6 @@ def rotate(
     def whole(norm: RmsNorm | None) -> int:
         return 0 if norm is None or norm.weight.numel() == size else 1
 
-    eps = [0.0 if norm is None else norm.eps for norm in (query_norm, key_norm)]
-    numbers = np.array(eps)
     arguments = [
         *(heads.data_ptr(), num_heads[0], num_heads[1], size),
         *(
@@ -90,21 +86,23 @@ def rotate(
             0 if sin is None else sin.data_ptr(),
             0 if cos is None else cos.shape[1],
         ),
-        *(0 if query_norm is None else query_norm.weight.data_ptr(), whole(query_norm)),
-        *(0 if key_norm is None else key_norm.weight.data_ptr(), whole(key_norm)),
-        *(numbers.ctypes.data, places.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        *(_weight(query_norm), whole(query_norm), _weight(key_norm), whole(key_norm)),
+        *(_eps(query_norm), _eps(key_norm), places.data_ptr(), keys.data_ptr(), values.data_ptr()),
     ]
     _run(_rotate(STORED[heads.dtype]), heads.shape[0], heads.shape[1] * size, arguments)
 
 
+def _weight(norm: RmsNorm | None) -> int:
+    return 0 if norm is None else norm.weight.data_ptr()
+
+
+def _eps(norm: RmsNorm | None) -> int:
+    return 0 if norm is None else bits_of(norm.eps)
+
+
 def _run(function: int, num_rows: int, row_elements: int, arguments: list[int]) -> None:
     """Calls a function of this module, whose first arguments are the ticket and the number of rows."""
-    ticket = np.zeros(1, np.int64)
-    packed = np.array([ticket.ctypes.data, num_rows, *arguments], np.int64)
-    if num_rows * row_elements <= ALONE:
-        run_alone(function, packed)
-    else:
-        run_parallel(function, packed)
+    run(function, (num_rows, *arguments), alone=num_rows * row_elements <= ALONE)
 
 
 @cache
@@ -112,10 +110,10 @@ def _add_norm(stored: Any) -> int:
     width = np.dtype(stored).itemsize
 
     def work(raw: Any) -> None:
-        args = carray(raw, 9, np.int64)
+        args = carray(raw, 11, np.int64)
         count, size = args[1], args[5]
-        numbers = carray(pointer(args[6]), 3, np.float64)
-        factor = np.float32(numbers[0])
+        factor = float_of_bits(np.int32(args[6]))
+        added_eps, eps = float_of_bits(np.int32(args[9])), float_of_bits(np.int32(args[10]))
         added_weight = carray(pointer(args[7]), size, np.float32)
         weight = carray(pointer(args[8]), size, np.float32)
         while True:
@@ -130,7 +128,7 @@ def _add_norm(stored: Any) -> int:
                         squares = np.float32(0)
                         for i in range(size):
                             squares += widen(added[i]) * widen(added[i])
-                        scale = factor / np.sqrt(squares / np.float32(size) + np.float32(numbers[1]))
+                        scale = factor / np.sqrt(squares / np.float32(size) + added_eps)
                         for i in range(size):
                             row[i] = narrow(widen(row[i]) + widen(added[i]) * scale * added_weight[i], row[i])
                     else:
@@ -141,7 +139,7 @@ def _add_norm(stored: Any) -> int:
                     squares = np.float32(0)
                     for i in range(size):
                         squares += widen(row[i]) * widen(row[i])
-                    scale = np.float32(1) / np.sqrt(squares / np.float32(size) + np.float32(numbers[2]))
+                    scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
                     for i in range(size):
                         out[i] = narrow(widen(row[i]) * scale * weight[i], out[i])
 
@@ -178,10 +176,10 @@ def _rotate(stored: Any) -> int:
     width = np.dtype(stored).itemsize
 
     def work(raw: Any) -> None:
-        args = carray(raw, 17, np.int64)
+        args = carray(raw, 18, np.int64)
         count, queries, pairs, size, turned = args[1], args[3], args[4], args[5], args[8]
-        numbers = carray(pointer(args[13]), 2, np.float64)
-        places = carray(pointer(args[14]), count, np.int64)
+        query_eps, key_eps = float_of_bits(np.int32(args[13])), float_of_bits(np.int32(args[14]))
+        places = carray(pointer(args[15]), count, np.int64)
         half = turned // 2
         row_bytes = (queries + 2 * pairs) * size * width
         while True:
@@ -213,7 +211,7 @@ def _rotate(stored: Any) -> int:
                             for i in range(length):
                                 squares += widen(scale_of[i]) * widen(scale_of[i])
                             scale = np.float32(1) / np.sqrt(
-                                squares / np.float32(length) + np.float32(numbers[1] if of_key else numbers[0])
+                                squares / np.float32(length) + (key_eps if of_key else query_eps)
                             )
                         for i in range(size):
                             vector[i] = narrow(widen(vector[i]) * scale * weight[i], vector[i])
@@ -222,8 +220,8 @@ def _rotate(stored: Any) -> int:
                         vector[i] = narrow(left * cos[i] - right * sin[i], vector[i])
                         vector[i + half] = narrow(right * cos[i + half] + left * sin[i + half], vector[i + half])
                 place = places[at] * width
-                keys = carray(pointer(args[15] + place), pairs * size, stored)
-                values = carray(pointer(args[16] + place), pairs * size, stored)
+                keys = carray(pointer(args[16] + place), pairs * size, stored)
+                values = carray(pointer(args[17] + place), pairs * size, stored)
                 new_keys = carray(pointer(begin + queries * size * width), pairs * size, stored)
                 new_values = carray(pointer(begin + (queries + pairs) * size * width), pairs * size, stored)
                 for i in range(pairs * size):

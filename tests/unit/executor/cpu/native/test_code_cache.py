@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 from numba import carray, cfunc, types
 
 from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept
-from pagekv.executor.cpu.native.openmp import run_alone
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +38,7 @@ def hits(number: int) -> int:
         return cfunc(types.void(types.voidptr), cache=cache)(work)
 
     compiled, total = compile_kept(compile, adding(number)), np.array([1])
-    run_alone(compiled.address, total)
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(total.ctypes.data)
     assert total[0] == 1 + number
     return int(compiled.cache_hits)
 

@@ -50,7 +50,7 @@ def test_reads_what_plain_attention_reads(
         outs.append(out.reshape(heads, size))
         sums.append(lse.reshape(heads))
     offsets = np.arange(count + 1) * width
-    decodes = PagedDecodes(0, count, tables.reshape(-1), offsets, begins, ends)
+    decodes = PagedDecodes(0, count, *map(torch.from_numpy, (tables.reshape(-1), offsets, begins, ends)))
     found, lse = decode_attention(pools, 1, query, decodes, scores)
     assert found.dtype == dtype
     assert torch.allclose(found.double(), torch.stack(outs), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
@@ -61,7 +61,7 @@ def test_a_nan_that_is_seen_is_told() -> None:
     pools = KvCache(BlockGeometry(1, 1, 16, torch.float32), 4, 2)
     pools.device[:] = 1
     pools.device[1, 0, 0, 1] = math.nan
-    every = [np.array(numbers) for numbers in ([0, 1], [0, 1, 2], [0, 0], [4, 4])]
+    every = [torch.tensor(numbers) for numbers in ([0, 1], [0, 1, 2], [0, 0], [4, 4])]
     out, _ = decode_attention(pools, 0, torch.ones(2, 2, 16), PagedDecodes(0, 2, *every), Scores(1.0))
     assert out[0].isfinite().all()
     assert out[1].isnan().all()
