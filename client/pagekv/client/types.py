@@ -82,6 +82,7 @@ class Stats:
     executor_idle_us_total: int
     executor_busy_us_total: int
     executor_attached: bool
+    executor_threads: int
     published_blocks: int
     pinned_blocks: int
     pins: int

@@ -77,7 +77,15 @@ class ExecutorConfig:
         "element type of KV memory (cuda); auto: as --dtype; fp8: e4m3", default="auto", choices=("auto", "fp8")
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
-    threads: int = flag("compute threads, 0 to 1024 (cpu); 0: one per core", default=0, type=integer(0, 1024))
+    fused: bool = flag(
+        "compute steps by loops compiled here, where they know the model and agree with transformers (cpu)",
+        default=True,
+    )
+    threads: int = flag(
+        "compute threads, 0 to 1024 (cpu); 0: up to one per core, chosen while serving by what steps take",
+        default=0,
+        type=integer(0, 1024),
+    )
     kv_memory: int = flag(
         "memory for the KV pool, such as 512MiB; 0: measured, see --memory-share (oracle: a million slots)",
         default=0,

@@ -70,6 +70,7 @@ def load_backend(config: ExecutorConfig) -> Backend:
         model_id(config.model),
         config.dtype,
         threads=config.threads,
+        fused=config.fused,
         **_pool_options(config),
     )
 

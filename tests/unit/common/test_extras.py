@@ -17,9 +17,9 @@ from pagekv.common.version import pagekv_version
 EXTRAS = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
-# A distribution whose module has another name, and one that is used where it is installed.
+# A distribution whose module has another name, and those that are used where they are installed.
 OTHER_NAMES = {"grpcio_reflection": "grpc_reflection"}
-OPTIONAL = {"uvloop"}
+OPTIONAL = {"uvloop", "numba"}
 
 
 @pytest.mark.parametrize("extra", sorted(MODULES))

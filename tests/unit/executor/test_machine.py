@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pagekv.executor import machine as machine_module
 from pagekv.executor.machine import available_bytes, shorten_spinning, usable_cores
 
 MIB = 2**20
@@ -105,3 +106,34 @@ def test_a_wait_policy_that_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("GOMP_SPINCOUNT", "7")
     shorten_spinning()
     assert os.environ["GOMP_SPINCOUNT"] == "7"
+
+
+@pytest.fixture
+def no_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Set first, so that what a test leaves there is undone.
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(("pause_s", "spins"), [(25e-9, "4000"), (50e-9, "2000"), (0.0, "4000")])
+def test_spinning_is_a_time(no_policy: None, monkeypatch: pytest.MonkeyPatch, pause_s: float, spins: str) -> None:
+    monkeypatch.setattr(machine_module, "_pause_s", lambda: pause_s)
+    shorten_spinning()
+    assert os.environ["GOMP_SPINCOUNT"] == spins
+
+
+def test_a_turn_of_spinning_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = machine_module._pause_s()
+    # Of a nanosecond on old processors to a hundred on slow new ones; 0 on others than x86-64.
+    assert found == 0.0 or 1e-10 < found < 1e-5
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert machine_module._pause_s() == 0.0
+
+
+def test_where_no_memory_may_be_run_nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("execmem")
+
+    monkeypatch.setattr("mmap.mmap", refuse)
+    assert machine_module._pause_s() == 0.0

@@ -155,7 +155,7 @@ class BackendDescription:
 
 
 class Launch(Protocol):
-    """A launched step."""
+    """A launched step. One that has an attribute `threads` says how many threads of the processor computed it."""
 
     @property
     def ready(self) -> bool:
@@ -175,6 +175,8 @@ class Finished:
     """The `Launch` of a backend that computes before it returns."""
 
     sampled: dict[int, Sampled]
+    # Threads of the processor that computed; 0: not told.
+    threads: int = 0
     ready: ClassVar[bool] = True
 
     def collect(self) -> dict[int, Sampled]:

@@ -12,6 +12,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -53,6 +54,20 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
+class PagedDecodes:
+    """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
+    `tables[offsets[i]:offsets[i + 1]]`. All int64.
+    """
+
+    first: int
+    last: int
+    tables: torch.Tensor
+    offsets: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class Context:
     """Rows (a slice, or indices `[R]`) that all see the first `num_keys` slots of `blocks`, besides their own part."""
 
@@ -65,7 +80,7 @@ class Context:
 class Plan:
     """Parts cover every row once, in order; contexts are merged into them."""
 
-    parts: list[PromptChunk | DecodeGroup] = field(default_factory=list)
+    parts: list[PromptChunk | DecodeGroup | PagedDecodes] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
 
 
@@ -82,9 +97,17 @@ class CpuAttentionPlan:
     """One step: rows in packed order, the slots they write, and per window length the blocks they read."""
 
     def __init__(
-        self, scheduled: Sequence[Scheduled], block_size: int, null_block: int, block_bytes: int, dtype: torch.dtype
+        self,
+        scheduled: Sequence[Scheduled],
+        block_size: int,
+        null_block: int,
+        block_bytes: int,
+        dtype: torch.dtype,
+        *,
+        native: bool = False,
     ) -> None:
-        """`block_bytes`: keys and values of one block and one layer."""
+        """`block_bytes`: keys and values of one block and one layer. `native`: decodes are `PagedDecodes`."""
+        self._native = native
         self._block_size, self._null_block, self._block_bytes, self._dtype = block_size, null_block, block_bytes, dtype
         tables = [item.state.block_table[: item.start // block_size] for item in scheduled]
         self._shared = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
@@ -142,7 +165,7 @@ class CpuAttentionPlan:
             if own > 0:
                 blocks = row.item.state.block_table[row.shared : -(-start // size)]
                 plan.contexts.append(Context(slice(row.first, row.first + count), torch.tensor(blocks), own))
-        plan.parts += self._decode_groups(window)
+        plan.parts += self._paged_decodes(window) if self._native else self._decode_groups(window)
         if window is None:
             plan.contexts += [self._context(prefix) for prefix in self._shared]
         return plan
@@ -164,6 +187,19 @@ class CpuAttentionPlan:
         mask = self._mask((key <= query) & (key > query - window))[None, None]
         first = row.first + start - row.item.start
         return PromptChunk(first, first + end - start, (torch.tensor(blocks), mask))
+
+    def _paged_decodes(self, window: int | None) -> list[PagedDecodes]:
+        rows = [row for row in self._rows if row.item.count == 1]
+        if not rows:
+            return []
+        size = self._block_size
+        ends = np.array([row.item.start + 1 for row in rows])
+        begins = np.array([row.shared * size for row in rows]) if window is None else np.maximum(ends - window, 0)
+        tables = [row.item.state.block_table[: row.item.start // size + 1] for row in rows]
+        offsets = np.cumsum([0, *map(len, tables)])
+        first = rows[0].first
+        arrays = (np.array(list(chain(*tables))), offsets, begins, ends)
+        return [PagedDecodes(first, first + len(rows), *map(torch.from_numpy, arrays))]
 
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import torch
 
+from pagekv.common.logs import Log
 from pagekv.common.phases import phase
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import (
@@ -16,14 +18,18 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
+from pagekv.executor.cpu.choose_forward import load_forward
+from pagekv.executor.cpu.instruction_set import instruction_set
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.linear import pack_linears
+from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.cpu.threads import Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
-from pagekv.executor.model.loading import load_model
 from pagekv.executor.model.start_check import check_cpu_dtype
+
+log = Log(__name__)
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 # Device and host pool together never take more of what is available than this.
@@ -42,18 +48,27 @@ class CpuBackend:
         kv_memory: int = 0,
         memory_share: float = 0.4,
         max_sequences: int = 1024,
+        *,
+        fused: bool = True,
     ) -> None:
-        """`dtype`: auto, float32, bfloat16 or float64. `threads` 0: one per core. `kv_memory`: bytes of the device
-        pool; 0: `memory_share` of what is available after profiling, by default little, since others use it too.
+        """`dtype`: auto, float32, bfloat16 or float64. `threads` 0: up to one per core, chosen while serving by what
+        steps take; else always so many. `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available
+        after profiling, by default little, since others use it too. `fused`: compiled loops compute what they can.
 
         `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
         """
         check_cpu_dtype(dtype)
         keep_freed_memory()
-        torch.set_num_threads(threads or usable_cores())
+        self._waiting = Waiting()
+        most = threads or usable_cores()
+        choice = [Way(most, True)] if threads else ways(most, can_sleep=most > 1 and self._waiting.can_sleep(2))
+        self._chooser = WayChooser(choice)
+        self._all_threads = choice[0]
+        self._use(self._all_threads)
+        log.info("computing", instructions=instruction_set(DTYPES[dtype]), dtype=DTYPES[dtype], threads=most)
         fingerprint = model_fingerprint(model_path)
-        self._loaded = loaded = load_model(model_path, DTYPES[dtype])
-        pack_linears(loaded.model)
+        loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused)
+        self._loaded = loaded
         self._cache: KvCache | None = None
         self._info = ModelBackendInfo(
             backend="cpu",
@@ -71,11 +86,12 @@ class CpuBackend:
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises InvalidRequest when --kv-memory holds no block of this size."""
+        self._use(self._all_threads)
         info, key = self._info, (block_size, token_budget)
         info.check_block_fits(block_size)
         if key not in info.profiles:
             with phase(f"profiling a step of {token_budget} tokens"):
-                info.add_profile(key, profile_step(self._loaded, block_size, token_budget))
+                info.add_profile(key, profile_step(self._forward, self._loaded, block_size, token_budget))
         if block_size not in self._swap_rates:
             self._swap_rates[block_size] = measure_swap_rates(info.geometry, block_size)
         host_bytes = max(0, min(info.device_kv_bytes, int(MAX_MEMORY_SHARE * info.left) - info.device_kv_bytes))
@@ -105,7 +121,24 @@ class CpuBackend:
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """Computes at once."""
-        return Finished(run_step(self._loaded.model, self.cache, scheduled))
+        tokens, context = sum(item.count for item in scheduled), sum(item.start + item.count for item in scheduled)
+        way = self._chooser.choose(tokens, context)
+        # Not counted: to change how threads wait takes time only once where the way stays.
+        self._use(way)
+        begin = time.perf_counter()
+        sampled = run_step(self._forward, self.cache, scheduled)
+        self._chooser.took(time.perf_counter() - begin)
+        return Finished(sampled, way.threads)
+
+    def _use(self, way: Way) -> None:
+        # Takes less than a microsecond, and torch keeps the threads that it does not use.
+        torch.set_num_threads(way.threads)
+        # A single thread waits for nobody.
+        if way.threads > 1:
+            if way.spins:
+                self._waiting.spin()
+            else:
+                self._waiting.sleep(way.threads)
 
     def finish(self, states: list[SequenceState]) -> None:
         """Nothing is kept of a sequence."""

@@ -29,12 +29,19 @@ class PackedLinear(nn.Module):
         return packed
 
 
+def is_packable(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies numbers of this type on this processor."""
+    if not torch._C._has_mkldnn:
+        return False
+    if dtype == torch.bfloat16:
+        supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return supported
+    return dtype == torch.float32
+
+
 def pack_linears(model: nn.Module) -> int:
     """Replaces every plain linear layer of the model in place and returns how many; 0 where oneDNN cannot help."""
-    dtype = next(model.parameters()).dtype
-    if not torch._C._has_mkldnn or not (
-        dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    ):
+    if not is_packable(next(model.parameters()).dtype):
         return 0
     count = 0
     for parent in list(model.modules()):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling
+from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field
@@ -39,24 +40,25 @@ def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, i
     return int(copied / best[CopyDirection.SWAP_OUT]), int(copied / best[CopyDirection.SWAP_IN])
 
 
-def profile_step(loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:
+def profile_step(forward: StepForward, loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:
     """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call."""
-    _run_prompts(loaded, block_size, min(token_budget, 16))  # first calls set things up; they are not what is measured
+    # First calls set things up; they are not what is measured.
+    _run_prompts(forward, loaded, block_size, min(token_budget, 16))
     # VmHWM starts again from here; where that is refused, the peak of loading counts, which errs on caution.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status")
     before = kib_field(status, "VmRSS")
     begin = time.perf_counter()
-    pool_bytes = _run_prompts(loaded, block_size, token_budget)
+    pool_bytes = _run_prompts(forward, loaded, block_size, token_budget)
     seconds = time.perf_counter() - begin
     growth = max(0, kib_field(status, "VmHWM") - before - pool_bytes)
     return StepProfile(growth, int(token_budget / seconds))
 
 
-def _run_prompts(loaded: LoadedModel, block_size: int, num_tokens: int) -> int:
+def _run_prompts(forward: StepForward, loaded: LoadedModel, block_size: int, num_tokens: int) -> int:
     """Runs one step and returns the bytes of its pool."""
     lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
     cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
-    run_step(loaded.model, cache, prompt_step(lengths, block_size, Sampling()))
+    run_step(forward, cache, prompt_step(lengths, block_size, Sampling()))
     return cache.device.nbytes

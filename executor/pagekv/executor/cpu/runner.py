@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
 
 from pagekv.executor.backend.interface import Sampled, Scheduled
-from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.sampler import sample
-from pagekv.executor.model.attention_interface import LAST_ROW, forward
 
 
 @torch.inference_mode()
-def run_step(model: PreTrainedModel, cache: KvCache, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+def run_step(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -> dict[int, Sampled]:
     """Computes every scheduled position; the sampled token of every sequence whose last known token was computed."""
     if not scheduled:
         return {}
-    block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
-    plan = CpuAttentionPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)
-    rows = torch.tensor([row for row, _ in plan.sampling]) if plan.sampling else LAST_ROW
-    logits = forward(model, plan.input_ids, plan.position_ids, rows, PagedStepAttention(cache, plan))
+    plan = plan_step(forward, cache, scheduled)
+    logits = forward.logits(plan, cache)
     states = [state for _, state in plan.sampling]
     sampled = sample(logits[: len(states)], states)
     return {state.seq_id: token for state, token in zip(states, sampled, strict=True)}
+
+
+def plan_step(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -> CpuAttentionPlan:
+    """The plan of a step that has something scheduled, for this way of computing it."""
+    block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
+    return CpuAttentionPlan(
+        scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype, native=forward.native
+    )

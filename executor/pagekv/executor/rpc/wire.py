@@ -164,6 +164,7 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         idle_us=report.idle_us,
         failed_seqs=report.failed,
         failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * len(report.failed),
+        threads=report.threads,
     )
 
 

@@ -122,4 +122,6 @@ class LaunchedStep:
             execute_us=(end - max(self._begin, last_end)) // 1000,
             idle_us=max(0, self._begin - last_end) // 1000 if last_end else 0,
             failed=failed,
+            # Backends need not say.
+            threads=getattr(self._launch, "threads", 0),
         )

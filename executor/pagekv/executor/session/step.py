@@ -38,3 +38,5 @@ class ExecutedStep:
     execute_us: int
     idle_us: int
     failed: list[int] = field(default_factory=list)
+    # 0: the backend does not say.
+    threads: int = 0

@@ -19,6 +19,7 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Twelve days: a step that is said to have taken longer is a lie, and sums of it would pass what a counter holds.
 MAX_US = 2**40
+MAX_THREADS = 65536
 # A probability of 1 may come out so much above it by rounding.
 MAX_LOGPROB = 1e-3
 # Block tables and copies of more blocks than this are packed by NumPy, which is faster from some hundreds on.
@@ -162,6 +163,8 @@ def step_result(message: pb.StepResult) -> StepResult:
     for field, value in (("execute_us", message.execute_us), ("idle_us", message.idle_us)):
         if value > MAX_US:
             raise WrongAnswer(field, f"must be from 0 to {MAX_US} microseconds, got {value}")
+    if message.threads > MAX_THREADS:
+        raise WrongAnswer("threads", f"must be from 0 to {MAX_THREADS}, got {message.threads}")
     return StepResult(
         step=message.step,
         sampled_seq_ids=seq_ids,
@@ -171,6 +174,7 @@ def step_result(message: pb.StepResult) -> StepResult:
         execute_us=message.execute_us,
         idle_us=message.idle_us,
         failed=_failed(message) if message.failed_seqs or message.failed_reasons else {},
+        threads=message.threads,
     )
 
 

@@ -212,6 +212,7 @@ class EngineLoop:
         totals.steps_total += 1
         totals.computed_tokens_total += result.computed_tokens
         totals.executor_busy_us_total += result.execute_us
+        totals.executor_threads = result.threads
         # Waiting for a step counts against the manager only where there was something to plan.
         totals.executor_idle_us_total += result.idle_us if self._work_left else 0
 

@@ -141,6 +141,8 @@ class StepResult:
     idle_us: int
     # Why, by seq_id, of sequences that would have sampled and cannot go on.
     failed: dict[int, str] = field(default_factory=dict)
+    # Of the executor's processor; 0: it does not say.
+    threads: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -707,6 +707,7 @@ class StepResult(google.protobuf.message.Message):
     IDLE_US_FIELD_NUMBER: builtins.int
     FAILED_SEQS_FIELD_NUMBER: builtins.int
     FAILED_REASONS_FIELD_NUMBER: builtins.int
+    THREADS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """As in the request."""
     step: builtins.int
@@ -717,6 +718,8 @@ class StepResult(google.protobuf.message.Message):
     """Microseconds the step took inside the executor."""
     idle_us: builtins.int
     """Microseconds the executor had waited for this step since the one before ended; 0 for the first."""
+    threads: builtins.int
+    """Threads of the processor that computed the step, at most 65536; for people to read. 0: the executor does not say."""
     @property
     def sampled_seqs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Column one: sequences that sampled, each once, in any order."""
@@ -755,8 +758,9 @@ class StepResult(google.protobuf.message.Message):
         idle_us: builtins.int = ...,
         failed_seqs: collections.abc.Iterable[builtins.int] | None = ...,
         failed_reasons: collections.abc.Iterable[global___SequenceFailure.ValueType] | None = ...,
+        threads: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["computed_tokens", b"computed_tokens", "epoch", b"epoch", "execute_us", b"execute_us", "failed_reasons", b"failed_reasons", "failed_seqs", b"failed_seqs", "idle_us", b"idle_us", "logprobs", b"logprobs", "sampled_seqs", b"sampled_seqs", "sampled_tokens", b"sampled_tokens", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["computed_tokens", b"computed_tokens", "epoch", b"epoch", "execute_us", b"execute_us", "failed_reasons", b"failed_reasons", "failed_seqs", b"failed_seqs", "idle_us", b"idle_us", "logprobs", b"logprobs", "sampled_seqs", b"sampled_seqs", "sampled_tokens", b"sampled_tokens", "step", b"step", "threads", b"threads"]) -> None: ...
 
 global___StepResult = StepResult
 

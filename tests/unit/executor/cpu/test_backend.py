@@ -10,8 +10,12 @@ from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import VOCAB, Driver, prompts_of, save_model
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend.interface import LAYOUT, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import LAYOUT, Sampled, Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.backend import CpuBackend
+from pagekv.executor.cpu.forward import StepForward
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.cpu.threads import Way
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +121,54 @@ def test_unknown_element_type(llama: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_whose_logits_are_not_numbers_fails_alone(llama: Path, kind: Sampling) -> None:
     check_fails_alone(CpuBackend(llama, "m", threads=1), kind, ahead=False)
+
+
+def test_steps_are_computed_in_the_way_that_is_chosen(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pagekv.executor.cpu.backend.usable_cores", lambda: 3)
+    backend = CpuBackend(llama, "m")
+    asked: list[tuple[int, int]] = []
+    told: list[float] = []
+    used: list[int] = []
+    ways = iter([Way(3, True), Way(1, True), Way(2, False)])
+
+    def choose(tokens: int, context: int) -> Way:
+        asked.append((tokens, context))
+        return next(ways)
+
+    monkeypatch.setattr(backend._chooser, "choose", choose)
+    monkeypatch.setattr(backend._chooser, "took", told.append)
+
+    def compute(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        used.append(torch.get_num_threads())
+        return run_step(forward, cache, scheduled)
+
+    monkeypatch.setattr("pagekv.executor.cpu.backend.run_step", compute)
+    backend.allocate(16, 8, 0)
+    state = SequenceState(1, [1, 2, 3, 4, 5], 5, [0], 0, Sampling())
+    for _ in range(3):
+        assert backend.launch([Scheduled(state, 0, 5), Scheduled(state, 2, 1)]).collect()
+    assert asked == [(6, 8)] * 3
+    assert (used, len(told)) == ([3, 1, 2], 3)
+    assert min(told) > 0
+    # A profile and pools are measured with all threads.
+    backend.describe(16, 64)
+    assert torch.get_num_threads() == 3
+
+
+def test_threads_that_are_named_stay(llama: Path) -> None:
+    backend = CpuBackend(llama, "m", threads=2)
+    backend.allocate(16, 8, 0)
+    state = SequenceState(1, [1, 2, 3], 3, [0], 0, Sampling())
+    for seconds in (0.1, 0.1, 0.1, 9.0, 9.0, 9.0, 9.0):
+        backend.launch([Scheduled(state, 0, 3)])
+        assert torch.get_num_threads() == 2
+        backend._chooser.took(seconds)
+
+
+def test_the_start_says_what_computes(llama: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    CpuBackend(llama, "m", "bfloat16", threads=1)
+    line = next(record for record in caplog.records if record.message == "computing")
+    found = line.fields  # type: ignore[attr-defined]
+    assert found["instructions"].startswith(torch.backends.cpu.get_cpu_capability())
+    assert (found["dtype"], found["threads"]) == (torch.bfloat16, 1)

@@ -7,6 +7,7 @@ import torch
 from support.executor.cpu_driver import prompts_of, save_model
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.model.loading import LoadedModel, load_model
@@ -25,9 +26,9 @@ def test_only_sequences_whose_last_token_is_computed_sample(loaded: LoadedModel)
         SequenceState(seq_id, prompt, 8, [2 * seq_id, 2 * seq_id + 1], 0, Sampling())
         for seq_id, prompt in enumerate(prompts_of([8, 8]))
     )
-    assert run_step(loaded.model, cache, []) == {}
-    assert run_step(loaded.model, cache, [Scheduled(part, 0, 5)]) == {}
-    both = run_step(loaded.model, cache, [Scheduled(whole, 0, 8), Scheduled(part, 5, 3)])
+    assert run_step(ModuleForward(loaded.model), cache, []) == {}
+    assert run_step(ModuleForward(loaded.model), cache, [Scheduled(part, 0, 5)]) == {}
+    both = run_step(ModuleForward(loaded.model), cache, [Scheduled(whole, 0, 8), Scheduled(part, 5, 3)])
     assert set(both) == {whole.seq_id, part.seq_id}
-    alone = run_step(loaded.model, KvCache(loaded.geometry, 4, 8), [Scheduled(whole, 0, 8)])
+    alone = run_step(ModuleForward(loaded.model), KvCache(loaded.geometry, 4, 8), [Scheduled(whole, 0, 8)])
     assert alone == {whole.seq_id: both[whole.seq_id]}

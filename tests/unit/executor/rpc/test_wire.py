@@ -84,9 +84,9 @@ def test_the_attachment_asked_for() -> None:
 
 def test_results_of_a_step() -> None:
     sampled = {3: Sampled(5), 4: Sampled(6, -0.5, ((6, -0.5), (2, -1.0)))}
-    message = wire.step_result(ExecutedStep(7, 8, sampled, 9, 10, 11, [2, 5]))
+    message = wire.step_result(ExecutedStep(7, 8, sampled, 9, 10, 11, [2, 5], 12))
     assert (message.epoch, message.step, message.computed_tokens) == (7, 8, 9)
-    assert (message.execute_us, message.idle_us) == (10, 11)
+    assert (message.execute_us, message.idle_us, message.threads) == (10, 11, 12)
     assert (list(message.sampled_seqs), list(message.sampled_tokens)) == ([3, 4], [5, 6])
     assert list(message.failed_seqs) == [2, 5]
     assert list(message.failed_reasons) == [pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * 2

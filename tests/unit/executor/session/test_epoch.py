@@ -54,6 +54,14 @@ def world(clock: Clock) -> tuple[World, TimedBackend]:
     return world, backend
 
 
+def test_threads_are_told_where_the_backend_tells_them(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor, backend = world(clock)
+    assert executor.run(new_seqs=[new_sequence(1, [1, 2, 3], [1])]).threads == 0
+    launch = backend.launch
+    monkeypatch.setattr(backend, "launch", lambda scheduled: Finished(launch(scheduled).collect(), 3))
+    assert executor.run().threads == 3
+
+
 def test_waiting_is_from_the_end_of_one_step_to_the_beginning_of_the_next(clock: Clock) -> None:
     executor, _ = world(clock)
     first = executor.run(new_seqs=[new_sequence(1, [1, 2, 3], [1])])

@@ -139,11 +139,12 @@ def test_a_result_with_log_probabilities() -> None:
             computed_tokens=5,
             execute_us=6,
             idle_us=7,
+            threads=65536,
         )
     )
     assert (result.step, result.sampled_seq_ids, result.sampled_tokens) == (3, [7, 8], [70, 80])
     assert result.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
-    assert (result.computed_tokens, result.execute_us, result.idle_us) == (5, 6, 7)
+    assert (result.computed_tokens, result.execute_us, result.idle_us, result.threads) == (5, 6, 7, 65536)
 
 
 def row(**fields: object) -> pb.SampledLogprobs:
@@ -177,6 +178,7 @@ NAN_REASON = pb.SEQUENCE_FAILURE_NOT_A_NUMBER
             r"execute_us: must be from 0 to 1099511627776 microseconds, got 18446744073709551615",
         ),
         ({"idle_us": 2**40 + 1}, r"idle_us: must be from 0 to 1099511627776 microseconds, got 1099511627777"),
+        ({"threads": 65537}, r"threads: must be from 0 to 65536, got 65537"),
         ({"failed_seqs": [9]}, r"failed_reasons: must have as many entries as failed_seqs \(1\), has 0"),
         ({"failed_reasons": [NAN_REASON]}, r"failed_reasons: must have as many entries as failed_seqs \(0\), has 1"),
         ({"failed_seqs": [9, 9], "failed_reasons": [NAN_REASON] * 2}, r"failed_seqs: must have each sequence once"),

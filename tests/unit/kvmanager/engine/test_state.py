@@ -10,6 +10,17 @@ from support.engine.engine_harness import Bench, command, read, run, until
 from pagekv.kvmanager.engine.loop import EngineLoop
 
 
+def test_threads_are_those_of_the_latest_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        assert engine.queries.stats().executor_threads == 0
+        bench.bend = lambda result: replace(result, threads=result.step)
+        await read(engine.submit(command("r", [1, 2, 3])))
+        await until(lambda: engine.queries.stats().steps_total == 7)
+        assert engine.queries.stats().executor_threads == 7
+
+    run(monkeypatch, body)
+
+
 def test_idle_time_counts_only_while_there_is_work(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.bend = lambda result: replace(result, idle_us=1000)

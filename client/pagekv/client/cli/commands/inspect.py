@@ -148,6 +148,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("computed", f"{now.computed_tokens_total} tokens in {now.steps_total} steps"),
             ("preemptions", f"{now.preemptions_total}, {now.swap_preemptions_total} of them by swap"),
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
+                         + (f", {now.executor_threads} threads" if now.executor_threads else "")
                          + f", busy {busy / max(busy + idle, 1):.1%}, {now.executor_restarts_total} restarts"),
         ],
     }  # fmt: skip  # laid out as a table

@@ -158,6 +158,7 @@ class EngineCollector(Collector):
             ("pagekv_executor_busy_seconds_total", "Seconds in steps", stats.executor_busy_us_total * 1e-6),
             ("pagekv_executor_idle_seconds_total", "Seconds between steps while there was work",
              stats.executor_idle_us_total * 1e-6),
+            ("pagekv_executor_threads", "Threads of the executor's latest step; 0: not told", stats.executor_threads),
             ("pagekv_executor_restarts_total", "Epochs after the first", stats.executor_restarts_total),
             ("pagekv_requests_total", "Requests accepted", stats.requests_total),
             ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),

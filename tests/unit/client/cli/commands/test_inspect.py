@@ -27,6 +27,7 @@ STATS = operator_pb.GetStatsResponse(
     prompt_tokens_total=200,
     cached_tokens_total=100,
     executor_attached=True,
+    executor_threads=2,
     executor_busy_us_total=3,
     executor_idle_us_total=1,
     published_blocks=45,
@@ -65,7 +66,7 @@ def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsy
         "20 blocks, 22 held by preempted sequences, 21 cached, 27 evicted",
         "5 never seen, 4 evicted, 3 cleared, 2 diverged, 1 partial tail",
         "200, 100 of them cached",
-        "attached, busy 75.0%",
+        "attached, 2 threads, busy 75.0%",
     ):
         assert words in out
     server.expect("GetStats", STATS)

@@ -1,0 +1,98 @@
+"""Chooses how steps are computed: by the backend's own loops where the model is of a family that they know, Numba is
+installed and works, and both ways agree on a few tokens; else by transformers' model.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from pagekv.common.logs import Log
+from pagekv.common.phases import phase
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cpu.forward import ModuleForward, StepForward
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.runner import plan_step
+from pagekv.executor.model.decoder import read_decoder
+from pagekv.executor.model.loading import LoadedModel, load_model
+
+log = Log(__name__)
+
+# A prompt, then one token behind it.
+CHECKED_TOKENS, BLOCK_SIZE = 9, 4
+# Both ways round differently; what is wrong differs by about as much as the largest logit.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+
+
+def load_forward(model_path: Path, dtype: torch.dtype, *, fused: bool) -> tuple[LoadedModel, StepForward]:
+    """The model, and how its steps are computed; `fused`: by compiled loops where possible. Raises as `load_model`."""
+    loaded = load_model(model_path, dtype)
+    if not fused:
+        return loaded, ModuleForward(loaded.model)
+    reason = _why_not(loaded, dtype)
+    if not reason:
+        found = _checked(loaded, dtype)
+        if not isinstance(found, str):
+            log.info("steps are computed by compiled loops", model_type=loaded.model.config.model_type)
+            return loaded, found
+        reason = found
+        # The other way took the weights.
+        loaded = load_model(model_path, dtype)
+    log.info("steps are computed by transformers' model", reason=reason)
+    return loaded, ModuleForward(loaded.model)
+
+
+def _why_not(loaded: LoadedModel, dtype: torch.dtype) -> str:
+    """Why compiled loops cannot compute this model; empty where they may."""
+    if dtype not in TOLERANCE:
+        return f"compiled loops compute in float32 and bfloat16, not in {dtype}"
+    if find_spec("numba") is None:
+        return "numba is not installed"
+    if read_decoder(loaded.model) is None:
+        return f"compiled loops do not know models of type {loaded.model.config.model_type}"
+    return ""
+
+
+def _checked(loaded: LoadedModel, dtype: torch.dtype) -> StepForward | str:
+    """The compiled loops, which take the model's weights; or why they cannot be used."""
+    expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
+    try:
+        with phase("compiling the loops of a step"):
+            forward = _fused(loaded)
+            found = _logits(forward, loaded)
+    # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
+    except Exception as error:
+        # LLVM says the same again and again.
+        first_line = str(error).partition("\n")[0]
+        return f"the compiled loops failed: {type(error).__name__}: {first_line}"
+    if _agree(found, expected, TOLERANCE[dtype]):
+        return forward
+    return "the compiled loops do not compute what transformers does: please report this model"
+
+
+def _fused(loaded: LoadedModel) -> StepForward:
+    # Numba takes a second to import.
+    from pagekv.executor.cpu.fused_decoder import FusedDecoder
+
+    decoder = read_decoder(loaded.model)
+    assert decoder is not None
+    return FusedDecoder(decoder, loaded.scores, loaded.num_heads, loaded.geometry.num_kv_heads)
+
+
+@torch.inference_mode()
+def _logits(forward: StepForward, loaded: LoadedModel) -> torch.Tensor:
+    """Logits `[2, num_logits]` of a prompt's last token and of the token behind it."""
+    cache = KvCache(loaded.geometry, BLOCK_SIZE, -(-CHECKED_TOKENS // BLOCK_SIZE))
+    tokens = [index % loaded.vocab_size for index in range(1, CHECKED_TOKENS + 1)]
+    blocks = list(range(cache.null_block))
+    found = []
+    for start, end in ((0, CHECKED_TOKENS - 1), (CHECKED_TOKENS - 1, CHECKED_TOKENS)):
+        state = SequenceState(1, tokens[:end], end, blocks, start, Sampling())
+        found.append(forward.logits(plan_step(forward, cache, [Scheduled(state, start, end - start)]), cache)[0])
+    return torch.stack(found).float()
+
+
+def _agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())

@@ -1,0 +1,41 @@
+"""The forward pass of one step: as transformers' model computes it, or as the backend's own loops do."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from pagekv.executor.cpu.attention import PagedStepAttention
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.linear import pack_linears
+from pagekv.executor.model.attention_interface import LAST_ROW, forward
+
+
+class StepForward(Protocol):
+    """Computes a step over the pools."""
+
+    # Whether plans have `PagedDecodes`, which compiled loops read.
+    native: ClassVar[bool]
+
+    def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
+        """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; of some row where it names none."""
+        ...
+
+
+class ModuleForward:
+    """transformers' model with PageKV's attention. Implements `StepForward`, for every model."""
+
+    native: ClassVar[bool] = False
+
+    def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
+        """`pack`: the model's linear layers are laid out anew, in place."""
+        if pack:
+            pack_linears(model)
+        self._model = model
+
+    def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
+        rows = torch.tensor([row for row, _ in plan.sampling]) if plan.sampling else LAST_ROW
+        return forward(self._model, plan.input_ids, plan.position_ids, rows, PagedStepAttention(cache, plan))

@@ -1,0 +1,14 @@
+"""The instructions that arithmetic runs on."""
+
+from __future__ import annotations
+
+import torch
+
+
+def instruction_set(dtype: torch.dtype) -> str:
+    """Names of the instructions with which torch and oneDNN multiply numbers of this type here: "AVX512, AMX"."""
+    names = [torch.backends.cpu.get_cpu_capability()]
+    if dtype == torch.bfloat16 and names[0].startswith("AVX512"):
+        names += ["AVX512-BF16"] * torch.cpu._is_avx512_bf16_supported()
+        names += ["AMX"] * torch.cpu._is_amx_tile_supported()
+    return ", ".join(names)

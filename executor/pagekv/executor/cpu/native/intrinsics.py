@@ -1,0 +1,51 @@
+"""Instructions that Numba has no name for: an array at an address, a counter that threads share, bits of a number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+
+@intrinsic
+def pointer(_typing: Any, address: Any) -> Any:
+    """`carray` takes it: the memory at an address, int64."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], cgutils.voidptr_t)
+
+    return types.voidptr(types.int64), generate
+
+
+@intrinsic
+def take_ticket(_typing: Any, address: Any) -> Any:
+    """The int64 at an address, which is one larger afterwards: no two threads get the same."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        number = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", number, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def float_of_bits(_typing: Any, bits: Any) -> Any:
+    """The float32 that these 32 bits mean."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+@intrinsic
+def bits_of_float(_typing: Any, number: Any) -> Any:
+    """The 32 bits of a float32."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(32))
+
+    return types.int32(types.float32), generate

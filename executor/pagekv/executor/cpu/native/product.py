@@ -1,0 +1,163 @@
+"""Products of rows with weights that never change, laid out for `tile`: panels of columns, each contiguous.
+
+A thread takes a panel at a time, multiplies it with one tile of rows after the other, and calls the panel that it will
+likely take next into its cache meanwhile. A row's numbers do not depend on how many others there are.
+
+Measured on a 2-core AMD EPYC (Zen 4) that others kept busy, one thread, 25 M weights of 8 layers (hidden 512), against
+oneDNN with its own layout in turns, ms of this thread: float32, 8 rows 7 against 12, 32 rows 20 against 25, 256 rows
+131 against 134; bfloat16, 8 rows 4.4 against 7.5, 32 rows 12 against 14, 256 rows 73 against 76. Without fetching ahead
+16 rows take 1.2 times as long, 64 rows 1.06 times.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow
+from pagekv.executor.cpu.native.openmp import run
+from pagekv.executor.cpu.native.tile import FLOAT32, bfloat16_sums, most_rows, panel_vectors, tile
+from pagekv.executor.cpu.native.vectors import vector_lanes
+
+# Rows that go through all panels before the next do: more of them would not stay in the cache.
+CHUNK_ROWS = 256
+# Multiplications that one thread does while the others would still be waking.
+ALONE = 2**18
+
+_ALIGNMENT = 64
+# How columns are finished: as they are, or those of gates and of what is gated as one.
+_PLAIN, _SILU, _GELU_TANH = 0, 1, 2
+_FINISHES = {None: _PLAIN, "silu": _SILU, "gelu_tanh": _GELU_TANH}
+
+
+class Product:
+    """`x @ weight.T + bias`, or of its two halves, gates first, `activation(gate) * up`. Float32 or bfloat16, like the
+    weights; sums are float32. Holds no copy in the plain layout.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
+        """`weight` `[out, in]`; `activation`: a value of ACTIVATIONS."""
+        lanes = vector_lanes()
+        sums = FLOAT32 if weight.dtype == torch.float32 else bfloat16_sums()
+        self._dtype = weight.dtype
+        # Numbers of a row that one step takes.
+        self._paired = 1 if sums == FLOAT32 else 2
+        # A panel is `parts` runs of columns, each from its own share of the weights.
+        parts = 1 if activation is None else 2
+        self._columns = weight.shape[0] // parts
+        wide = panel_vectors(lanes) * lanes
+        self._depth = -(-weight.shape[1] // self._paired)
+        self._panels = _packed(weight, parts, wide // parts, self._depth, self._paired)
+        self._bias = None
+        if bias is not None:
+            self._bias = _packed(bias.float()[:, None], parts, wide // parts, 1, 1)
+        self._most = most_rows(lanes, sums)
+        self._tile_numbers = self._most * wide
+        self._finish = _FINISHES[activation]
+        self._function = _compiled(STORED[weight.dtype], lanes, sums)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation."""
+        count = len(rows)
+        out = torch.empty(count, self._columns, dtype=self._dtype)
+        if not count:
+            return out
+        padding = self._depth * self._paired - rows.shape[1]
+        rows = torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
+        panels, threads = len(self._panels), torch.get_num_threads()
+        if count * self._panels.numel() <= ALONE:
+            threads = 1
+        # With fewer panels than keep all threads busy, rows are divided too.
+        chunks = max(-(-count // CHUNK_ROWS), min(-(-count // self._most), 2 * threads // panels))
+        # The sums of a tile for each thread; torch aligns to 64 bytes.
+        scratch = torch.empty(threads * self._tile_numbers)
+        run(
+            self._function,
+            (
+                *(count, self._columns, self._depth, chunks, panels, threads),
+                *(rows.data_ptr(), self._panels.data_ptr(), out.data_ptr()),
+                0 if self._bias is None else self._bias.data_ptr(),
+                *(scratch.data_ptr(), self._finish),
+            ),
+            alone=threads == 1,
+        )
+        return out
+
+
+def _packed(weight: torch.Tensor, parts: int, wide: int, depth: int, paired: int) -> torch.Tensor:
+    """`[panels, depth, parts * wide * paired]` of `weight` `[parts * n, in]`, zeros behind its columns and numbers."""
+    columns = len(weight) // parts
+    panels = -(-columns // wide)
+    padding = (0, depth * paired - weight.shape[1], 0, panels * wide - columns)
+    whole = weight.reshape(parts, columns, -1)
+    if any(padding):
+        whole = torch.nn.functional.pad(whole, padding)
+    out = _aligned(whole.numel(), weight.dtype)
+    ordered = whole.view(parts, panels, wide, depth, paired).permute(1, 3, 0, 2, 4)
+    out.view(ordered.shape).copy_(ordered)
+    return out.view(panels, depth, -1)
+
+
+def _aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory from NumPy, which asks for large pages where torch does not: few rows take 3 to 15 % less time."""
+    bytes_ = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
+    begin = -bytes_.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(bytes_[begin : begin + count * dtype.itemsize]).view(dtype)
+
+
+@cache
+def _compiled(stored: Any, lanes: int, sums: int) -> int:
+    width = np.dtype(stored).itemsize
+    most, wide = most_rows(lanes, sums), panel_vectors(lanes) * lanes
+    half, plain, silu = wide // 2, _PLAIN, _SILU
+    # gelu(x) = x * sigmoid(2 * z), z = sqrt(2 / pi) * (x + 0.044715 * x^3), by tanh(z) = 2 * sigmoid(2 * z) - 1.
+    outer, inner = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 13, np.int64)
+        count, columns, depth, chunks, panels, threads = args[1], args[2], args[3], args[4], args[5], args[6]
+        finish = args[12]
+        kept = wide if finish == plain else half
+        # The second ticket numbers the threads.
+        scratch = args[11] + take_ticket(args[0] + 8) * (most * wide * 4)
+        panel_bytes = depth * wide * 4
+        while True:
+            item = take_ticket(args[0])
+            if item >= chunks * panels:
+                return
+            chunk, panel = item // panels, item % panels
+            begin = count * chunk // chunks
+            members = count * (chunk + 1) // chunks - begin
+            tiles = (members + most - 1) // most
+            at = args[8] + panel * panel_bytes
+            # Each tile fetches its share. A single one would only wait twice for memory: it fetches nothing new.
+            share = wide * 4 // tiles if tiles > 1 else 0
+            following = at + panel_bytes * threads if tiles > 1 else at
+            here = min(kept, columns - panel * kept)
+            for index in range(tiles):
+                first = begin + members * index // tiles
+                rows = begin + members * (index + 1) // tiles - first
+                ahead = following + share * depth * index
+                tile(lanes, sums, rows, depth, args[7] + first * depth * 4, depth * 4, at, scratch, ahead, share)
+                for row in range(rows):
+                    found = carray(pointer(scratch + row * wide * 4), wide, np.float32)
+                    place = (first + row) * columns + panel * kept
+                    out = carray(pointer(args[9] + place * width), here, stored)
+                    if args[10] != 0:
+                        bias = carray(pointer(args[10] + panel * wide * 4), wide, np.float32)
+                        for i in range(wide):
+                            found[i] += bias[i]
+                    if finish != plain:
+                        for i in range(half):
+                            x = found[i]
+                            z = x if finish == silu else outer * (x + inner * x * x * x)
+                            found[i] = x / (np.float32(1) + exp(-z)) * found[i + half]
+                    for i in range(here):
+                        out[i] = narrow(found[i], out[i])
+
+    return address_of(work)

@@ -1,0 +1,232 @@
+"""Row by row work of a decoder between its matrix products: each loop reads and writes every row once.
+
+Tensors have one row per token and their last dimension is contiguous. Few rows are done by one thread: to wake the
+others takes longer.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, widen
+from pagekv.executor.cpu.native.openmp import bits_of, run
+from pagekv.executor.model.decoder import RmsNorm
+
+# Elements of a tensor that one thread does while the others would still be waking.
+ALONE = 2**16
+# Rows that a thread takes at a time.
+ROWS = 8
+
+
+def add_norm(
+    rows: torch.Tensor,
+    added: torch.Tensor | None,
+    factor: float,
+    added_norm: RmsNorm | None,
+    norm: RmsNorm | None,
+) -> torch.Tensor:
+    """`rows += factor * added_norm(added)` in place, and then `norm(rows)`, all `[T, n]`; without a norm, `rows`."""
+    size = rows.shape[1]
+    out = rows if norm is None else torch.empty_like(rows)
+    if added is None and norm is None:
+        return rows
+    arguments = [
+        *(rows.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), size, bits_of(factor)),
+        *(_weight(added_norm), _weight(norm), _eps(added_norm), _eps(norm)),
+    ]
+    _run(_add_norm(STORED[rows.dtype]), rows.shape[0], size, arguments)
+    return out
+
+
+def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activation(gate) * up` `[T, n]` of `both` `[T, 2 * n]`, gates first."""
+    size = both.shape[1] // 2
+    out = both.new_empty(both.shape[0], size)
+    _run(
+        _gated(STORED[both.dtype], activation == "silu"),
+        both.shape[0],
+        2 * size,
+        [both.data_ptr(), out.data_ptr(), size],
+    )
+    return out
+
+
+def rotate(
+    heads: torch.Tensor,
+    num_heads: tuple[int, int],
+    rotation: tuple[torch.Tensor, torch.Tensor] | None,
+    query_norm: RmsNorm | None,
+    key_norm: RmsNorm | None,
+    places: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Norms and rotates queries and keys in `heads` `[T, query + key + value heads, head_size]`, in place, by cosines
+    and sines `[T, R]` of the first R elements of each head (Su et al., arXiv:2104.09864; halves as in transformers'
+    `rotate_half`), and stores keys and values in the slots at `places` `[T]`, elements from the pools' begins.
+
+    `num_heads`: of queries and of keys. `keys`, `values`: pools `[num_blocks, block_size, key heads, head_size]`.
+    """
+    size = heads.shape[2]
+    cos, sin = rotation if rotation is not None else (None, None)
+
+    def whole(norm: RmsNorm | None) -> int:
+        return 0 if norm is None or norm.weight.numel() == size else 1
+
+    arguments = [
+        *(heads.data_ptr(), num_heads[0], num_heads[1], size),
+        *(
+            0 if cos is None else cos.data_ptr(),
+            0 if sin is None else sin.data_ptr(),
+            0 if cos is None else cos.shape[1],
+        ),
+        *(_weight(query_norm), whole(query_norm), _weight(key_norm), whole(key_norm)),
+        *(_eps(query_norm), _eps(key_norm), places.data_ptr(), keys.data_ptr(), values.data_ptr()),
+    ]
+    _run(_rotate(STORED[heads.dtype]), heads.shape[0], heads.shape[1] * size, arguments)
+
+
+def _weight(norm: RmsNorm | None) -> int:
+    return 0 if norm is None else norm.weight.data_ptr()
+
+
+def _eps(norm: RmsNorm | None) -> int:
+    return 0 if norm is None else bits_of(norm.eps)
+
+
+def _run(function: int, num_rows: int, row_elements: int, arguments: list[int]) -> None:
+    """Calls a function of this module, whose first arguments are the ticket and the number of rows."""
+    run(function, (num_rows, *arguments), alone=num_rows * row_elements <= ALONE)
+
+
+@cache
+def _add_norm(stored: Any) -> int:
+    width = np.dtype(stored).itemsize
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 11, np.int64)
+        count, size = args[1], args[5]
+        factor = float_of_bits(np.int32(args[6]))
+        added_eps, eps = float_of_bits(np.int32(args[9])), float_of_bits(np.int32(args[10]))
+        added_weight = carray(pointer(args[7]), size, np.float32)
+        weight = carray(pointer(args[8]), size, np.float32)
+        while True:
+            first = take_ticket(args[0]) * ROWS
+            if first >= count:
+                return
+            for at in range(first, min(first + ROWS, count)):
+                row = carray(pointer(args[2] + at * size * width), size, stored)
+                if args[3] != 0:
+                    added = carray(pointer(args[3] + at * size * width), size, stored)
+                    if args[7] != 0:
+                        squares = np.float32(0)
+                        for i in range(size):
+                            squares += widen(added[i]) * widen(added[i])
+                        scale = factor / np.sqrt(squares / np.float32(size) + added_eps)
+                        for i in range(size):
+                            row[i] = narrow(widen(row[i]) + widen(added[i]) * scale * added_weight[i], row[i])
+                    else:
+                        for i in range(size):
+                            row[i] = narrow(widen(row[i]) + widen(added[i]) * factor, row[i])
+                if args[8] != 0:
+                    out = carray(pointer(args[4] + at * size * width), size, stored)
+                    squares = np.float32(0)
+                    for i in range(size):
+                        squares += widen(row[i]) * widen(row[i])
+                    scale = np.float32(1) / np.sqrt(squares / np.float32(size) + eps)
+                    for i in range(size):
+                        out[i] = narrow(widen(row[i]) * scale * weight[i], out[i])
+
+    return address_of(work)
+
+
+@cache
+def _gated(stored: Any, silu: bool) -> int:
+    width = np.dtype(stored).itemsize
+    # gelu(x) = x * sigmoid(2 * z), z = sqrt(2 / pi) * (x + 0.044715 * x^3), by tanh(z) = 2 * sigmoid(2 * z) - 1.
+    outer, inner = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 5, np.int64)
+        count, size = args[1], args[4]
+        while True:
+            first = take_ticket(args[0]) * ROWS
+            if first >= count:
+                return
+            for at in range(first, min(first + ROWS, count)):
+                gate = carray(pointer(args[2] + 2 * at * size * width), size, stored)
+                up = carray(pointer(args[2] + (2 * at + 1) * size * width), size, stored)
+                out = carray(pointer(args[3] + at * size * width), size, stored)
+                for i in range(size):
+                    x = widen(gate[i])
+                    z = x if silu else outer * (x + inner * x * x * x)
+                    out[i] = narrow(x / (np.float32(1) + exp(-z)) * widen(up[i]), out[i])
+
+    return address_of(work)
+
+
+@cache
+def _rotate(stored: Any) -> int:
+    width = np.dtype(stored).itemsize
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 18, np.int64)
+        count, queries, pairs, size, turned = args[1], args[3], args[4], args[5], args[8]
+        query_eps, key_eps = float_of_bits(np.int32(args[13])), float_of_bits(np.int32(args[14]))
+        places = carray(pointer(args[15]), count, np.int64)
+        half = turned // 2
+        row_bytes = (queries + 2 * pairs) * size * width
+        while True:
+            first = take_ticket(args[0]) * ROWS
+            if first >= count:
+                return
+            for at in range(first, min(first + ROWS, count)):
+                begin = args[2] + at * row_bytes
+                cos = carray(pointer(args[6] + at * turned * 4), turned, np.float32)
+                sin = carray(pointer(args[7] + at * turned * 4), turned, np.float32)
+                for head in range(queries + pairs):
+                    of_key = head >= queries
+                    norm, whole = (args[11], args[12]) if of_key else (args[9], args[10])
+                    vector = carray(pointer(begin + head * size * width), size, stored)
+                    if norm != 0:
+                        start = queries if of_key else 0
+                        members = (pairs if of_key else queries) * size
+                        if whole == 0:
+                            scale_of = vector
+                            length = size
+                            weight = carray(pointer(norm), size, np.float32)
+                        else:
+                            scale_of = carray(pointer(begin + start * size * width), members, stored)
+                            length = members
+                            weight = carray(pointer(norm + (head - start) * size * 4), size, np.float32)
+                        # Over all heads the sum is taken before the first of them changes.
+                        if whole == 0 or head == start:
+                            squares = np.float32(0)
+                            for i in range(length):
+                                squares += widen(scale_of[i]) * widen(scale_of[i])
+                            scale = np.float32(1) / np.sqrt(
+                                squares / np.float32(length) + (key_eps if of_key else query_eps)
+                            )
+                        for i in range(size):
+                            vector[i] = narrow(widen(vector[i]) * scale * weight[i], vector[i])
+                    for i in range(half):
+                        left, right = widen(vector[i]), widen(vector[i + half])
+                        vector[i] = narrow(left * cos[i] - right * sin[i], vector[i])
+                        vector[i + half] = narrow(right * cos[i + half] + left * sin[i + half], vector[i + half])
+                place = places[at] * width
+                keys = carray(pointer(args[16] + place), pairs * size, stored)
+                values = carray(pointer(args[17] + place), pairs * size, stored)
+                new_keys = carray(pointer(begin + queries * size * width), pairs * size, stored)
+                new_values = carray(pointer(begin + (queries + pairs) * size * width), pairs * size, stored)
+                for i in range(pairs * size):
+                    keys[i] = new_keys[i]
+                for i in range(pairs * size):
+                    values[i] = new_values[i]
+
+    return address_of(work)

@@ -1,0 +1,154 @@
+"""A tile of a matrix product, kept in vector registers: a few rows times one panel of columns.
+
+Of each step along the inner dimension it loads a few vectors of the panel and, for every row, one number that it
+multiplies them by (outer products; Goto and van de Geijn, doi 10.1145/1356052.1356053). LLVM's vectoriser
+would not keep the sums in registers, so vectors are written out here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagekv.executor.cpu.native.vectors import F32, I32, I64, features, fetch, load, spread, vector_lanes
+
+# How products are summed: of float32; of two neighbours in bfloat16 by one instruction; or of them made float32 first.
+FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED = 0, 1, 2
+
+
+class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's type, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
+def bfloat16_sums() -> int:
+    """How this processor sums products of bfloat16: BFLOAT16_DOT or BFLOAT16_WIDENED."""
+    return BFLOAT16_DOT if vector_lanes() == 16 and "avx512bf16" in features() else BFLOAT16_WIDENED
+
+
+def panel_vectors(lanes: int) -> int:
+    """Vectors that one step loads of a panel. Wider panels leave fewer rows, whose addresses need registers too."""
+    return 2 if lanes == 8 else 4
+
+
+def most_rows(lanes: int, sums: int) -> int:
+    """Rows of the largest tile whose sums, with what is multiplied, fit the registers: 16 with AVX2, else 32."""
+    if sums == BFLOAT16_WIDENED:
+        return 4 if lanes == 8 else 5
+    return 6
+
+
+@intrinsic(prefer_literal=True)
+def tile(
+    _typing: Any,
+    lanes: Any,
+    sums: Any,
+    rows: Any,
+    depth: Any,
+    left: Any,
+    left_row: Any,
+    panel: Any,
+    out: Any,
+    ahead: Any,
+    ahead_step: Any,
+) -> Any:
+    """`out = left @ panel` for `rows` rows, from 1 to `most_rows(lanes, sums)`; `lanes` and `sums` are literals.
+
+    All others are int64. `left`: address of the first row, the next one `left_row` bytes behind. `panel`: address of
+    `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row and
+    of each column, one float32 or two bfloat16. `out`: address of float32 `[rows, columns]`. `panel` and `out` are
+    aligned to vectors. Step s calls memory at `ahead + s * ahead_step` into the cache.
+    """
+    lane_count, kind = lanes.literal_value, sums.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _, _, row_count, *others = args
+        done = builder.append_basic_block("done")
+        switch = builder.switch(row_count, done)
+        for count in range(1, most_rows(lane_count, kind) + 1):
+            with builder.goto_block(builder.append_basic_block(f"rows.{count}")):
+                switch.add_case(I64(count), builder.block)
+                _rows(builder, lane_count, kind, count, others)
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    return types.void(lanes, sums, *(types.int64 for _ in range(8))), generate
+
+
+def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
+    """The loop for `count` rows."""
+    depth, left, left_row, panel, out, ahead, ahead_step = args
+    vectors = panel_vectors(lanes)
+    vector = ir.VectorType(F32, lanes)
+    word = ir.VectorType(I32, lanes) if kind != FLOAT32 else vector
+    starts = [
+        builder.inttoptr(builder.add(left, builder.mul(left_row, I64(row))), word.element.as_pointer())
+        for row in range(count)
+    ]
+    columns = builder.inttoptr(panel, word.as_pointer())
+    before = builder.block
+    loop = builder.append_basic_block("step")
+    after = builder.append_basic_block("sums")
+    builder.branch(loop)
+
+    builder.position_at_end(loop)
+    step, fetched = builder.phi(I64), builder.phi(I64)
+    sums = [builder.phi(vector) for _ in range(count * vectors)]
+    for changing, first in ((step, I64(0)), (fetched, ahead), *((total, vector([0.0] * lanes)) for total in sums)):
+        changing.add_incoming(first, before)
+    parts = [
+        load(builder, builder.gep(columns, [builder.add(builder.mul(step, I64(vectors)), I64(at))]), lanes * 4)
+        for at in range(vectors)
+    ]
+    fetch(builder, fetched, vectors * lanes * 4)
+    grown = []
+    for row in range(count):
+        number = spread(builder, word, load(builder, builder.gep(starts[row], [step]), 4))
+        for at in range(vectors):
+            grown.append(_add_product(builder, kind, number, parts[at], sums[row * vectors + at]))
+    for total, new in zip(sums, grown, strict=True):
+        total.add_incoming(new, loop)
+    following = builder.add(step, I64(1))
+    step.add_incoming(following, loop)
+    fetched.add_incoming(builder.add(fetched, ahead_step), loop)
+    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+
+    builder.position_at_end(after)
+    totals = builder.inttoptr(out, vector.as_pointer())
+    for at, total in enumerate(grown):
+        builder.store(total, builder.gep(totals, [I64(at)])).align = lanes * 4
+
+
+def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> Any:
+    """`total` and the product, or the two products, of 32 bits of each lane."""
+    vector = total.type
+    if kind == BFLOAT16_DOT:
+        pairs = ir.VectorType(_BFloat16(), 2 * vector.count)
+        dot = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector, pairs, pairs]), "llvm.x86.avx512bf16.dpbf16ps.512"
+        )
+        return builder.call(dot, [total, builder.bitcast(left, pairs), builder.bitcast(right, pairs)])
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector, vector, vector]), f"llvm.fma.v{vector.count}f32"
+    )
+    if kind == FLOAT32:
+        return builder.call(fma, [left, right, total])
+    sixteen, upper = (ir.Constant(right.type, [bits] * vector.count) for bits in (16, 0xFFFF0000))
+    # The first of two numbers has the lower bits.
+    for first in (True, False):
+        both = [builder.shl(bits, sixteen) if first else builder.and_(bits, upper) for bits in (left, right)]
+        total = builder.call(fma, [*(builder.bitcast(bits, vector) for bits in both), total])
+    return total

@@ -1,0 +1,60 @@
+"""Vectors of numbers, as code that is written out for LLVM: how long they are here, and how they are loaded."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core.registry import cpu_target
+
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+
+_LINE_BYTES = 64
+
+
+def vector_lanes() -> int:
+    """Float32 numbers in a vector of the processor that Numba compiles for; 0 where it cannot multiply and add at once,
+    or is of a kind that is not known here.
+    """
+    found = features()
+    if "avx512f" in found:
+        return 16
+    if {"avx2", "fma"} <= found:
+        return 8
+    return 4 if "neon" in found else 0
+
+
+@cache
+def features() -> frozenset[str]:
+    """LLVM's names for what the processor can do, less what NUMBA_CPU_FEATURES and the like take away: LLVM ends the
+    process when it meets an instruction beyond those.
+    """
+    _, _, named = cpu_target.target_context.codegen().magic_tuple()
+    return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
+
+
+def load(builder: Any, place: Any, align: int) -> Any:
+    """The number, or vector, at a pointer that is a multiple of `align` bytes."""
+    loaded = builder.load(place)
+    loaded.align = align
+    return loaded
+
+
+def spread(builder: Any, vector: Any, number: Any) -> Any:
+    """A vector of one number."""
+    unknown = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(unknown, number, I32(0))
+    return builder.shuffle_vector(first, unknown, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
+
+
+def fetch(builder: Any, address: Any, num_bytes: int) -> None:
+    """Calls memory at an address, int64, into the second level of the cache."""
+    prefetch = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    for line in range(-(-num_bytes // _LINE_BYTES)):
+        place = builder.inttoptr(builder.add(address, I64(line * _LINE_BYTES)), I8.as_pointer())
+        # To read, into the second level, of data.
+        builder.call(prefetch, [place, I32(0), I32(2), I32(1)])

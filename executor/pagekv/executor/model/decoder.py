@@ -1,0 +1,182 @@
+"""Decoders of the Llama family, as weights and numbers: what a backend needs to compute one with kernels of its own.
+
+transformers' model remains the reference, and serves every family that is not listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+
+# Types of models, as config.json names them, whose layers are what `DecoderLayer` describes.
+FAMILIES = frozenset(
+    (
+        *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "seed_oss", "granite"),
+        *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"),
+    )
+)
+# Activations by the name that configurations have for them.
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Families whose norms multiply by one more than the weight.
+_ONE_MORE = ("gemma", "gemma2", "gemma3_text")
+# Models that cap their logits: others ignore what their configuration says of a cap.
+_CAPPED = ("gemma2", "gemma3_text")
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """`x / sqrt(mean(x * x) + eps) * weight`; `weight` float32 (Zhang and Sennrich, arXiv:1910.07467)."""
+
+    weight: torch.Tensor
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """`x @ weight.T + bias`; `weight` `[out, in]`."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderNorms:
+    """The norms of a layer: `x += factor * after(f(before(x)))`, f being attention and then the feed-forward part. One
+    that is None changes nothing. Norms of queries and keys come before the rotation, each over one head or over all, as
+    long as their weights are.
+    """
+
+    before_attention: RmsNorm | None
+    query: RmsNorm | None
+    key: RmsNorm | None
+    after_attention: RmsNorm | None
+    before_feed_forward: RmsNorm | None
+    after_feed_forward: RmsNorm | None
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayer:
+    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other; `gate_up` the gate, then what
+    is gated. `rope` names the rotation: a type of layers, "" where the model has one for all, None for no rotation.
+    """
+
+    norms: DecoderNorms
+    rope: str | None
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+class Decoder:
+    """A whole model: `cap * tanh(scale * head(norm(layers(embed_factor * embed(ids)))) / cap)`; without a cap, the
+    scaled logits.
+    """
+
+    def __init__(self, model: PreTrainedModel, activation: str) -> None:
+        """`activation`: a value of ACTIVATIONS."""
+        text, inner = model.config.get_text_config(), _inner(model)
+        self._model = model
+        self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
+        self._rotary: Any = inner.rotary_emb
+        # One rotation for each type of layers, or one for all.
+        by_type = hasattr(self._rotary, "layer_types")
+        self._ropes: list[str] = list(text.layer_types) if by_type else [""] * len(inner.layers)
+        self._layers = inner.layers
+        self.activation = activation
+        self.embed: nn.Module = inner.embed_tokens
+        self.embed_factor = float(getattr(inner, "embedding_multiplier", 1.0))
+        self.residual_factor = float(getattr(text, "residual_multiplier", 1.0))
+        self.norm = _norm(inner.norm, self._more)
+        self.logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
+        self.logits_cap: float | None = text.final_logit_softcapping if model.config.model_type in _CAPPED else None
+
+    def take_layer(self, index: int) -> DecoderLayer:
+        """A layer with its weights, which the model of transformers no longer has afterwards."""
+        module: Any = self._layers[index]
+        attention, feed_forward = module.self_attn, module.mlp
+
+        def norm(of: Any, name: str) -> RmsNorm | None:
+            return _norm(getattr(of, name), self._more) if hasattr(of, name) else None
+
+        # A norm behind the feed-forward part tells that the one called post_attention is behind the attention.
+        behind = hasattr(module, "post_feedforward_layernorm")
+        layer = DecoderLayer(
+            norms=DecoderNorms(
+                before_attention=norm(module, "input_layernorm"),
+                query=norm(attention, "q_norm"),
+                key=norm(attention, "k_norm"),
+                after_attention=norm(module, "post_attention_layernorm") if behind else None,
+                before_feed_forward=norm(module, "pre_feedforward_layernorm" if behind else "post_attention_layernorm"),
+                after_feed_forward=norm(module, "post_feedforward_layernorm"),
+            ),
+            rope=self._ropes[index] if getattr(attention, "use_rope", True) else None,
+            qkv=_joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            out=_linear(attention.o_proj),
+            gate_up=_joined(feed_forward, "gate_up_proj", ("gate_proj", "up_proj")),
+            down=_linear(feed_forward.down_proj),
+        )
+        self._layers[index] = nn.Identity()
+        return layer
+
+    def take_head(self) -> Linear:
+        """The product that gives logits, which the model of transformers no longer has afterwards."""
+        head = _linear(self._model.get_output_embeddings())
+        self._model.set_output_embeddings(nn.Identity())
+        return head
+
+    def rotations(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
+        `[1, T]`.
+        """
+        # Tells the type and device wanted, and nothing else.
+        like = torch.empty(0)
+        found = {}
+        for name in {*self._ropes}:
+            cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
+            found[name] = cos[0].contiguous(), sin[0].contiguous()
+        return found
+
+
+def read_decoder(model: PreTrainedModel) -> Decoder | None:
+    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
+    if model.config.get_text_config().model_type not in FAMILIES:
+        return None
+    inner = _inner(model)
+    if not hasattr(inner, "rotary_emb"):
+        return None
+    # Some configurations name a second activation, which their family does not use.
+    feed_forward = inner.layers[0].mlp
+    module = feed_forward.act_fn if hasattr(feed_forward, "act_fn") else feed_forward.activation_fn
+    activation = next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is type(module)), None)
+    return None if activation is None else Decoder(model, activation)
+
+
+def _inner(model: PreTrainedModel) -> Any:
+    """The layers with what is below them; of a model that sees images too, such as Gemma 3's, the part for text."""
+    return getattr(model.model, "language_model", model.model)
+
+
+def _norm(module: Any, more: float) -> RmsNorm:
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return RmsNorm(module.weight.detach().float() + more, float(eps))
+
+
+def _linear(module: Any) -> Linear:
+    return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _joined(module: Any, whole: str, parts: tuple[str, ...]) -> Linear:
+    """The product that a module has as a whole, or of its parts one behind the other."""
+    if hasattr(module, whole):
+        return _linear(getattr(module, whole))
+    found = [_linear(getattr(module, part)) for part in parts]
+    weight = torch.cat([part.weight for part in found])
+    if all(part.bias is None for part in found):
+        return Linear(weight, None)
+    return Linear(weight, torch.cat([weight.new_zeros(len(of.weight)) if of.bias is None else of.bias for of in found]))

@@ -1,0 +1,117 @@
+"""Machine code kept between processes: where it is, and that loops run wherever it cannot be."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+import pytest
+from numba import carray, cfunc, types
+
+from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    code_folder.cache_clear()
+    yield tmp_path
+    code_folder.cache_clear()
+
+
+def adding(number: int) -> Callable[[Any], None]:
+    def work(raw: Any) -> None:
+        carray(raw, 1, np.int64)[0] += number
+
+    return work
+
+
+def hits(number: int) -> int:
+    """How often the code was found; it adds the number."""
+
+    def compile(work: Any, *, cache: bool) -> Any:
+        return cfunc(types.void(types.voidptr), cache=cache)(work)
+
+    compiled, total = compile_kept(compile, adding(number)), np.array([1])
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)(total.ctypes.data)
+    assert total[0] == 1 + number
+    return int(compiled.cache_hits)
+
+
+def files(caches: Path) -> list[Path]:
+    return [path for path in caches.rglob("*") if path.is_file()]
+
+
+def test_code_is_kept_and_found_again(caches: Path) -> None:
+    assert [hits(number) for number in (1, 2, 1, 2)] == [0, 0, 1, 1]
+    assert not numba.config.CACHE_DIR
+    folder = code_folder()
+    assert folder is not None
+    assert folder.parent == caches / "pagekv"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    # An index and the code in a folder of each: what else is written at once cannot take its number.
+    assert sorted(len(files(own)) for own in folder.iterdir()) == [2, 2]
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0, 20])
+def test_files_cut_short_are_thrown_away(caches: Path, kind: str, left: int) -> None:
+    hits(1)
+    for path in files(caches):
+        if path.suffix == f".{kind}":
+            path.write_bytes(path.read_bytes()[:left])
+    assert hits(1) == 0
+    assert files(caches) == []
+    assert [hits(1), hits(1)] == [0, 1]
+
+
+def test_a_folder_of_the_users_choice(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(caches / "chosen"))
+    hits(1)
+    assert {path.relative_to(caches).parts[:2] for path in files(caches)} == {("chosen", "pagekv")}
+
+
+def no_home(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", home)
+
+
+def a_file_in_its_place(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (caches / "pagekv").touch()
+
+
+def of_another_user(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = caches.stat().st_uid
+    monkeypatch.setattr("os.getuid", lambda: uid + 1)
+
+
+def open_to_others(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (caches / "pagekv").mkdir()
+    (caches / "pagekv").chmod(0o777)
+
+
+def read_only(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+
+
+@pytest.mark.parametrize("why", [no_home, a_file_in_its_place, of_another_user, open_to_others, read_only])
+def test_loops_run_where_code_cannot_be_kept(
+    why: Callable[[Path, pytest.MonkeyPatch], None],
+    caches: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    why(caches, monkeypatch)
+    assert [hits(1), hits(1)] == [0, 0]
+    assert [path.name for path in files(caches)] in ([], ["pagekv"])
+    assert [record.message for record in caplog.records] == [
+        "compiled loops are not kept: each start compiles them anew"
+    ]

@@ -1,0 +1,82 @@
+"""The choice between compiled loops and transformers' model, and that it rests on the numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.executor.cpu_driver import save_model
+
+from pagekv.executor.cpu import choose_forward
+from pagekv.executor.cpu.choose_forward import load_forward
+from pagekv.executor.cpu.forward import ModuleForward
+from pagekv.executor.cpu.fused_decoder import FusedDecoder
+from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    save_model("llama", directory)
+    return directory
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_family_that_is_known_is_fused(llama: Path, dtype: torch.dtype) -> None:
+    _, forward = load_forward(llama, dtype, fused=True)
+    assert isinstance(forward, FusedDecoder)
+
+
+def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Path, tmp_path: Path) -> None:
+    save_model("gpt2", tmp_path)
+    for path, dtype, fused in (
+        (llama, torch.float32, False),
+        (llama, torch.float64, True),
+        (tmp_path, torch.float32, True),
+    ):
+        _, forward = load_forward(path, dtype, fused=fused)
+        assert isinstance(forward, ModuleForward)
+
+
+def test_without_numba(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choose_forward, "find_spec", lambda name: None)
+    _, forward = load_forward(llama, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
+
+
+def test_loops_that_compute_something_else_are_not_used(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a family that changed in a release of transformers. The model is loaded anew, with all its weights."""
+    right, reference = load_forward(llama, torch.float32, fused=False)
+    expected = choose_forward._logits(reference, right)
+
+    def changed(model: object) -> object:
+        decoder = read_decoder(model)
+        assert decoder is not None
+        decoder.residual_factor = 0.9
+        return decoder
+
+    monkeypatch.setattr(choose_forward, "read_decoder", changed)
+    loaded, forward = load_forward(llama, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
+    assert torch.equal(choose_forward._logits(forward, loaded), expected)
+
+
+def test_loops_that_cannot_be_compiled_are_not_used(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with a Numba that does not take the installed NumPy. The model is loaded anew where weights were taken."""
+    caplog.set_level("INFO")
+    take = Decoder.take_layer
+
+    def broken(decoder: Decoder, index: int) -> DecoderLayer:
+        if index == 1:
+            raise ImportError("Numba needs NumPy 2.1 or less\nand more of it")
+        return take(decoder, index)
+
+    monkeypatch.setattr(Decoder, "take_layer", broken)
+    loaded, forward = load_forward(llama, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
+    assert choose_forward._logits(forward, loaded).isfinite().all()
+    reasons = [getattr(record, "fields", {}).get("reason") for record in caplog.records]
+    assert "the compiled loops failed: ImportError: Numba needs NumPy 2.1 or less" in reasons
