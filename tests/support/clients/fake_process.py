@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from concurrent import futures
 from pathlib import Path
@@ -46,8 +45,9 @@ def main() -> int:
         write_port_file(Path(value("--port-file")), {"phase": {"name": "loading the weights", "percent": 34}})
         while not journal.exists() or "go on" not in journal.read_text():
             time.sleep(0.01)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else lambda *_: stop.set())
+    # Not an Event: its lock is not free where the handler interrupts a wait at the wrong moment.
+    stops: list[int] = []
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if mode == "deaf" else lambda signum, _: stops.append(signum))
     server = grpc.server(futures.ThreadPoolExecutor(2))
     servicer = health.HealthServicer()
     servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -64,7 +64,8 @@ def main() -> int:
         file.write(f"{name} started {os.getpid()}\n")
     # Not before: a process that serves has said where it listens.
     servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    while not stop.wait(0.02):
+    while not stops:
+        time.sleep(0.02)
         if mode == "dielater" and "now die" in journal.read_text():
             return 3
     server.stop(0)

@@ -18,7 +18,6 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any, Self
 
 import grpc
@@ -250,13 +249,17 @@ class Stack:
         self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self._config.on_log))
 
     def wait_ready(
-        self, timeout_s: float, stop: threading.Event | None = None, on_wait: Callable[[str, float], None] | None = None
+        self,
+        timeout_s: float,
+        pause: Callable[[float], bool] | None = None,
+        on_wait: Callable[[str, float], None] | None = None,
     ) -> bool:
-        """Waits until all are healthy. False when `stop` was set first. Raises StackError on a death or the timeout.
+        """Waits until all are healthy. Raises StackError on a death or the timeout.
 
-        `on_wait` gets the name of the process waited for and the seconds waited.
+        `pause` waits so many seconds; where it says True the wait ends, with False. `on_wait` gets the name of the
+        process waited for and the seconds waited.
         """
-        begun, stop = time.monotonic(), stop or threading.Event()
+        begun, pause = time.monotonic(), pause or _sleep
         for child in self._in_order():
             while not child.ready():
                 waited = time.monotonic() - begun
@@ -265,7 +268,7 @@ class Stack:
                     raise StackError(f"the {child.name} was not ready within {timeout_s:g} s{child.tail()}")
                 if on_wait is not None:
                     on_wait(child.name, waited)
-                if stop.wait(_POLL_S):
+                if pause(_POLL_S):
                     return False
         return True
 
@@ -327,35 +330,6 @@ class Stack:
             child.popen.kill()
 
 
-class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP, unless that is ignored (`nohup`), set `asked`; the second one kills the stack. For
-    the main thread, in `with`.
-    """
-
-    def __init__(self, stack: Stack) -> None:
-        self._stack = stack
-        self.asked = threading.Event()
-
-    def __enter__(self) -> Self:
-        signals = (signal.SIGINT, *end_signals())
-        self._before = {signum: signal.signal(signum, self._handle) for signum in signals}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _handle(self, signum: int, frame: FrameType | None) -> None:
-        if self.asked.is_set():
-            self._stack.kill()
-        self.asked.set()
-
-
-def end_signals() -> list[signal.Signals]:
-    """Signals besides Ctrl-C's that end a command; SIGHUP is none where it is ignored, as under `nohup`."""
-    return [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is not signal.SIG_IGN]
-
-
 def _environment() -> dict[str, str]:
     """This process's environment, in which the children find the same modules, and learn that they end with it."""
     # A script's directory or `python -c` may have put entries on sys.path that an environment variable has to carry on.
@@ -366,6 +340,11 @@ def _environment() -> dict[str, str]:
         ENDS_WITH_PARENT: "1",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])])),
     }
+
+
+def _sleep(seconds: float) -> bool:
+    time.sleep(seconds)
+    return False
 
 
 def _serves(target: str) -> bool:

@@ -7,7 +7,6 @@ import re
 import signal
 import socket
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from support.clients.held_port import held_port, hold
 from support.clients.stand_ins import config
 
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Child, Stack, StackError, StopSignals
+from pagekv.client.launcher.stack import Child, Stack, StackError
 
 
 def is_alive(pid: int) -> bool:
@@ -148,11 +147,9 @@ def test_a_command_that_does_not_exist(journal: Path) -> None:
 
 
 def test_waiting_ends_when_asked(journal: Path) -> None:
-    stop = threading.Event()
-    stop.set()
     with Stack(config(journal)) as stack:
         stack.start()
-        assert not stack.wait_ready(120, stop)
+        assert not stack.wait_ready(120, lambda seconds: True)
 
 
 def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
@@ -369,15 +366,3 @@ def test_a_log_that_cannot_be_shown_is_read_all_the_same(journal: Path) -> None:
     child.wait_until(time.monotonic() + 120)
     assert child.popen.returncode == 0
     assert child.lines[-1] == "line 19999"
-
-
-def test_hanging_up_is_ignored_where_it_was_before(journal: Path) -> None:
-    """As under `nohup`."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopSignals(Stack(config(journal))) as signals:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not signals.asked.is_set()
-        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGHUP, before)

@@ -14,7 +14,8 @@ from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import Completion, GenerateOptions
-from pagekv.client.launcher.stack import Stack, end_signals
+from pagekv.client.launcher.stack import Stack
+from pagekv.client.launcher.stop_signals import end_signals
 
 EXAMPLES = """\
   pagekv demo

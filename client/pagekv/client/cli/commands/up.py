@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import threading
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from pagekv.client.cli.terminal import Terminal, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackConfig, StopSignals
+from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.stop_signals import StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, is_true, listening_host, number, variable_of
@@ -210,9 +211,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     stack = Stack(config)
     with StopSignals(stack) as signals, stack:
         stack.start()
-        if wait_ready(stack, args, terminal, signals.asked):
+        if wait_ready(stack, args, terminal, signals.wait):
             _announce(stack, args, terminal)
-            while not signals.asked.wait(_WATCH_S):
+            while not signals.wait(_WATCH_S):
                 for report in stack.new_deaths():
                     terminal.note(f"{report}\nthe other pairs go on")
         terminal.note("stopping: running streams may finish (Ctrl-C again kills)")
@@ -222,10 +223,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def wait_ready(
-    stack: Stack, args: argparse.Namespace, terminal: Terminal, asked: threading.Event | None = None
+    stack: Stack,
+    args: argparse.Namespace,
+    terminal: Terminal,
+    pause: Callable[[float], bool] | None = None,
 ) -> bool:
-    """Waits and says what the processes do, with the seconds since the start; False when a signal came first. Raises
-    StackError.
+    """Waits and says what the processes do, with the seconds since the start. `pause` and what is returned as in
+    `Stack.wait_ready`. Raises StackError.
     """
     begun = time.monotonic()
     said: dict[tuple[str, str], float] = {}
@@ -250,7 +254,7 @@ def wait_ready(
         terminal.status(f"{waited_s:7.1f} s  {words}")
 
     say("starting the executor and the KV-manager")
-    ready = stack.wait_ready(args.start_timeout, asked, show)
+    ready = stack.wait_ready(args.start_timeout, pause, show)
     terminal.clear()
     if ready:
         say("ready")
