@@ -27,13 +27,11 @@ VOCAB = 256
 SPREAD = 0.3
 WINDOW = 9
 
-_COMMON: dict[str, Any] = {
+# Of every small model.
+SMALL: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "max_position_embeddings": 256,
     "initializer_range": SPREAD,
     "tie_word_embeddings": False,
@@ -41,6 +39,7 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": 0,
 }
+_COMMON: dict[str, Any] = {**SMALL, "intermediate_size": 80, "num_hidden_layers": 3, "num_key_value_heads": 2}
 
 MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**_COMMON),

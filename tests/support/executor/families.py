@@ -4,21 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.executor.cpu_driver import SPREAD, VOCAB, WINDOW
+from support.executor.cpu_driver import SMALL, SPREAD, WINDOW
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-_COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "initializer_range": SPREAD,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+_COMMON: dict[str, Any] = {**SMALL, "num_hidden_layers": 2}
 _GATED: dict[str, Any] = {"intermediate_size": 80, "num_key_value_heads": 2}
 _HEADS: dict[str, Any] = {**_GATED, "head_dim": 16}
 _EXPERTS: dict[str, Any] = {**_GATED, "num_experts": 4, "num_experts_per_tok": 2}
