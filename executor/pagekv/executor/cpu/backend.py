@@ -131,7 +131,6 @@ class CpuBackend:
         return Finished(sampled, way.threads)
 
     def _use(self, way: Way) -> None:
-        # Takes less than a microsecond, and torch keeps the threads that it does not use.
         torch.set_num_threads(way.threads)
         # A single thread waits for nobody.
         if way.threads > 1:
