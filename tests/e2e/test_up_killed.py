@@ -25,7 +25,7 @@ def runs(pid: int) -> bool:
 @pytest.mark.parametrize("gateway", [[], ["--gateway", "--gateway-port", "0"]], ids=["plain", "gateway"])
 def test_no_process_outlives_a_launcher_that_was_killed(gateway: list[str]) -> None:
     if gateway:
-        pytest.importorskip("smg")
+        pytest.importorskip("smg", reason="pip install 'pagekv[gateway]'")
     command = [sys.executable, "-m", "pagekv.client.cli", "up", "--json", *ORACLE, *gateway]
     command += ["--port", "0", "--executor-port", "0", "--http-port", "0"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-# Of the dev extra: cyclonedx-bom.
-schema = pytest.importorskip("cyclonedx.schema")
-validation = pytest.importorskip("cyclonedx.validation.json")
+REASON = "pip install 'pagekv[dev]', which has cyclonedx-bom"
+schema = pytest.importorskip("cyclonedx.schema", reason=REASON)
+validation = pytest.importorskip("cyclonedx.validation.json", reason=REASON)
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = {"manager", "gateway", "executor", "gpu"}

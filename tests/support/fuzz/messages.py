@@ -47,7 +47,7 @@ def _prompt_ids(rng: random.Random) -> list[int]:
 
 
 _name = _one_of(*(f"fuzz-{n}" for n in range(16)))
-_text: Maker = lambda rng: " ".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 5, 20])))  # noqa: E731
+_text: Maker = lambda rng: " ".join(rng.choice(WORDS) for _ in range(rng.choice([1, 2, 5, 20])))  # noqa: E731  # as the others
 
 # By the name of a field, or of message and field. None: the field is left out, though it is no bound that forbids it.
 VALUES: dict[str, Maker | None] = {

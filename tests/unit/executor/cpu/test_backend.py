@@ -169,6 +169,6 @@ def test_the_start_says_what_computes(llama: Path, caplog: pytest.LogCaptureFixt
     caplog.set_level("INFO")
     CpuBackend(llama, "m", "bfloat16", threads=1)
     line = next(record for record in caplog.records if record.message == "computing")
-    found = line.fields  # type: ignore[attr-defined]
+    found = line.fields  # type: ignore[attr-defined]  # added by Log
     assert found["instructions"].startswith(torch.backends.cpu.get_cpu_capability())
     assert (found["dtype"], found["threads"]) == (torch.bfloat16, 1)

@@ -196,7 +196,7 @@ def test_changes_are_logged_and_not_each(caplog: pytest.LogCaptureFixture) -> No
     run(make(), lambda now: NEIGHBOURS if int(now / 3) % 2 else QUIET, 60)
     lines = [record for record in caplog.records if record.message == "steps are computed in another way"]
     assert 1 < len(lines) <= 7
-    first = lines[0].fields  # type: ignore[attr-defined]
+    first = lines[0].fields  # type: ignore[attr-defined]  # added by Log
     assert (first["threads_before"], first["waiting_before"], first["tokens"]) == (2, "spins", 32)
     assert first["step_ms"] < first["step_ms_before"]
-    assert sum(line.fields["changes"] for line in lines) > len(lines)  # type: ignore[attr-defined]
+    assert sum(line.fields["changes"] for line in lines) > len(lines)  # type: ignore[attr-defined]  # added by Log

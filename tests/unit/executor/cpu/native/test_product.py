@@ -22,7 +22,7 @@ SIZES = ((512, 192), (64, 130), (37, 18), (1, 2))
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    return request.param  # type: ignore[no-any-return]
+    return request.param  # type: ignore[no-any-return]  # pytest has Any
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
     if request.param is not None:
         monkeypatch.setattr(product_module, "vector_lanes", lambda: request.param)
         monkeypatch.setattr(product_module, "bfloat16_sums", lambda: BFLOAT16_WIDENED)
-    return request.param  # type: ignore[no-any-return]
+    return request.param  # type: ignore[no-any-return]  # pytest has Any
 
 
 def weights(inner: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,13 +28,13 @@ def compiled(loop: Any, lanes: int, size: int, members: int, width: int) -> Call
         def scores(stored: int, apart: int, query: int, found: int, row: int, most: int) -> None:
             score_slots(lanes, size, members, width, stored, apart, SLOTS, query, found, row, most, stored, 0)
 
-        return scores  # type: ignore[no-any-return]
+        return scores  # type: ignore[no-any-return]  # Numba has no types
 
     @njit
     def weigh(stored: int, apart: int, weights: int, row: int, out: int) -> None:
         weigh_slots(lanes, size, members, width, stored, apart, SLOTS, weights, row, out, stored, 0)
 
-    return weigh  # type: ignore[no-any-return]
+    return weigh  # type: ignore[no-any-return]  # Numba has no types
 
 
 def room(size: int, dtype: torch.dtype) -> torch.Tensor:
