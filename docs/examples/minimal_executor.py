@@ -296,11 +296,10 @@ async def refuse(context: Any, refusal: Refused) -> None:
 
 
 async def serve(address: str) -> None:
-    """Serves until it is stopped. The options let managers ping (P10) and send long steps."""
+    """Serves until it is stopped. The options let managers ping (P10); steps are no longer than gRPC takes (P13)."""
     options = [
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),
-        ("grpc.max_receive_message_length", 2**28),
     ]
     server = grpc.aio.server(options=options)
     pb_grpc.add_ExecutorServiceServicer_to_server(Toy(), server)

@@ -71,7 +71,7 @@ def rows() -> Iterator[tuple[str, str]]:
     yield "GetBlockTable of a million tokens", f"{longest_ms(partial(asked.block_tables_in_slices, '0')):.1f}"
     for count in (1_280, 10_000):
         asked = queries([array("I", [number]) for number in range(count)])
-        yield f"ListRequests of {count:,}", f"{longest_ms(partial(asked.list_requests_in_slices, 10_000)):.1f}"
+        yield f"ListRequests of {count:,}", f"{longest_ms(partial(asked.list_requests_in_slices, 4096)):.1f}"
     for count, tokens in ((1, MILLION), (256, 4096), (4096, 16)):
         step = step_of(count, tokens)
         yield f"a step in which {count:,} of {tokens:,} enter", f"{longest_ms(partial(wire.large_step, step)):.1f}"

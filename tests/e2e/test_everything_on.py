@@ -119,7 +119,7 @@ async def run_load(target: str, gate: Gate) -> operator_pb.GetStatsResponse:
 async def hashes_of(target: str) -> set[int]:
     """The 64-bit hashes of what is cached on the device."""
     async with Caller(target) as caller:
-        listed = await caller.operator.ListBlocks(operator_pb.ListBlocksRequest(page_size=10_000))
+        listed = await caller.operator.ListBlocks(operator_pb.ListBlocksRequest(page_size=4096))
     return {int(block.block_hash[:16], 16) for block in listed.blocks if block.block_hash}
 
 

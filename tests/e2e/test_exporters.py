@@ -61,7 +61,7 @@ def test_events_traces_and_decisions_of_one_run(tmp_path: Path) -> None:
         dealer.connect(replays)
         async with AsyncPageKVClient(stack.target) as client:
             stats = await client.stats()
-            listed = await client.list_blocks(page_size=10_000)
+            listed = await client.list_blocks(page_size=4096)
         hashes = {int(block.block_hash[:16], 16) for block in listed.blocks if block.block_hash}
         # The last batch comes a moment after its step.
         deadline = time.monotonic() + 120

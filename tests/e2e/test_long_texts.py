@@ -1,4 +1,4 @@
-"""Texts of 8 MiB, many at once and given up, beside a short one: manager and its worker processes stay within the
+"""Texts of 4 MB, many at once and given up, beside a short one: manager and its worker processes stay within the
 memory that compose.yaml gives them.
 """
 
@@ -24,9 +24,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
 # The limit of a manager in compose.yaml.
 LIMIT_MIB = 1024 * int(re.findall(r"PAGEKV_MANAGER_MEMORY:-(\d+)g", (ROOT / "compose.yaml").read_text())[0])
-# A context in which no text of 8 MiB is refused before it is encoded.
+# A context in which no text of 4 MB is refused before it is encoded.
 CONTEXT = ["--max-model-len", str(2**20), "--kv-memory", "16MiB"]
-LONG = pb.TokenizeRequest(prompt=as_prompt("ab c" * 2**21))
+LONG = pb.TokenizeRequest(prompt=as_prompt("ab c" * 10**6))
 SHORT = pb.TokenizeRequest(prompt=as_prompt("In the beginning"))
 # Seconds after which a caller gives a long text up, and for which one waits for a short text, or for all long ones.
 GIVEN_UP_S, SHORT_S, LONG_S = 0.5, 60.0, 1200.0
@@ -67,7 +67,7 @@ async def status_of(caller: Caller, deadline_s: float) -> grpc.StatusCode:
     return grpc.StatusCode.OK
 
 
-def test_sixteen_texts_of_8_mib_fit_into_the_memory_of_compose() -> None:
+def test_sixteen_texts_of_4_mb_fit_into_the_memory_of_compose() -> None:
     async def run(stack: Stack) -> None:
         async with Caller(stack.target) as caller, Caller(stack.target, OWN_CONNECTION) as beside:
             wanted = await beside.inference.Tokenize(SHORT, timeout=SHORT_S)

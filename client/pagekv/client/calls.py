@@ -39,7 +39,7 @@ from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 # Entries that the server gives in one answer, at most.
-LARGEST_PAGE = 10_000
+LARGEST_PAGE = 4096
 
 
 class ClientCalls(Connection):
@@ -114,7 +114,7 @@ class ClientCalls(Connection):
         page_token: str = "",
     ) -> PrefixExplanation:
         """Why each block of a prompt hits or misses. All of them, over as many calls as it takes; with `page_size` a
-        page of 1 to 10000 blocks. Begins with the first block, or where `next_page_token` of the page before says.
+        page of 1 to 4096 blocks. Begins with the first block, or where `next_page_token` of the page before says.
         """
         request = prompt_request(
             cache_pb.ExplainPrefixRequest(),
@@ -169,7 +169,7 @@ class ClientCalls(Connection):
 
     @for_both
     async def list_requests(self, page_size: int = 1000, page_token: str = "") -> RequestList:
-        """A page of 1 to 10000 live requests, those that run first: the first one, or the one that `next_page_token`
+        """A page of 1 to 4096 live requests, those that run first: the first one, or the one that `next_page_token`
         of the page before names.
         """
         return await self._request_page(page_size, page_token)
@@ -193,7 +193,7 @@ class ClientCalls(Connection):
     async def list_blocks(
         self, state: BlockState | None = None, *, page_size: int = 1000, page_token: str = ""
     ) -> BlockList:
-        """A page of 1 to 10000 blocks of the pool by id, only those in `state` if given: the first one, or the one
+        """A page of 1 to 4096 blocks of the pool by id, only those in `state` if given: the first one, or the one
         that `next_page_token` of the page before names.
         """
         return await self._block_page(state, page_size, page_token)

@@ -57,7 +57,6 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         # An answer has every token with its log-probabilities at most; the server bounds both.
         ("grpc.max_receive_message_length", 64 * 2**20),
-        ("grpc.max_send_message_length", 16 * 2**20),
         # A host that died without a word is noticed within half a minute, also in the middle of a stream.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -6,6 +6,7 @@ servers know.
 
 from __future__ import annotations
 
+import re
 from inspect import signature
 from typing import Any
 
@@ -113,6 +114,8 @@ _NEVER_CONNECTED = (
     "errors resolving",
     "Failed to create secure",
 )
+# How gRPC's server words a message beyond its bound, which reaches no code that could name a field.
+_TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 # How gRPC words a cancellation that began on this side.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
@@ -127,6 +130,8 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
         if key == STATUS_DETAILS_KEY:
             found |= _details(value)
     reason = found.get("reason")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
+        return InvalidRequest("request", f"must be at most {sizes[2]} bytes as a message, has {sizes[1]}")
     # Without a reason UNAVAILABLE is most often gRPC's own: there is no connection.
     by_code = None if code is grpc.StatusCode.UNAVAILABLE and reason is None else _BY_CODE.get(code)
     cls = _CLASSES.get((code, reason or ""), by_code)

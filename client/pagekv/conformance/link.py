@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 from google.rpc import error_details_pb2, status_pb2
 
+from pagekv.common.message_sizes import MAX_RESULT_BYTES
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.conformance.verdict import BrokenRule
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -123,8 +124,7 @@ def open_channel(target: str, keepalive_ms: int = KEEPALIVE_MS) -> grpc.Channel:
             # A connection of its own, though another channel leads to the same address.
             ("grpc.use_local_subchannel_pool", 1),
             # P13.
-            ("grpc.max_receive_message_length", 256 * 2**20),
-            ("grpc.max_send_message_length", 256 * 2**20),
+            ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
             ("grpc.keepalive_time_ms", keepalive_ms),
             ("grpc.keepalive_timeout_ms", 10_000),
             ("grpc.keepalive_permit_without_calls", 1),

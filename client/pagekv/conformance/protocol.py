@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 
+from pagekv.common.message_sizes import max_step_bytes
 from pagekv.conformance.kit import Kit, expect, refused, with_unknown
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
@@ -36,10 +37,10 @@ BAD_ATTACH: tuple[tuple[str, object], ...] = (
     ("num_device_blocks", 0),
     ("layout", "no such layout"),
 )
+# Bytes of a sequence in a step besides its tokens, at most.
+SEQUENCE_BYTES = 256
 # Of a pool with more blocks one too many cannot be asked for.
 MAX_BLOCKS = 2**31 - 1
-# Bytes of a step that is longer than gRPC takes by default.
-LONG_STEP = 5 * 2**20
 # Bounds of DescribeResponse.
 NUMBERS = {
     **dict.fromkeys(("num_layers", "num_kv_heads", "head_size"), (1, 2**16)),
@@ -264,13 +265,15 @@ def long_steps_are_taken(kit: Kit) -> None:
     """Long sequences enter and sit out, so nothing is computed."""
     token, most = kit.description.vocab_size - 1, kit.description.max_sequences
     num_bytes = -(-max(1, token.bit_length()) // 7)
-    length = min(kit.description.max_model_len, LONG_STEP // num_bytes + 1)
-    count = -(-LONG_STEP // (length * num_bytes))
+    # Other fields of the step and of its sequences have less than the bytes left out here.
+    longest = max_step_bytes(kit.description.max_model_len) - 2**16
+    length = min(kit.description.max_model_len, longest // num_bytes)
+    count = longest // (length * num_bytes + SEQUENCE_BYTES)
     if count > most:
         raise NotTested(f"{most} sequences of {length} tokens are no long step")
     with kit.epoch() as epoch:
         seqs = [epoch.sequence([token] * length) for _ in range(count)]
-        with during(f"a step of {LONG_STEP >> 20} MiB"):
+        with during(f"a step of {longest >> 10} KiB"):
             epoch.step(seqs, counts=dict.fromkeys(seqs, 0))
         epoch.step(finish=seqs)
 

@@ -19,7 +19,7 @@ HOST_POOL = pb.EXECUTOR_FEATURE_HOST_POOL
 MAX_STEP_TOKENS = 65536
 # The longest sequence that is computed to see where the model ends (R31), and the most sequences of one step (R20).
 MAX_COMPUTED, MAX_ENTERING = 16384, 20000
-# The longest sequence that is sent to be refused (R11), 16 MiB.
+# The longest sequence that is sent to be refused (R11), 16 MiB and less than a step of such a model may have (P13).
 MAX_TOKENS = 2**24
 # No operation has this kind.
 UNKNOWN_KIND: Any = 99

@@ -12,28 +12,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Parameters of glibc's mallopt, from malloc.h.
-M_TRIM_THRESHOLD = -1
-M_MMAP_THRESHOLD = -3
-KEPT_BYTES = 2**30
 # How long a thread spins at a barrier before it sleeps: most of what a step does between two parallel loops takes less.
 SPIN_S = 100e-6
 # The same in turns, where a turn cannot be measured.
 DEFAULT_SPINS = 4000
 # Turns in a round of measuring, and rounds: half a millisecond in all.
 PAUSES, PAUSE_ROUNDS = 1000, 16
-
-
-def keep_freed_memory() -> None:
-    """Lets the C library keep up to a GiB of freed memory for the next allocation, where that library is glibc.
-
-    By default each activation of some megabytes goes back to the kernel, and every operator of a prefill pays for fresh
-    pages, a quarter of its time.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 def shorten_spinning() -> None:

@@ -20,10 +20,11 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.loopback import is_local
+from pagekv.common.message_sizes import max_step_bytes
 from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
-from pagekv.common.server import MAX_STEP_BYTES, GrpcServer, run_async, spare_the_collector, stop_event
+from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
@@ -165,10 +166,14 @@ class Executor:
         self._load_backend = load
         self._compute = WorkerThread()
         self.session = Session(self._compute)
-        self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection, MAX_STEP_BYTES)
-        ExecutorService(self.session).add_to(self._grpc.server)
+        self._grpc = self._server(config.listen)
         # perf_counter when serving began.
         self.serving_since = math.inf
+
+    def _server(self, listen: str, max_model_len: int = 0) -> GrpcServer:
+        server = GrpcServer(listen, [SERVICE_NAME], self._config.reflection, max_step_bytes(max_model_len))
+        ExecutorService(self.session).add_to(server.server)
+        return server
 
     @property
     def listening(self) -> bool:
@@ -196,7 +201,8 @@ class Executor:
         loading = asyncio.create_task(self._load(), name="load")
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
-            spare_the_collector()
+            prepare_to_serve()
+            await self._take_longest_step(loading.result().max_model_len)
             self.session.serve(loading.result())
             self._grpc.set_serving(True)
             self.serving_since = time.perf_counter()
@@ -204,6 +210,16 @@ class Executor:
             await asyncio.wait([stopped, lost], return_when=asyncio.FIRST_COMPLETED)
             lost.cancel()
         return await self._shut_down(idle=loading.done())
+
+    async def _take_longest_step(self, max_model_len: int) -> None:
+        """Listens anew where the model's sequences are so long that steps are larger than the server takes, which is
+        settled when it begins. Callers connect again.
+        """
+        if max_step_bytes(max_model_len) > max_step_bytes(0):
+            address = self.address
+            await self._grpc.stop(0)
+            self._grpc = self._server(address, max_model_len)
+            await self._grpc.start()
 
     async def _load(self) -> Backend:
         begin = time.monotonic()

@@ -18,7 +18,7 @@ from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
-from pagekv.common.server import GrpcServer, run_async, spare_the_collector, stop_event
+from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.operator_service import OperatorService
@@ -264,7 +264,7 @@ class Manager:
                         model=model.vocab_size,
                     )
                 if loaded is None:
-                    spare_the_collector()
+                    prepare_to_serve()
                 loaded = model.model_fingerprint
                 self._state.open(loaded, tokenizer)
                 self._keep(tokenizer)

@@ -1,6 +1,6 @@
 """Large messages: counted before they are parsed, and parsed in slices.
 
-A message of 16 MiB can have eight million empty entries, which a parser turns into hundreds of megabytes in seconds
+A message of 4 MiB can have two million empty entries, which a parser turns into hundreds of megabytes in a second
 during which the event loop does nothing else. So fields and numbers are counted while a message is walked through,
 and the walk ends at the first entry too many. Long lists of numbers are given to the parser piece by piece: protobuf
 appends what comes in pieces (https://protobuf.dev/programming-guides/encoding/#last-one-wins).
@@ -27,14 +27,15 @@ SMALL_BYTES = 4 * 2**10
 # Bytes given to the parser, bytes counted and fields walked through between two turns of the event loop.
 SLICE_BYTES = 16 * 2**10
 COUNTED_BYTES = 256 * 2**10
-SLICE_FIELDS = 1024
+SLICE_FIELDS = 512
 # Fields that a message may have, with those of the messages inside it; every entry of a list counts, unless it is a
 # number. A conversation of 4096 messages beside as many biases and stops as there may be has 15,500.
 MAX_FIELDS = 16 * 2**10
-# Numbers that the lists of a message may have; the parser takes 32 MiB for them.
-MAX_NUMBERS = 4 * 2**20
-# Bytes of one text: the parser makes two copies at once. No field may have more than a prompt.
-MAX_TEXT_BYTES = 8 * 2**20
+# Numbers that the lists of a message may have; the parser takes 16 MiB for them.
+MAX_NUMBERS = 2 * 2**20
+# Bytes of one text, which leave room for the rest of its message: the parser makes two copies at once. No field may
+# have more than a prompt.
+MAX_TEXT_BYTES = 4_000_000
 # Messages inside messages, as the parsers of protobuf have it.
 MAX_DEPTH = 100
 
@@ -131,6 +132,8 @@ async def read_large(message: Message, data: bytes, bounds: Bounds) -> None:
     """Parses `data` into the empty `message`, with a turn of the event loop behind each slice. Raises what
     `parse_slices` does.
     """
+    # gRPC has copied the message in this turn.
+    await asyncio.sleep(0)
     for _ in parse_slices(message, data, bounds):
         await asyncio.sleep(0)
 

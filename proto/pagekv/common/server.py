@@ -17,18 +17,16 @@ from grpc_health.v1 import health_pb2_grpc
 from pagekv.common import health
 from pagekv.common.aio_server import aio_server
 from pagekv.common.errors import InvalidRequest, PageKVError
+from pagekv.common.freed_memory import keep_freed_memory, touch_memory
 from pagekv.common.large_messages import SMALL_BYTES, Bounds, read_large
 from pagekv.common.logs import Log
+from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
 from pagekv.common.parent import call_without_parent
 from pagekv.common.statuses import abort_with
 from pagekv.common.unknown_fields import check_known
 
 log = Log(__name__)
 
-# Bytes of one message that either process takes. 10 MB prompts must reach validation to be refused with a field name.
-MAX_RECEIVE_BYTES = 16 * 2**20
-# Bytes of one step and of one result (P13 in executor_service.proto): sequences enter whole, many in one step.
-MAX_STEP_BYTES = 256 * 2**20
 # In the metadata of Run: the epoch that its steps are of (P3).
 EPOCH_KEY = "pagekv-epoch"
 # Connections to a port at most, and the file descriptors kept for everything else: the link between the processes, the
@@ -39,9 +37,11 @@ KEPT_DESCRIPTORS = 256
 # themselves with their next call.
 HANDSHAKE_MS = 10_000
 IDLE_MS = 60_000
+# Freed memory that a process keeps for its next messages, and what it begins with: six copies of the largest one.
+KEPT_BYTES = 128 * 2**20
+TOUCHED_BYTES = 6 * MAX_RECEIVE_BYTES
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
-    ("grpc.max_send_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not a silent second server
@@ -151,10 +151,10 @@ class GrpcServer:
         listen: str,
         services: Sequence[str],
         reflection: bool = True,
-        max_message_bytes: int = MAX_RECEIVE_BYTES,
+        max_receive_bytes: int = MAX_RECEIVE_BYTES,
     ) -> None:
         """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection. Messages of
-        up to `max_message_bytes` are taken and sent.
+        up to `max_receive_bytes` are taken.
         """
         self._listen = listen
         self._names = [*services]
@@ -163,8 +163,8 @@ class GrpcServer:
             "grpc.max_allowed_incoming_connections": connection_limit(),
             "grpc.server_handshake_timeout_ms": HANDSHAKE_MS,
             "grpc.max_connection_idle_ms": IDLE_MS,
+            "grpc.max_receive_message_length": max_receive_bytes,
         }
-        options |= dict.fromkeys(("grpc.max_receive_message_length", "grpc.max_send_message_length"), max_message_bytes)
         self.server = aio_server((ErrorInterceptor(),), list(options.items()))
         self._health = health.HealthService(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -220,17 +220,20 @@ def stop_event() -> asyncio.Event:
     return event
 
 
-def spare_the_collector() -> None:
-    """Hides all objects made so far (modules, pools, models) from the garbage collector. To be called once, before
-    serving: a full collection over them stops the process for as long as a step or several.
+def prepare_to_serve() -> None:
+    """Hides all objects made so far (modules, pools, models) from the garbage collector: a full collection over them
+    stops the process for as long as a step or several. Takes memory for the first messages. To be called once, before
+    serving.
     """
     gc.collect()
     gc.freeze()
+    touch_memory(TOUCHED_BYTES)
 
 
 def run_async(main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     """Runs a process's main coroutine, on uvloop where it is installed."""
     raise_descriptor_limit()
+    keep_freed_memory(KEPT_BYTES)
     try:
         import uvloop
 

@@ -158,7 +158,7 @@ class ExplainPrefixRequest(google.protobuf.message.Message):
     adapter: builtins.str
     """As in GenerateRequest."""
     page_size: builtins.int
-    """Blocks to explain at most, up to 10000. 0: 1000."""
+    """Blocks to explain at most, up to 4096. 0: 1000."""
     page_token: builtins.str
     """Where to go on: next_page_token of the page before, for the same prompt. Empty: the first block."""
     @property

@@ -301,7 +301,7 @@ class ListRequestsRequest(google.protobuf.message.Message):
     PAGE_SIZE_FIELD_NUMBER: builtins.int
     PAGE_TOKEN_FIELD_NUMBER: builtins.int
     page_size: builtins.int
-    """How many at most, up to 10000. 0: 1000."""
+    """How many at most, up to 4096. 0: 1000."""
     page_token: builtins.str
     """Where to go on: next_page_token of the page before. Empty: the first."""
     def __init__(
@@ -509,7 +509,7 @@ class ListBlocksRequest(google.protobuf.message.Message):
     state: global___BlockState.ValueType
     """Only blocks in this state; UNSPECIFIED: all."""
     page_size: builtins.int
-    """How many at most, up to 10000. 0: 1000. Of more than 512 each 512 are a snapshot."""
+    """How many at most, up to 4096. 0: 1000. Of more than 256 each 256 are a snapshot."""
     page_token: builtins.str
     """Where to go on: next_page_token of the page before. Empty: the first block."""
     def __init__(

@@ -433,7 +433,7 @@ class Prompt(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """As text, encoded with the model's tokenizer and its special tokens. At least one token; at most 8 MiB, and 32
+    """As text, encoded with the model's tokenizer and its special tokens. At least one token; at most 4 MB, and 32
     bytes for each token that a prompt may have.
     """
     @property

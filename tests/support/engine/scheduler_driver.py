@@ -8,6 +8,7 @@ from typing import Any
 from support.engine.fake_executor import FakeExecutor
 from support.engine.integrity import check_scheduler
 
+from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
 from pagekv.kvmanager.engine.answer_check import AnswerCheck
 from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
@@ -49,6 +50,7 @@ class Driver:
         preemption: str = "recompute",
         write_back: bool = False,
         preemption_limit: int = 3,
+        max_step_bytes: int = MAX_RECEIVE_BYTES,
     ) -> None:
         """`protected_share`: evicts by segmented LRU with this share, else by LRU."""
         self.block_size = block_size
@@ -66,6 +68,7 @@ class Driver:
             policy,
             write_back,
             preemption_limit,
+            max_step_bytes,
         )
         self.priority_aging = priority_aging
         self.eos = eos

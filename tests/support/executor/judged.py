@@ -123,7 +123,7 @@ def served_backend(backend: Backend) -> Iterator[str]:
 
     async def start() -> tuple[int, Callable[[], Awaitable[None]]]:
         session = Session(compute)
-        server = GrpcServer("127.0.0.1:0", [SERVICE_NAME], reflection=False, max_message_bytes=2**28)
+        server = GrpcServer("127.0.0.1:0", [SERVICE_NAME], reflection=False, max_receive_bytes=2**28)
         ExecutorService(session).add_to(server.server)
         port = await server.start()
         session.serve(backend)

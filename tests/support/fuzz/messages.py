@@ -88,7 +88,7 @@ VALUES: dict[str, Maker | None] = {
     "priority": _one_of(-100, 0, 1, 100),
     "model_fingerprint": None,
     "adapter": None,
-    "page_size": _one_of(0, 1, 7, 100, 10_000),
+    "page_size": _one_of(0, 1, 7, 100, 4096),
     "page_token": None,
     "lease_seconds": _one_of(1, 2),
     "force": _one_of(False, False, True),

@@ -120,7 +120,7 @@ def test_all_pages_of_a_list(server: ScriptedServer, client: PageKVClient) -> No
     tokens: list[str] = []
 
     def note(request: Any) -> None:
-        assert request.page_size == 10_000
+        assert request.page_size == 4096
         tokens.append(request.page_token)
 
     live = [operator_pb.RequestInfo(request_id=name) for name in "abc"]
@@ -155,7 +155,7 @@ def test_a_whole_prompt_is_explained(server: ScriptedServer, client: PageKVClien
         server.expect("ExplainPrefix", reply, check=lambda r: tokens.append((r.page_size, r.page_token)))
     found = client.explain_prefix("hi")
     assert ([block.start for block in found.blocks], found.next_page_token) == ([0, 4], "")
-    assert tokens == [(10_000, ""), (10_000, "u")]
+    assert tokens == [(4096, ""), (4096, "u")]
 
 
 def test_a_pin_without_a_name_gets_one_that_a_repeated_call_keeps(server: ScriptedServer, client: PageKVClient) -> None:

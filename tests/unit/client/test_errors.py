@@ -99,6 +99,13 @@ def test_nobody_listens(make_client: Any) -> None:
                 call()
 
 
+def test_a_message_beyond_the_servers_bound_is_the_callers_mistake(client: PageKVClient) -> None:
+    """Worded by gRPC's own server, whose bound is that of a manager."""
+    for call in (client.tokenize, client.generate, lambda text: next(client.stream(text))):
+        with pytest.raises(InvalidRequest, match=r"^request: must be at most 4194304 bytes as a message, has 50000"):
+            call("x" * 5_000_000)
+
+
 def test_errors_are_caught_by_their_builtin_bases() -> None:
     caught: list[Exception] = []
     for error, base in (

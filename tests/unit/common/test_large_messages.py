@@ -104,7 +104,7 @@ def varint(number: int) -> bytes:
 @pytest.mark.parametrize(
     ("cls", "data", "field"),
     [
-        (pb.AbortRequest, b"\x0a\x00" * 2**23, "request_ids"),
+        (pb.AbortRequest, b"\x0a\x00" * 2**21, "request_ids"),
         (pb.GenerateRequest, sampling(b"\x4a\x00" * 2**22), "sampling_params.stop"),
         (pb.GenerateRequest, sampling(b"\x82\x01\x00" * 2**22), "sampling_params.logit_bias"),
         (pb.GenerateRequest, b"\x7a\x00" * 2**22, "prompt"),
@@ -121,7 +121,7 @@ def test_the_walk_ends_at_the_first_field_too_many(cls: type[Message], data: byt
     assert message.ByteSize() <= 8 * MAX_FIELDS
 
 
-@pytest.mark.parametrize("count", [MAX_NUMBERS + 1, 16 * 2**20 - 100])
+@pytest.mark.parametrize("count", [MAX_NUMBERS + 1, 4 * 2**20 - 100])
 def test_numbers_are_counted_before_they_are_parsed(count: int) -> None:
     data = b"\x5a" + varint(count) + bytes(count)
     error = refused(pb.GenerateRequest, data)

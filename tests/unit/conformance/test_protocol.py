@@ -93,10 +93,10 @@ def test_a_host_pool_of_any_size_is_noticed() -> None:
 
 def test_a_server_with_grpcs_own_limit_is_noticed() -> None:
     for options, outcome in (((), "ok"), (PINGS, "failed")):
-        with toy(("256, 300", "256, 2**16"), options=options) as address:
+        with toy(("256, 300", "256, 2**18"), options=options) as address:
             verdict = verdicts(address, "P13")["P13"]
         assert verdict.outcome == outcome, verdict
-    assert "a step of 5 MiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
+    assert "a step of 8128 KiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

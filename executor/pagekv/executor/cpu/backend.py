@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from pagekv.common.freed_memory import keep_freed_memory
 from pagekv.common.logs import Log
 from pagekv.common.phases import phase
 from pagekv.executor.backend.fingerprint import model_fingerprint
@@ -25,13 +26,15 @@ from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.cpu.threads import Way, WayChooser, ways
-from pagekv.executor.machine import available_bytes, keep_freed_memory, usable_cores
+from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
 from pagekv.executor.model.start_check import check_cpu_dtype
 
 log = Log(__name__)
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+# Freed memory that is kept for the activations of the next step.
+KEPT_BYTES = 2**30
 # Device and host pool together never take more of what is available than this.
 MAX_MEMORY_SHARE = 0.9
 
@@ -58,7 +61,7 @@ class CpuBackend:
         `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
         """
         check_cpu_dtype(dtype)
-        keep_freed_memory()
+        keep_freed_memory(KEPT_BYTES)
         self._waiting = Waiting()
         most = threads or usable_cores()
         choice = [Way(most, True)] if threads else ways(most, can_sleep=most > 1 and self._waiting.can_sleep(2))
@@ -83,6 +86,10 @@ class CpuBackend:
         )
         # By block size.
         self._swap_rates: dict[int, tuple[int, int]] = {}
+
+    @property
+    def max_model_len(self) -> int:
+        return self._loaded.max_model_len
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises InvalidRequest when --kv-memory holds no block of this size."""

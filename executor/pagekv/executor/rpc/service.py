@@ -68,6 +68,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
                 if len(data) <= SMALL_BYTES:
                     step = wire.step(pb.StepRequest.FromString(data))
                 else:
+                    await asyncio.sleep(0)  # gRPC has copied the message in this turn
                     request = await wire.read_step(
                         data, session.limits, lambda epoch: session.check_epoch(stream, epoch)
                     )

@@ -16,7 +16,7 @@ from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
 
 # Blocks that are listed before others have a turn: each takes some microseconds.
-LISTED_AT_ONCE = 512
+LISTED_AT_ONCE = 256
 
 
 class OperatorService(pb_grpc.OperatorServiceServicer):
@@ -51,6 +51,8 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
             more = self._queries.list_blocks(min(left, LISTED_AT_ONCE), answer.next_page_token, request.state)
             answer.blocks.MergeFrom(more.blocks)
             answer.next_page_token = more.next_page_token
+        if len(answer.blocks) > LISTED_AT_ONCE:
+            await asyncio.sleep(0)  # serialising the answer takes as long as a slice
         return answer
 
     async def ResetPrefixCache(self, request: pb.ResetPrefixCacheRequest, context: Any) -> pb.ResetPrefixCacheResponse:

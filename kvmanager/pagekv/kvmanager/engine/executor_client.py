@@ -11,7 +11,8 @@ from typing import cast
 import grpc
 
 from pagekv.common.logs import Log
-from pagekv.common.server import EPOCH_KEY, MAX_STEP_BYTES
+from pagekv.common.message_sizes import MAX_RESULT_BYTES
+from pagekv.common.server import EPOCH_KEY
 from pagekv.common.statuses import STATUS_DETAILS_KEY
 from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
 from pagekv.kvmanager.engine.features import feature_numbers
@@ -59,8 +60,7 @@ class ExecutorLink:
             options=[
                 # A proxy configured for the internet does not lead to an executor.
                 ("grpc.enable_http_proxy", 0),
-                ("grpc.max_receive_message_length", MAX_STEP_BYTES),
-                ("grpc.max_send_message_length", MAX_STEP_BYTES),
+                ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
                 ("grpc.keepalive_time_ms", 10_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
                 # Also while no call is open: a lost executor is noticed before the next one (P10).
@@ -140,12 +140,15 @@ class ExecutorLink:
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
-        if any(new.sequence.request.packed_prompt for new in plan.new):
-            # A prompt so long has taken its share of this turn of the event loop to be planned.
-            await asyncio.sleep(0)
+        long = any(new.sequence.request.packed_prompt for new in plan.new)
+        if long:
+            await _let_others_run()  # planning a prompt so long took its share of this turn
+        message = step_bytes(plan, self.epoch, self._step, self._eos)
+        if long:
+            await _let_others_run()  # gRPC copies the message
         try:
             async with asyncio.timeout(timeout_s):
-                await self._call.write(step_bytes(plan, self.epoch, self._step, self._eos))
+                await self._call.write(message)
         except TimeoutError as error:
             what = f"the executor took in no step for {timeout_s:g} s (--step-timeout-s)"
             raise ExecutorLost(what, Fault.STEP) from error
@@ -205,3 +208,9 @@ def _fault(error: grpc.aio.AioRpcError) -> Fault:
 
 def _words(error: grpc.aio.AioRpcError, method: str) -> str:
     return f"{method}: {error.code().name}: {error.details()}"
+
+
+async def _let_others_run() -> None:
+    """Two turns of the event loop: what is due is seen in the first and runs in the second."""
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)

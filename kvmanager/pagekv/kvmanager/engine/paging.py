@@ -14,7 +14,7 @@ import struct
 from pagekv.common.errors import InvalidRequest
 
 DEFAULT_PAGE_SIZE = 1000
-MAX_PAGE_SIZE = 10_000
+MAX_PAGE_SIZE = 4096
 _CHECK_BYTES = 8
 
 

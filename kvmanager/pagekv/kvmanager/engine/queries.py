@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -247,31 +247,25 @@ class EngineQueries:
 
     def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         """A page of the live requests, running ones first, by arrival; and how many are live. Raises InvalidRequest."""
-        found, answer = self._requests_page(page_size, token)
+        start = self._first_place(token)
+        live = {_place(request): request for request in self._state.live.all()}
+        found, answer = _requests_page(live, start, page_size)
         answer.requests.extend(map(_request_info, found))
         return answer
 
     async def list_requests_in_slices(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         """As `list_requests`, with turns of the event loop; a request that ends meanwhile may be left out."""
-        found, answer = self._requests_page(page_size, token)
-        for start in range(0, len(found), REQUESTS_AT_ONCE):
-            if start:
-                await asyncio.sleep(0)
-            # A request that has ended has no sequences.
-            live = (request for request in found[start : start + REQUESTS_AT_ONCE] if request.sequences)
-            answer.requests.extend(map(_request_info, live))
+        start, live = self._first_place(token), dict[int, LiveRequest]()
+        async for some in _in_slices(self._state.live.all()):
+            live |= {_place(request): request for request in some}
+        found, answer = _requests_page(live, start, page_size)
+        async for some in _in_slices(found):
+            answer.requests.extend(map(_request_info, some))
         return answer
 
-    def _requests_page(self, page_size: int, token: str) -> tuple[list[LiveRequest], operator_pb.ListRequestsResponse]:
-        """The requests of a page, and its answer without them. Raises InvalidRequest."""
+    def _first_place(self, token: str) -> int:
         self._state.serving()
-        start = read_page_token(_REQUESTS, token, 2 * _WAITING)
-        live = {_place(request): request for request in self._state.live.all()}
-        found = sorted(place for place in live if place >= start)
-        # Behind the last of this page, wherever those before it have gone by then.
-        behind = page_token(_REQUESTS, found[page_size - 1] + 1) if len(found) > page_size else ""
-        answer = operator_pb.ListRequestsResponse(total=len(live), next_page_token=behind)
-        return [live[place] for place in found[:page_size]], answer
+        return read_page_token(_REQUESTS, token, 2 * _WAITING)
 
     def list_blocks(
         self, page_size: int, token: str, state: operator_pb.BlockState.ValueType
@@ -387,6 +381,26 @@ def _place(request: LiveRequest) -> int:
     """Its place in the list of requests, unlike that of any other: running ones first, by arrival."""
     running = _request_state(request) == types_pb2.SEQUENCE_STATE_RUNNING
     return request.arrival + (0 if running else _WAITING)
+
+
+async def _in_slices(requests: list[LiveRequest]) -> AsyncIterator[list[LiveRequest]]:
+    """The requests that are live, some at a time, with a turn of the event loop between them."""
+    for start in range(0, len(requests), REQUESTS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        # A request that has ended has no sequences.
+        yield [request for request in requests[start : start + REQUESTS_AT_ONCE] if request.sequences]
+
+
+def _requests_page(
+    live: dict[int, LiveRequest], start: int, page_size: int
+) -> tuple[list[LiveRequest], operator_pb.ListRequestsResponse]:
+    """The requests of the page that begins at a place, and its answer without them."""
+    found = sorted(place for place in live if place >= start)
+    # Behind the last of this page, wherever those before it have gone by then.
+    behind = page_token(_REQUESTS, found[page_size - 1] + 1) if len(found) > page_size else ""
+    answer = operator_pb.ListRequestsResponse(total=len(live), next_page_token=behind)
+    return [live[place] for place in found[:page_size]], answer
 
 
 def _request_info(request: LiveRequest) -> operator_pb.RequestInfo:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pagekv.common.message_sizes import max_step_bytes
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import served_fingerprint
 from pagekv.kvmanager.engine.executor_client import AttachRefused
@@ -75,4 +76,9 @@ def size_limits(description: DescribeResponse, config: EngineConfig) -> Schedule
         in_bytes_per_s=description.host_to_device_bytes_per_s,
         prefill_tokens_per_s=description.prefill_tokens_per_s,
     )
-    return replace(config.limits, max_running=min(config.limits.max_running, description.max_sequences), swap=swap)
+    return replace(
+        config.limits,
+        max_running=min(config.limits.max_running, description.max_sequences),
+        swap=swap,
+        max_step_bytes=max_step_bytes(description.max_model_len),
+    )

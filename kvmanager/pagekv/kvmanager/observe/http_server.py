@@ -21,7 +21,7 @@ from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVErr
 from pagekv.common.loopback import ip_address, is_loopback
 
 # Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 4 ms.
-MAX_BODY_BYTES = 128 * 2**10
+MAX_BODY_BYTES = 64 * 2**10
 # Connections at most, and seconds that a connection gets for the headers of its next request, for a body, and to take
 # something of an answer.
 MAX_CONNECTIONS = 128

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagekv.common.flags import flag, flag_metadata, integer, number
+from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
 from pagekv.kvmanager.scheduling.swapping import MODES, SwapPolicy
 
 
@@ -50,6 +51,8 @@ class SchedulerLimits:
     # Preemptions after which a request is passed over as a victim, as long as another one can be found: few enough that
     # no request is starved by the others, enough that the last one to come, which has computed least, is taken first.
     preemption_limit: int = 3
+    # Bytes of a step: what the executor takes (P13 in executor_service.proto).
+    max_step_bytes: int = MAX_RECEIVE_BYTES
 
     @property
     def uses_host(self) -> bool:

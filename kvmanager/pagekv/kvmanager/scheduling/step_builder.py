@@ -10,12 +10,12 @@ from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 
-# Bytes of a step's entering sequences and copies: of the 256 MiB that an executor takes (P13 in executor_service.proto)
-# 16 are left for columns, which name a sequence a few times at most. Upper bounds of what protobuf writes: an id, a
-# token or half a copy of a block; and a sequence without tokens and table, with 1,024 ids banned and 1,024 biased.
-MAX_ENTRY_BYTES = 240 * 2**20
+# Upper bounds of what protobuf writes, in bytes: an id, a token or half a copy of a block; a sequence without tokens
+# and table; 1,024 ids banned and 1,024 biased; and a sequence's share of the columns, which name it a few times.
 ID_BYTES = 5
-SEQUENCE_BYTES = 16 * 2**10
+SEQUENCE_BYTES = 128
+LISTS_BYTES = 16 * 2**10
+COLUMNS_BYTES = 40
 
 
 class StepBuilder:
@@ -46,8 +46,9 @@ class StepBuilder:
         blocks = -(-sequence.num_tokens // self._tables.pool.block_size)
         # Every block may be copied in from the host pool, and what was in it before out.
         copies = 2 * blocks if self._tables.host.num_blocks else 0
-        entering = count * (_entry_bytes(sequence.num_tokens, blocks) + _copy_bytes(copies))
-        return self._entry_bytes + _copy_bytes(self._tables.num_copies) + entering <= MAX_ENTRY_BYTES
+        entering = count * (_entry_bytes(sequence, blocks) + _copy_bytes(copies))
+        most = self._tables.limits.max_step_bytes - COLUMNS_BYTES * self._tables.limits.max_running
+        return self._entry_bytes + _copy_bytes(self._tables.num_copies) + entering <= most
 
     def add_decodes(self, rows: Rows) -> Rows:
         """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
@@ -65,7 +66,7 @@ class StepBuilder:
         """A member of the running order enters the executor, with its first chunk."""
         self._running.enter(sequence)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
-        self._entry_bytes += _entry_bytes(len(tokens), len(table))
+        self._entry_bytes += _entry_bytes(sequence, len(table))
         self.plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
         self.add_chunk(sequence)
 
@@ -104,8 +105,10 @@ class StepBuilder:
         return plan if plan.num_tokens or plan.finished or plan.copies else None
 
 
-def _entry_bytes(num_tokens: int, num_blocks: int) -> int:
-    return SEQUENCE_BYTES + ID_BYTES * (num_tokens + num_blocks)
+def _entry_bytes(sequence: Seq, num_blocks: int) -> int:
+    sampling = sequence.request.command.sampling
+    lists = LISTS_BYTES if sampling.min_tokens or sampling.logit_bias else 0
+    return SEQUENCE_BYTES + lists + ID_BYTES * (sequence.num_tokens + num_blocks)
 
 
 def _copy_bytes(num_copies: int) -> int:

@@ -18,7 +18,7 @@ from pagekv.kvmanager.text.worker_process import WorkerProcess
 
 TOKENIZER_FILE = "tokenizer.json"
 # Seconds of a processor that one long text may take, and bytes of address space with the tokenizer itself. Encoding
-# takes some 350 bytes for each token; 8 MiB of a million tokens fit.
+# takes some 350 bytes for each token; 4 MB of a million tokens fit.
 LONG_TEXT_CPU_S = 60.0
 LONG_TEXT_MEMORY_BYTES = 1280 * 2**20
 # Long texts that may wait for the one that is read.

@@ -128,10 +128,10 @@ def test_the_event_loop_turns_while_a_long_conversation_is_read(monkeypatch: pyt
 
 
 def test_long_texts_that_their_callers_gave_up_delay_nobody() -> None:
-    """Of six texts of 8 MiB, one is being encoded and the others wait when all are given up; then one is read whole."""
+    """Of six texts of 4 MB, one is being encoded and the others wait when all are given up; then one is read whole."""
     tokenizer = Tokenizer(small_tokenizers.byte_level())
     reader = PromptReader(tokenizer, 400, 2**23, "a test")
-    huge, long = "ab c" * 2**21, "the earth " * 10_000
+    huge, long = "ab c" * 10**6, "the earth " * 10_000
 
     async def main() -> None:
         first = await reader.text("text", long)

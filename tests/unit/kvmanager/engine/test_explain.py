@@ -29,7 +29,7 @@ class Bench:
         root: bytes = ROOT,
         media: tuple[MediaSpan, ...] = (),
         others: tuple[str, ...] = (),
-        page_size: int = 10_000,
+        page_size: int = 4096,
         token: str = "",
     ) -> pb.ExplainPrefixResponse:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]

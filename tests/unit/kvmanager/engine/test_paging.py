@@ -9,9 +9,9 @@ from pagekv.kvmanager.engine.paging import page_token, read_page_size, read_page
 
 
 def test_no_size_is_a_thousand_and_the_largest_is_ten_thousand() -> None:
-    assert [read_page_size(size) for size in (0, 1, 10_000)] == [1000, 1, 10_000]
-    with pytest.raises(InvalidRequest, match="page_size: must be from 0 to 10000, got 10001"):
-        read_page_size(10_001)
+    assert [read_page_size(size) for size in (0, 1, 4096)] == [1000, 1, 4096]
+    with pytest.raises(InvalidRequest, match="page_size: must be from 0 to 4096, got 4097"):
+        read_page_size(4097)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2**32, 2**64 - 1])

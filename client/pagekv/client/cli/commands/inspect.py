@@ -75,7 +75,9 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
     parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
     parser = add_query(commands, "requests", "list the live requests, those that run first", requests)
-    parser.add_argument("--limit", type=integer(1, 10_000), default=100, metavar="N", help="requests at most [100]")
+    parser.add_argument(
+        "--limit", type=integer(1, LARGEST_PAGE), default=100, metavar="N", help="requests at most [100]"
+    )
     parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
     parser.add_argument("request_id", metavar="REQUEST_ID")
     parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)

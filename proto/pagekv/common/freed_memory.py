@@ -1,0 +1,28 @@
+"""Freed memory that the C library keeps, where that library is glibc, so that the next buffers need no fresh pages.
+
+A fresh page costs up to 3 us in a virtual machine: 8 ms for the copies that gRPC makes of a message of 4 MiB, and a
+quarter of a prefill's time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+# Parameters of mallopt, from malloc.h.
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory(num_bytes: int) -> None:
+    """Lets the C library keep up to `num_bytes` of freed memory. By default buffers of some hundred kilobytes go back
+    to the kernel.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, num_bytes)
+        mallopt(_TRIM_THRESHOLD, num_bytes)
+
+
+def touch_memory(num_bytes: int) -> None:
+    """Takes and frees so much memory: the first large messages then find what the ones after them would."""
+    buffer = b"\1" * num_bytes
+    del buffer
