@@ -1,4 +1,5 @@
-"""Our client, a process of its own as users' clients are: all requests at once over gRPC, streamed.
+"""Our client, a process of its own as users' clients are: all requests at once over gRPC. Answers come whole, as those
+of the peer's `LLM` do.
 
 usage: python -m peers.our_rounds TARGET WORKLOAD
 """
@@ -21,12 +22,16 @@ def main() -> None:
     """Connects, says `ready`, plays."""
     target, workload = sys.argv[1], WORKLOADS[sys.argv[2]]
     requests = [request_for(prompt, max_tokens=workload.new, ignore_eos=True) for prompt in workload.prompts()]
+    for request in requests:
+        request.only_complete = True
 
     async def run() -> tuple[float, int]:
         async with Caller(target) as caller:
             begun = time.perf_counter()
             results = await caller.generate_many(requests)
-            return time.perf_counter() - begun, sum(len(result.tokens) for result in results)
+            return time.perf_counter() - begun, sum(
+                len(result.complete.token_ids) for result in results if result.complete
+            )
 
     def play() -> tuple[float, int]:
         with PageKVClient(target) as client:

@@ -39,6 +39,8 @@ class GenerateCall:
         # Sent in the first message only, and empty from then on.
         self._fingerprint = served.model.model_fingerprint
         self._prompt_tokens = len(command.prompt_ids) - command.resumed_tokens
+        # Stop strings are looked for in every token.
+        self._at_ends = self._only_complete and not stops
         prepared = StopStrings(stops)
         self._outputs = [OutputProcessor(command, prepared, served.tokenizer) for _ in range(command.n)]
         # Sequences that the engine is still generating for this call.
@@ -60,7 +62,7 @@ class GenerateCall:
             return
         stream = self._stream = await self._engine.queue(self._command)
         self._open = set(range(self._command.n))
-        while self._open and (deltas := await stream.take()):
+        while self._open and (deltas := await stream.take(at_ends=self._at_ends)):
             for delta in deltas:
                 if delta.index in self._open:  # else tokens behind a stop string
                     for message in self._messages(delta):

@@ -10,6 +10,9 @@ from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.wakeups import Wakeups
 
+# Tokens of a sequence that wake a reader who waits for its end: to make text of them takes a millisecond.
+MOST_AT_ONCE = 256
+
 
 @dataclass(slots=True)
 class SequenceDelta:
@@ -39,6 +42,8 @@ class RequestStream:
         self._pending: dict[int, SequenceDelta] = {}
         # Future of a reader that waits for news; with news the reader waits for its turn in `wakeups`.
         self._reader: asyncio.Future[None] | None = None
+        # Whether the reader waits for the end of a sequence, and whether one is pending, or an error.
+        self._at_ends = self._end_pending = False
         self._open = set(range(num_sequences))
         self._error: Exception | None = None
 
@@ -56,6 +61,7 @@ class RequestStream:
             held.cumulative_logprob = delta.cumulative_logprob
         if delta.finish is not None:
             self._open.discard(delta.index)
+            self._end_pending = True
         self._notify()
 
     def push_token(self, index: int, token_id: int, cached_tokens: int, preemptions: int) -> None:
@@ -66,7 +72,8 @@ class RequestStream:
         else:
             held.token_ids.append(token_id)
             held.cached_tokens, held.preemptions = cached_tokens, preemptions
-        self._notify()
+        if not self._at_ends or (held is not None and len(held.token_ids) >= MOST_AT_ONCE):
+            self._notify()
 
     def push_logprobs(self, index: int, logprobs: TokenLogprobs) -> None:
         """Adds the log-probabilities of the token pushed last."""
@@ -80,10 +87,13 @@ class RequestStream:
         held = self._pending[index]
         held.finish, held.stop_token_id = finish, stop_token_id
         self._open.discard(index)
+        self._end_pending = True
+        self._notify()
 
     def fail(self, error: Exception) -> None:
         """Ends the stream with an error for its reader, after what was pushed before."""
         self._error = error
+        self._end_pending = True
         self._notify()
 
     def _notify(self) -> None:
@@ -91,13 +101,16 @@ class RequestStream:
             self._wakeups.add(self._reader)
             self._reader = None
 
-    async def take(self) -> list[SequenceDelta]:
+    async def take(self, *, at_ends: bool = False) -> list[SequenceDelta]:
         """Waits for news and for the reader's turn; returns one delta per sequence with news, by index. An empty list
         means the end. Raises what the stream failed with. For one reader at a time.
+
+        `at_ends`: waits until a sequence ends, and for no more than MOST_AT_ONCE tokens of one.
         """
+        self._at_ends = at_ends
         while True:
             reader = self._wakeups.reader()
-            if self._pending:
+            if self._pending and (self._end_pending or not at_ends):
                 self._wakeups.add(reader)
             elif self._error is not None:
                 raise self._error
@@ -108,7 +121,7 @@ class RequestStream:
             await reader
             if self._pending:
                 taken = list(self._pending.values())
-                self._pending = {}
+                self._pending, self._end_pending = {}, False
                 if len(taken) > 1:
                     taken.sort(key=lambda delta: delta.index)
                 return taken

@@ -11,7 +11,7 @@ import pytest
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
-from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
+from pagekv.kvmanager.request.stream import MOST_AT_ONCE, RequestStream, SequenceDelta
 from pagekv.kvmanager.request.wakeups import Wakeups
 
 
@@ -99,3 +99,37 @@ def test_a_silent_reader_costs_ten_bytes_a_log_probability(num_top: int) -> None
     held, delta = asyncio.run(run())
     assert held / length < BYTES_PER_TOKEN + BYTES_PER_LOGPROB * (num_top + 1)
     assert list(delta.logprobs) == positions
+
+
+def test_a_reader_of_whole_answers_is_woken_at_ends_alone() -> None:
+    """And before a sequence has more tokens than are made into text at once."""
+
+    async def body() -> None:
+        stream = RequestStream("r", 3)
+        reading = asyncio.create_task(stream.take(at_ends=True))
+        for token in range(MOST_AT_ONCE - 1):
+            stream.push_token(0, token, 0, 0)
+            stream.push_token(1, token, 0, 0)
+            await asyncio.sleep(0)
+        assert not reading.done()
+        stream.push_token(1, 9, 0, 0)
+        assert [len(delta.token_ids) for delta in await reading] == [MOST_AT_ONCE - 1, MOST_AT_ONCE]
+        reading = asyncio.create_task(stream.take(at_ends=True))
+        stream.push_token(0, 1, 0, 0)
+        stream.push_token(1, 2, 0, 0)
+        stream.push_end(1, FinishReason.LENGTH, None)
+        assert [(delta.index, delta.finish) for delta in await reading] == [(0, None), (1, FinishReason.LENGTH)]
+        stream.push_token(2, 3, 0, 0)
+        stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
+        # An end that came before it was asked for.
+        assert [delta.index for delta in await stream.take(at_ends=True)] == [0, 2]
+        stream.push_token(2, 4, 0, 0)
+        reading = asyncio.create_task(stream.take(at_ends=True))
+        await asyncio.sleep(0.01)
+        assert not reading.done()
+        stream.fail(ValueError("over"))
+        assert [delta.token_ids for delta in await reading] == [[4]]
+        with pytest.raises(ValueError, match="over"):
+            await stream.take(at_ends=True)
+
+    run(body())
