@@ -296,7 +296,7 @@ async def refuse(context: Any, refusal: Refused) -> None:
 
 
 async def serve(address: str) -> None:
-    """Serves until it is stopped. The options let managers ping (P10); steps are no longer than gRPC takes (P13)."""
+    """Serves until it is stopped. The options let managers ping (P10); steps are small enough for gRPC (P13)."""
     options = [
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),

@@ -268,7 +268,7 @@ def long_steps_are_taken(kit: Kit) -> None:
     # Other fields of the step and of its sequences have less than the bytes left out here.
     longest = max_step_bytes(kit.description.max_model_len) - 2**16
     length = min(kit.description.max_model_len, longest // num_bytes)
-    count = longest // (length * num_bytes + SEQUENCE_BYTES)
+    count = max(1, longest // (length * num_bytes + SEQUENCE_BYTES))
     if count > most:
         raise NotTested(f"{most} sequences of {length} tokens are no long step")
     with kit.epoch() as epoch:

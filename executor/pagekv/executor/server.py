@@ -41,6 +41,8 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach the manager.
 LAST_WORDS_S = 2.0
+# How often an executor tries to listen anew on its own address, and how long it waits before the next time.
+LISTEN_ATTEMPTS, LISTEN_PAUSE_S = 20, 0.1
 # How long a thread keeps the interpreter while another waits for it.
 SWITCH_INTERVAL_S = 200e-6
 
@@ -202,8 +204,9 @@ class Executor:
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             prepare_to_serve()
-            await self._take_longest_step(loading.result().max_model_len)
-            self.session.serve(loading.result())
+            backend, max_model_len = loading.result()
+            await self._take_longest_step(max_model_len)
+            self.session.serve(backend)
             self._grpc.set_serving(True)
             self.serving_since = time.perf_counter()
             lost = asyncio.create_task(self.session.lost.wait(), name="device lost")
@@ -215,17 +218,31 @@ class Executor:
         """Listens anew where the model's sequences are so long that steps are larger than the server takes, which is
         settled when it begins. Callers connect again.
         """
-        if max_step_bytes(max_model_len) > max_step_bytes(0):
-            address = self.address
-            await self._grpc.stop(0)
-            self._grpc = self._server(address, max_model_len)
-            await self._grpc.start()
+        if max_step_bytes(max_model_len) <= max_step_bytes(0):
+            return
+        address = self.address
+        log.info("listening anew, for longer steps", address=address, step_bytes=max_step_bytes(max_model_len))
+        await self._grpc.stop(0)
+        for attempt in range(1, LISTEN_ATTEMPTS + 1):
+            server = self._server(address, max_model_len)
+            try:
+                await server.start()
+            except OSError:
+                # Somebody may have got the port in between, a client's connection for instance.
+                if attempt == LISTEN_ATTEMPTS:
+                    raise
+                await asyncio.sleep(LISTEN_PAUSE_S)
+            else:
+                break
+        # Not before: the old one knows the address.
+        self._grpc = server
 
-    async def _load(self) -> Backend:
+    async def _load(self) -> tuple[Backend, int]:
+        """The backend, and tokens of its longest sequence."""
         begin = time.monotonic()
         backend = await self._compute.call(self._load_backend)
         log.info("loaded", backend=type(backend).__name__, seconds=round(time.monotonic() - begin, 3))
-        return backend
+        return backend, await self._compute.call(lambda: backend.max_model_len)
 
     async def _shut_down(self, idle: bool) -> int:
         """`idle`: the worker thread can be waited for, because it is not loading a model."""

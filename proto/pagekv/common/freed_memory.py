@@ -10,6 +10,8 @@ import ctypes
 
 # Parameters of mallopt, from malloc.h.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+# The largest threshold that glibc takes up to version 2.34, on machines of 64 bits.
+_MOST_BEFORE_2_35 = 32 * 2**20
 
 
 def keep_freed_memory(num_bytes: int) -> None:
@@ -17,8 +19,10 @@ def keep_freed_memory(num_bytes: int) -> None:
     to the kernel.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_MMAP_THRESHOLD, num_bytes)
+    if mallopt is None:
+        return
+    # A threshold for trimming alone would make it worse: it ends the other one's adaptation to what is freed.
+    if mallopt(_MMAP_THRESHOLD, num_bytes) or mallopt(_MMAP_THRESHOLD, min(num_bytes, _MOST_BEFORE_2_35)):
         mallopt(_TRIM_THRESHOLD, num_bytes)
 
 

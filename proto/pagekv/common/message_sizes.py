@@ -8,7 +8,8 @@ from __future__ import annotations
 MAX_RECEIVE_BYTES = 4 * 2**20
 # Of a result to a manager, and of the largest step of all (P13 in executor_service.proto).
 MAX_RESULT_BYTES = MAX_STEP_BYTES = 256 * 2**20
-# Of a step for each token of the longest sequence: an id, and a share of blocks and of copies to them.
+# Of a step for each token of the longest sequence: an id of 5 bytes and, for the block of one token, its own id, and
+# copies in and out, each of two.
 STEP_BYTES_PER_TOKEN = 32
 
 

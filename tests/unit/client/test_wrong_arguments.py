@@ -140,7 +140,7 @@ def test_a_wrong_option_of_a_copy_is_refused_by_name(client: PageKVClient) -> No
     assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("size", [0, -1, 10_001])
+@pytest.mark.parametrize("size", [0, -1, 4097])
 def test_a_page_out_of_bounds_is_refused_alike_by_every_call(client: PageKVClient, size: int) -> None:
     for call in (client.list_blocks, client.list_requests, partial(client.explain_prefix, "x")):
         with pytest.raises(InvalidRequest, match=f"^page_size: must be a whole number from 1 to 4096, is {size}$"):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
 
 import pytest
 from support.clients.stack import environment
+
+from pagekv.common.freed_memory import keep_freed_memory
 
 CODE = """
 from pathlib import Path
@@ -32,3 +35,20 @@ def test_as_much_is_kept_as_allowed(kept: int, wanted: list[str]) -> None:
     command = [sys.executable, "-c", CODE.replace("KEPT", str(kept))]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == wanted, done.stderr
+
+
+def test_an_older_library_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes nothing is left as it is."""
+    for most, wanted in ((2**30, [(-3, 2**27), (-1, 2**27)]), (2**25, [(-3, 2**25), (-1, 2**27)]), (0, [])):
+        taken: list[tuple[int, int]] = []
+
+        class Library:
+            def mallopt(self, name: int, value: int, most: int = most, taken: list[tuple[int, int]] = taken) -> int:
+                if name == -3 and value > most:
+                    return 0
+                taken.append((name, value))
+                return 1
+
+        monkeypatch.setattr(ctypes, "CDLL", lambda _, library=Library: library())
+        keep_freed_memory(2**27)
+        assert taken == wanted

@@ -36,9 +36,9 @@ THREAD_CHARACTERS = 64 * 2**10
 INLINE_IDS, THREAD_IDS = 1024, 16 * 2**10
 # Messages of a conversation that are read between two turns of the event loop.
 MESSAGES_AT_ONCE = 512
-
 # Token ids that are copied in the turn in which they are found.
 COPIED_AT_ONCE = 64 * 2**10
+
 _threads = ThreadPoolExecutor(2, "text")
 
 

@@ -38,7 +38,7 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
     return EngineInfo(
         model_id=description.model_id,
         model_fingerprint=served_fingerprint(description),
-        max_model_len=min(description.max_model_len, config.max_model_len or description.max_model_len),
+        max_model_len=_max_model_len(description, config),
         vocab_size=description.vocab_size,
         eos_token_ids=tuple(description.eos_token_ids),
         block_size=config.block_size,
@@ -67,6 +67,10 @@ def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int
     return config.num_host_blocks or fitting
 
 
+def _max_model_len(description: DescribeResponse, config: EngineConfig) -> int:
+    return min(description.max_model_len, config.max_model_len or description.max_model_len)
+
+
 def size_limits(description: DescribeResponse, config: EngineConfig) -> SchedulerLimits:
     """The limits of the flags as far as this executor allows, with its measured rates."""
     swap = replace(
@@ -80,5 +84,5 @@ def size_limits(description: DescribeResponse, config: EngineConfig) -> Schedule
         config.limits,
         max_running=min(config.limits.max_running, description.max_sequences),
         swap=swap,
-        max_step_bytes=max_step_bytes(description.max_model_len),
+        max_step_bytes=max_step_bytes(_max_model_len(description, config)),
     )

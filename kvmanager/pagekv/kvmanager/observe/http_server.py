@@ -20,7 +20,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 from pagekv.common.loopback import ip_address, is_loopback
 
-# Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 4 ms.
+# Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 2 ms.
 MAX_BODY_BYTES = 64 * 2**10
 # Connections at most, and seconds that a connection gets for the headers of its next request, for a body, and to take
 # something of an answer.

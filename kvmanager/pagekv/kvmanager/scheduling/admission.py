@@ -75,13 +75,16 @@ class Admission:
         beams that a decision has given their next token, and sequences admitted together.
         """
         running = self._running
+        # Beams return in step after step. The longest sequence has less than half of a step's bytes (P13), so what they
+        # leave is enough for the head of the queue.
+        half = self._waiting.head() is not None
         for sequence in running.returning[:]:
             # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
             # follow; and while there are as many nothing else is admitted, so what stays there leaves a slot.
             if not step.room or step.num_at_executor >= self._tables.limits.max_running:
                 return
             if running.shared_prefill.is_ready(sequence):
-                if not step.takes(sequence):
+                if not step.takes(sequence, half=half):
                     return
                 step.add_new(sequence)
 

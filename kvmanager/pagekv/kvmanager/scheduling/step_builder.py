@@ -37,9 +37,9 @@ class StepBuilder:
         """Sequences at the executor in this step."""
         return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
 
-    def takes(self, sequence: Seq, count: int = 1) -> bool:
-        """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have. One
-        alone always may.
+    def takes(self, sequence: Seq, count: int = 1, *, half: bool = False) -> bool:
+        """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have, or
+        for half of them. One alone always may.
         """
         if count == 1 and not self.plan.new:
             return True
@@ -48,7 +48,7 @@ class StepBuilder:
         copies = 2 * blocks if self._tables.host.num_blocks else 0
         entering = count * (_entry_bytes(sequence, blocks) + _copy_bytes(copies))
         most = self._tables.limits.max_step_bytes - COLUMNS_BYTES * self._tables.limits.max_running
-        return self._entry_bytes + _copy_bytes(self._tables.num_copies) + entering <= most
+        return self._entry_bytes + _copy_bytes(self._tables.num_copies) + entering <= (most // 2 if half else most)
 
     def add_decodes(self, rows: Rows) -> Rows:
         """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""

@@ -8,7 +8,7 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.paging import page_token, read_page_size, read_page_token
 
 
-def test_no_size_is_a_thousand_and_the_largest_is_ten_thousand() -> None:
+def test_no_size_is_a_thousand_and_the_largest_is_4096() -> None:
     assert [read_page_size(size) for size in (0, 1, 4096)] == [1000, 1, 4096]
     with pytest.raises(InvalidRequest, match="page_size: must be from 0 to 4096, got 4097"):
         read_page_size(4097)

@@ -11,7 +11,7 @@ from support.engine.engine_harness import Bench, Link, command, config, describe
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.sizing import size_model
+from pagekv.kvmanager.engine.sizing import size_limits, size_model
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -31,6 +31,15 @@ def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytes
         size_model(without, config(limits=swap, num_host_blocks=1))
     with pytest.raises(AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24: at most 24 blocks"):
         size_model(with_host, config(limits=swap, num_host_blocks=25))
+
+
+def test_a_step_is_as_large_as_the_longest_sequence_that_is_served_needs() -> None:
+    """The executor takes larger ones, of which nothing would be sent but longer silences."""
+    long = described(max_model_len=10**7)
+    assert size_limits(long, config(max_model_len=8192)).max_step_bytes == 2**22
+    assert size_limits(long, config(max_model_len=2**20)).max_step_bytes == 2**25
+    assert size_limits(long, config()).max_step_bytes == 2**28
+    assert size_limits(described(max_model_len=2**18), config(max_model_len=10**7)).max_step_bytes == 2**23
 
 
 def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,3 +142,27 @@ def test_copies_of_the_step_count() -> None:
         entered.append(max(len(plan.new) for plan in driver.plans))
         assert all(finished(request) for request in requests)
     assert entered == [2, 1]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_enters_beside_beams_that_come_back_again_and_again(depth: int) -> None:
+    """A step has room for two of the longest sequences at least; here for three."""
+    prompt = [index % VOCAB for index in range(80)]
+    entry = SEQUENCE_BYTES + ID_BYTES * (81 + 21)
+    room: dict[str, Any] = {"max_running": 32, "max_step_bytes": 3 * entry + 32 * COLUMNS_BYTES}
+    driver = Driver(num_blocks=512, max_batch_tokens=256, depth=depth, **room)
+    searches = [driver.submit([first, *prompt], max_tokens=40, n=4, beam_width=4) for first in range(4)]
+    while len(driver.plans) < 30:
+        driver.step()
+    assert not any(map(finished, searches))
+    begun = len(driver.plans)
+    late = [driver.submit([9, *prompt], max_tokens=1), driver.submit([1, 2, 3], max_tokens=1)]
+    while not all(map(finished, late)):
+        driver.step()
+    assert len(driver.plans) - begun <= 8
+    assert not all(map(finished, searches))
+    driver.drain()
+    alone = Driver(num_blocks=512, max_batch_tokens=256, depth=depth, max_running=32)
+    undisturbed = [alone.submit([first, *prompt], max_tokens=40, n=4, beam_width=4) for first in range(4)]
+    alone.drain()
+    assert [output(search) for search in searches] == [output(search) for search in undisturbed]

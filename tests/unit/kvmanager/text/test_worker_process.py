@@ -154,7 +154,7 @@ def test_more_jobs_than_may_wait_are_refused() -> None:
 
 
 def test_more_bytes_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As 1,024 conversations of 8 MiB would be."""
+    """As 1,024 conversations of 4 MB would be."""
     it, text = worker(), _pack([{"role": "user", "content": "x" * 1000}])
     most = len(HANG) + len(text) + 10
     monkeypatch.setattr(worker_process, "MAX_WAITING_BYTES", most)

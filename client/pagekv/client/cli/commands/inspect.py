@@ -75,9 +75,7 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
     parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
     parser = add_query(commands, "requests", "list the live requests, those that run first", requests)
-    parser.add_argument(
-        "--limit", type=integer(1, LARGEST_PAGE), default=100, metavar="N", help="requests at most [100]"
-    )
+    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="requests at most [100]")
     parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
     parser.add_argument("request_id", metavar="REQUEST_ID")
     parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)
@@ -234,7 +232,11 @@ def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ListRequests."""
-    found = client.list_requests(page_size=args.limit)
+    found = page = client.list_requests(page_size=min(args.limit, LARGEST_PAGE))
+    while page.next_page_token and len(found.requests) < args.limit:
+        size = min(args.limit - len(found.requests), LARGEST_PAGE)
+        page = client.list_requests(size, page.next_page_token)
+        found = replace(page, requests=found.requests + page.requests)
     rows = [
         (r.request_id, r.state, r.priority, r.prompt_tokens, r.cached_tokens, r.generated_tokens, r.num_blocks,
          r.preemptions, r.namespace or "-")
