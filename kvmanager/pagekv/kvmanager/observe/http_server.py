@@ -16,6 +16,7 @@ from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
+from yarl import URL
 
 from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
 from pagekv.common.loopback import ip_address, is_loopback
@@ -88,6 +89,7 @@ class HttpServer:
         server = self._runner.server
         assert server is not None
         server.request_handler = _refusing_expectations(server.request_handler)
+        server.request_factory = _with_target(server.request_factory)
         loop = asyncio.get_running_loop()
         self._listening = await loop.create_server(self._connection, self._host, self._port)
         for listener in self._listening.sockets:
@@ -170,6 +172,17 @@ def _refusing_expectations(handler: Callable[..., Awaitable[Any]]) -> Callable[.
         return await handler(request)
 
     return handle
+
+
+def _with_target(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
+    """A factory for requests of CONNECT without a target too: aiohttp has no URL for one, cannot make the request, and
+    never closes the connection.
+    """
+
+    def make(message: Any, *rest: Any) -> web.BaseRequest:
+        return factory(message if message.url is not None else message._replace(url=URL()), *rest)
+
+    return make
 
 
 async def _read_body(request: web.Request) -> None:

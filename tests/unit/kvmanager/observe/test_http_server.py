@@ -215,6 +215,7 @@ GZIP = b"POST / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Enco
         (b"\0" * 9000, b" 400 "),
         (b"GET / HTTP/1.1\r\nHost: localhost\r\nExpect: \xff\r\nConnection: close\r\n\r\n", b" 417 "),
         (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nExpect: 100-conti\xf5ue\r\nConnection: close\r\n\r\n", b" 417 "),
+        (b"CONNECT  \r\nHost: localhost\r\nConnection: close\r\n\r\n", b" 404 "),
         (GZIP + b"Content-Length: 3\r\n\r\nabc", b" 200 "),  # no gzip; answered with its length
         (GZIP + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", b" 400 "),
     ],
