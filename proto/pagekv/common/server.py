@@ -41,7 +41,6 @@ IDLE_MS = 60_000
 KEPT_BYTES = 128 * 2**20
 TOUCHED_BYTES = 6 * MAX_RECEIVE_BYTES
 SERVER_OPTIONS: list[tuple[str, Any]] = [
-    ("grpc.max_receive_message_length", MAX_RECEIVE_BYTES),
     ("grpc.max_concurrent_streams", 4096),
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not a silent second server

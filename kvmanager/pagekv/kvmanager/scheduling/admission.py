@@ -75,8 +75,8 @@ class Admission:
         beams that a decision has given their next token, and sequences admitted together.
         """
         running = self._running
-        # Beams return in step after step. The longest sequence has less than half of a step's bytes (P13), so what they
-        # leave is enough for the head of the queue.
+        # Beams return in step after step. With blocks of 4 tokens and more the longest sequence has less than half of a
+        # step's bytes (P13), so what they leave is enough for the head of the queue.
         half = self._waiting.head() is not None
         for sequence in running.returning[:]:
             # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
