@@ -16,6 +16,7 @@ import numpy as np
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.common.large_messages import MAX_TEXT_BYTES
+from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
 from pagekv.kvmanager.text.worker_process import WorkerStopped
@@ -105,13 +106,13 @@ class PromptReader:
         # Copies of a million ids take milliseconds: each is made in a turn of its own.
         long = len(ids) > COPIED_AT_ONCE
         if long:
-            await asyncio.sleep(0)
+            await let_others_run()
         prompt = token_array(ids)
         if long:
-            await asyncio.sleep(0)
+            await let_others_run()
         check_token_ids(field, prompt, self._vocab_size)
         if long:
-            await asyncio.sleep(0)
+            await let_others_run()
         return prompt
 
     async def _encode(self, field: str, text: str, tokenizer: Tokenizer, *, special_tokens: bool) -> array[int]:

@@ -14,6 +14,7 @@ from pagekv.common.logs import Log
 from pagekv.common.message_sizes import MAX_RESULT_BYTES
 from pagekv.common.server import EPOCH_KEY
 from pagekv.common.statuses import STATUS_DETAILS_KEY
+from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
 from pagekv.kvmanager.engine.features import feature_numbers
 from pagekv.kvmanager.engine.recovery import Fault, WrongAnswer
@@ -142,10 +143,10 @@ class ExecutorLink:
         self._step += 1
         long = any(new.sequence.request.packed_prompt for new in plan.new)
         if long:
-            await _let_others_run()  # planning a prompt so long took its share of this turn
+            await let_others_run()  # planning a prompt so long took its share of this turn
         message = step_bytes(plan, self.epoch, self._step, self._eos)
         if long:
-            await _let_others_run()  # gRPC copies the message
+            await let_others_run()  # gRPC copies the message
         try:
             async with asyncio.timeout(timeout_s):
                 await self._call.write(message)
@@ -208,9 +209,3 @@ def _fault(error: grpc.aio.AioRpcError) -> Fault:
 
 def _words(error: grpc.aio.AioRpcError, method: str) -> str:
     return f"{method}: {error.code().name}: {error.details()}"
-
-
-async def _let_others_run() -> None:
-    """Two turns of the event loop: what is due is seen in the first and runs in the second."""
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 
+from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt, slice_blocks
@@ -33,5 +34,5 @@ class LongPrompts:
         prepared = PreparedPrompt(root)
         tokens = token_ids if isinstance(token_ids, array) else array("I", token_ids)
         for _ in prepared.slices(tokens, media, table, self._pack):
-            await asyncio.sleep(0)
+            await let_others_run()
         return prepared

@@ -76,6 +76,8 @@ class PrefixTable:
         """
         self.block_size = block_size
         self._ref_count = ref_count
+        # Another object after every change by which a block leaves: what was found is there as long as it is the same.
+        self.generation = object()
         # Whether a block is in the table, as a column for vector operations.
         self.published = np.zeros(num_blocks, np.bool_)
         self._published_at = self.published.data
@@ -362,6 +364,7 @@ class PrefixTable:
         """Gives the entry of a block, with parent and children, to another copy of it."""
         digest = self._digest[old]
         assert digest is not None
+        self.generation = object()
         self._tokens[new] = self._tokens[old]
         if self._clock is not None:
             self._entered_at[new] = self._entered_at[old]
@@ -377,6 +380,7 @@ class PrefixTable:
 
     def remove(self, blocks: Blocks) -> tuple[Blocks, list[bytes]]:
         """Removes blocks of the table, and with them all that follow; returns all of them, and their digests."""
+        self.generation = object()
         followers = self._trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
         block_of, column, twins, names = self._block_of, self._digest, self._twins, self._names
@@ -403,6 +407,7 @@ class PrefixTable:
         """
         if self._twins or self._media:
             return None
+        self.generation = object()
         followers = self._trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
         self.published[removed] = False
@@ -414,6 +419,7 @@ class PrefixTable:
 
     def clear(self) -> int:
         """Removes everything; returns how many blocks were in the table."""
+        self.generation = object()
         self.map.settle()
         removed = len(self._block_of)
         for block in self._block_of.values():

@@ -199,14 +199,19 @@ class BlockTables:
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
         # Tokens alone do not verify what follows a medium.
-        known = table.verify(root, hint, chunks) if len(hint) and text == most else 0
+        known = 0
+        unchanged = sequence.hint_generation is table.generation
+        if len(hint) and text == most:
+            known = min(len(hint), most) if unchanged else table.verify(root, hint, chunks)
         hint = hint[:known]
         blocks = table.match_tokens(int(hint[-1]) if known else root, chunks[known:text])
         found = known + len(blocks)
         # With a host pool the table's own objects, by which that pool tells what its blocks follow.
-        begin = 0 if self.host.num_blocks else len(digests)
+        begin = len(digests)
+        if self.host.num_blocks:
+            begin = known if unchanged else 0
         if begin < found:
-            digests[begin:found] = table.digests([*hint.tolist(), *blocks][begin:])
+            digests[begin:found] = table.digests([*hint[begin:].tolist(), *blocks[max(0, begin - known) :]])
         if found < most:
             self._extend_digests(sequence)
             if found == text:
@@ -218,6 +223,7 @@ class BlockTables:
                 self.pool.count_collision(digests[found])
         hits = np.fromiter(blocks, np.int32, len(blocks))
         sequence.hint = np.concatenate([hint, hits]) if known else hits
+        sequence.hint_generation = table.generation
         return sequence.hint
 
     def _match_partial(self, arrival: Arrival) -> None:
@@ -395,7 +401,7 @@ class BlockTables:
         """Gives every block back without publishing."""
         # Copies into these blocks that are already listed stay listed: the next owner's copies come later in the list,
         # and a listed swap-out may still read them.
-        sequence.hint = sequence.blocks()
+        sequence.hint, sequence.hint_generation = sequence.blocks(), None
         self.pool.free(sequence.hint)
         sequence.block_table = array("i")
         sequence.num_published = 0

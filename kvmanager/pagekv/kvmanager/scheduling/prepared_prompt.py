@@ -35,9 +35,12 @@ class PreparedPrompt:
     root: bytes
     # Digests of the full blocks.
     digests: list[bytes] = field(default_factory=list)
-    # Cached blocks that held the leading tokens when they were looked up: a hint, for they may be evicted any time.
+    # Cached blocks that held the leading tokens when they were looked up: a hint, for they may be evicted any time; and
+    # the table's generation, if that was the same for all of them.
     cached: Blocks = field(default_factory=lambda: np.empty(0, np.int32))
-    # All token ids as the message of a step has them.
+    generation: object | None = None
+    # All token ids, uint32, as a copy for the sequence; and as the message of a step has them.
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
     packed: bytes = b""
 
     def slices(
@@ -54,8 +57,10 @@ class PreparedPrompt:
         stride = slice_blocks(size, len(media)) * size
         text = min((span.position for span in media), default=len(token_ids)) // size
         packed: list[bytes] = []
+        self.generation = table.generation
         for start in range(0, len(token_ids), stride):
             part = token_ids[start : start + stride]
+            self.token_ids.extend(part)
             packed.append(pack(part))
             full = np.frombuffer(part, np.uint32)[: len(part) // size * size].reshape(-1, size)
             self._identify(full, media, table, max(0, text - start // size))
@@ -66,13 +71,14 @@ class PreparedPrompt:
         """Adds the digests of the next blocks, [n, block_size], the first `text` of them without media. Cached blocks
         have theirs in the table, and are found along it as far as there are such from the beginning.
         """
+        if self.generation is not table.generation:
+            self.generation = None
         begin = len(self.digests)
         node = int(self.cached[-1]) if len(self.cached) else self.root
-        # The latest block may be gone, and its id that of another one.
-        if len(self.cached) == begin and (not begin or table.digest(int(node)) == self.digests[-1]):
+        # The latest block may be gone, and its id that of another one, even of one with an equal digest.
+        if len(self.cached) == begin and (not begin or table.digest(int(node)) is self.digests[-1]):
             hits = table.match_tokens(node, tokens[:text])
-            # Copies: the host pool knows a prefix by its digest object, and these may be out of date by the admission.
-            self.digests += [bytes(memoryview(digest)) for digest in table.digests(hits)]
+            self.digests += table.digests(hits)
             self.cached = np.concatenate([self.cached, np.array(hits, np.int32)])
         found = len(self.digests) - begin
         if found < len(tokens):

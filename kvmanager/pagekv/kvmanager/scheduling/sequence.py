@@ -129,8 +129,10 @@ class Seq:
     # Digests of the full blocks of token_ids, computed once per block.
     digests: list[bytes] = field(default_factory=list)
     # Device blocks that may hold the first tokens: what the latest look-up found, or the table before it was given up.
-    # Only a hint, for they may have been evicted since, or be those of another pool.
+    # Only a hint, for they may have been evicted since, or be those of another pool, unless the table's generation is
+    # still this one.
     hint: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)
+    hint_generation: object | None = None
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
     num_published: int = 0
     _num_computed: int = 0
@@ -233,7 +235,7 @@ def live_request(
         Seq(
             request=request,
             index=index,
-            _token_ids=array("I", command.prompt_ids),
+            _token_ids=array("I", command.prompt_ids) if index or not prepared.token_ids else prepared.token_ids,
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),
@@ -241,6 +243,7 @@ def live_request(
             first_media=first_media,
             digests=prepared.digests[:],
             hint=prepared.cached,
+            hint_generation=prepared.generation,
             state=SeqStatus.FORKING if index else SeqStatus.WAITING,
         )
         for index in range(1 if command.sampling.beam_width else command.n)

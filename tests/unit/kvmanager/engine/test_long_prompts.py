@@ -121,10 +121,11 @@ def test_an_id_that_is_taken_is_refused_before_and_after_the_work(
         assert slices == []
         entering = asyncio.create_task(engine.queue(command("other", LONG)))
         await asyncio.sleep(0)
-        faster = engine.submit(command("other", [4, 5, 6]))
+        # Long enough to be there until the other one comes.
+        faster = engine.submit(command("other", [4, 5, 6], 40))
         with pytest.raises(AlreadyExists):
             await entering
-        assert [await read(each) for each in (stream, faster)] == [expect([1, 2, 3]), expect([4, 5, 6])]
+        assert [await read(each) for each in (stream, faster)] == [expect([1, 2, 3]), expect([4, 5, 6], 40)]
 
     run(monkeypatch, body)
 

@@ -13,14 +13,21 @@ import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, output, streamed
 
+from pagekv.kvmanager.kvcache import block_pool
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
-from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling import block_tables, prepared_prompt
+from pagekv.kvmanager.scheduling.block_tables import Arrival, BlockTables
+from pagekv.kvmanager.scheduling.counters import SchedulerCounters
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.prepared_prompt import SLICE_BLOCKS, SLICE_TOKENS, PreparedPrompt, slice_blocks
+from pagekv.kvmanager.scheduling.sequence import live_request
 
 ROOT = root_digest("model", "", "")
 
@@ -134,6 +141,39 @@ def test_digests_are_right_whatever_becomes_of_the_table_meanwhile(after: int, f
     assert prepared.digests == chain_digests(ROOT, token_bytes(prompt), 2)
 
 
+@pytest.mark.parametrize("way", ["none", "evicted", "evicted together", "void", "reset", "a copy has the entry now"])
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_what_has_left_the_table_since_is_not_hit(monkeypatch: pytest.MonkeyPatch, way: str, host_blocks: int) -> None:
+    """By each of the ways in which a block leaves; and where none did, the blocks found are not looked at again."""
+    pool, prompt = BlockPool(20, 2), list(range(1, 22))
+    blocks = cache(pool, prompt)
+    prepared = complete(pool.table, prompt)
+    if way.startswith("evicted"):
+        monkeypatch.setattr(block_pool, "RETIRED_TOGETHER", 1 if way == "evicted together" else 100)
+        taken = pool.allocate(20)
+        assert taken is not None
+        pool.free(taken)
+    elif way == "void":
+        pool.invalidate(prepared.digests[:1])
+    elif way == "reset":
+        pool.clear_prefix_table()
+    elif way == "a copy has the entry now":
+        cache(pool, prompt)
+    else:
+        monkeypatch.setattr(pool.table, "verify", None)
+    command = GenerateCommand("r", prompt, SamplingParams(max_tokens=2))
+    (sequence,) = live_request(command, RequestStream("r", 1), 0, ROOT, 0, prepared).sequences
+    limits = SchedulerLimits(max_batch_tokens=64, max_running=4, watermark=0, prefix_cache=True)
+    tables = BlockTables(pool, HostPool(host_blocks, 2), limits, SchedulerCounters())
+    assert tables.admit([Arrival(sequence)], 0) == 0
+    assert sequence.num_computed == (20 if way in ("none", "a copy has the entry now") else 0)
+    hits = sequence.block_table[: sequence.num_computed // 2].tolist()
+    assert pool.table.digests(hits) == prepared.digests[: len(hits)]
+    assert (hits == blocks) == (way == "none")
+    if host_blocks:
+        assert all(mine is own for mine, own in zip(sequence.digests, pool.table.digests(hits), strict=False))
+
+
 def test_a_prepared_prompt_leaves_nothing_to_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither cold nor cached, and the cached one is not walked along either."""
     driver, prompt = Ahead(num_blocks=80, block_size=2, max_batch_tokens=8), [*range(90), 5]
@@ -169,8 +209,10 @@ class Ahead(Driver):
         which = root, token_bytes(command.prompt_ids), command.identity.media
         if which in self.long_ago and len(self.requests) % 3 and not self.fresh:
             old = self.long_ago[which]
-            # A prompt is prepared for one request, and its digest objects are of no other.
-            return replace(old, digests=[bytes(memoryview(digest)) for digest in old.digests])
+            # A prompt is prepared for one request, and the digest objects that it made are of no other.
+            found, hashed = old.digests[: len(old.cached)], old.digests[len(old.cached) :]
+            digests = [*found, *(bytes(memoryview(digest)) for digest in hashed)]
+            return replace(old, digests=digests, token_ids=array("I", command.prompt_ids))
         prepared = PreparedPrompt(root)
         for _ in prepared.slices(
             array("I", command.prompt_ids), command.identity.media, self.pool.table, array.tobytes
