@@ -66,6 +66,9 @@ def load_backend(config: ExecutorConfig) -> Backend:
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     check_cpu_start(directory, config.dtype, config.kv_memory)
     with phase("importing torch and transformers"):
+        from pagekv.executor.model.transformers_import import import_transformers
+
+        import_transformers()
         from pagekv.executor.cpu.backend import CpuBackend
 
     return CpuBackend(
@@ -129,6 +132,9 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
 
     check_model(directory, config.dtype, config.kv_dtype, gpu, config.kv_memory)
     with phase("importing torch, CuPy and transformers"):
+        from pagekv.executor.model.transformers_import import import_transformers
+
+        import_transformers()
         from pagekv.executor.cuda.backend import CudaBackend
         from pagekv.executor.cuda.device import CudaDevice
 

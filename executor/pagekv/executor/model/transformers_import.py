@@ -1,0 +1,71 @@
+"""The import of transformers without what PageKV never uses: half of its time, and much of its memory.
+
+Decorators load torch's compiler, and through that SymPy, only to mark functions for it; and classes of distributed
+tensors are loaded where torch could be distributed. Here everything runs eagerly and in one process.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import ModuleType
+from typing import Any
+
+import torch.distributed
+
+_COMPILER = "torch._dynamo"
+# Modules that load both, directly or not. A model's own module loads what it needs on top.
+_MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
+
+
+def import_transformers() -> None:
+    """Imports what models are made of. To be called before transformers is imported in another way: afterwards it
+    changes nothing. Where a version of transformers asks for more than marks, the next import loads all of it.
+    """
+    if "transformers.modeling_utils" in sys.modules:
+        return
+    with _without_compiler(), _not_distributed(), suppress(Exception):
+        for name in _MODULES:
+            importlib.import_module(name)
+
+
+@contextmanager
+def _without_compiler() -> Iterator[None]:
+    """A stand-in for torch's compiler, whose own modules can be imported nevertheless."""
+    if _COMPILER in sys.modules:
+        yield
+        return
+    stand_in = _Marks(_COMPILER)
+    stand_in.__path__ = [f"{torch.__path__[0]}/_dynamo"]
+    sys.modules[_COMPILER] = stand_in
+    try:
+        yield
+    finally:
+        # torch imports the compiler itself when it is asked for next.
+        del sys.modules[_COMPILER]
+
+
+@contextmanager
+def _not_distributed() -> Iterator[None]:
+    is_available = torch.distributed.is_available
+    torch.distributed.is_available = lambda: False
+    try:
+        yield
+    finally:
+        torch.distributed.is_available = is_available
+
+
+class _Marks(ModuleType):
+    """A module whose every name is a decorator that leaves functions as they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _unmarked
+
+
+def _unmarked(*args: Any, **options: Any) -> Any:
+    """The function, for a decorator; or the decorator, where it is given options first."""
+    return args[0] if len(args) == 1 and callable(args[0]) and not options else _unmarked
