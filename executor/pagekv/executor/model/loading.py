@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from pagekv.common.phases import Phase, phase
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
+from pagekv.executor.model.transformers_import import without_compiler
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -91,15 +92,17 @@ def _progress_of(loading: Phase) -> Iterator[None]:
 def _load(directory: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
-    model, report = AutoModelForCausalLM.from_pretrained(
-        directory,
-        config=config,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    # torch marks functions that initialise weights, too, when they are first called.
+    with without_compiler():
+        model, report = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
         raise ValueError(

@@ -22,18 +22,20 @@ _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "tra
 
 def import_transformers() -> None:
     """Imports what models are made of. To be called before transformers is imported in another way: afterwards it
-    changes nothing. Where a version of transformers asks for more than marks, the next import loads all of it.
+    changes nothing. If a version of transformers asks for more than marks, the next import loads all of it.
     """
     if "transformers.modeling_utils" in sys.modules:
         return
-    with _without_compiler(), _not_distributed(), suppress(Exception):
+    with without_compiler(), _not_distributed(), suppress(Exception):
         for name in _MODULES:
             importlib.import_module(name)
 
 
 @contextmanager
-def _without_compiler() -> Iterator[None]:
-    """A stand-in for torch's compiler, whose own modules can be imported nevertheless."""
+def without_compiler() -> Iterator[None]:
+    """A stand-in for torch's compiler, whose own modules can be imported nevertheless. Nothing changes where it was
+    imported before. The answer to whether a compiler runs is no.
+    """
     if _COMPILER in sys.modules:
         yield
         return
@@ -58,14 +60,18 @@ def _not_distributed() -> Iterator[None]:
 
 
 class _Marks(ModuleType):
-    """A module whose every name is a decorator that leaves functions as they are."""
+    """A module of decorators that leave functions as they are, and of questions with the answer no."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _unmarked
+        return _no if name.startswith("is_") else _unmarked
 
 
 def _unmarked(*args: Any, **options: Any) -> Any:
-    """The function, for a decorator; or the decorator, where it is given options first."""
-    return args[0] if len(args) == 1 and callable(args[0]) and not options else _unmarked
+    """The function, for a decorator; or the decorator, where it is given options alone."""
+    return args[0] if args and callable(args[0]) else _unmarked
+
+
+def _no(*args: Any, **options: Any) -> bool:
+    return False

@@ -5,21 +5,25 @@ from __future__ import annotations
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from support.clients.stack import environment
+from support.executor.cpu_driver import save_model
 
 from pagekv.executor.model import transformers_import
 
-HEAVY = ("torch._dynamo", "torch.distributed.tensor", "sympy")
+HEAVY = ("torch._dynamo", "torch.distributed.tensor")
 # In a process of its own, as an executor starts.
 START = f"""
 import sys
 from pagekv.executor.model.transformers_import import import_transformers
 import_transformers()
-import pagekv.executor.cpu.backend, torch, transformers.models.llama.modeling_llama
+import pathlib, torch
+from pagekv.executor.cpu.choose_forward import load_forward
+load_forward(pathlib.Path(sys.argv[1]), torch.float32, fused=True)
 assert not [name for name in {HEAVY} if name in sys.modules]
 assert torch.distributed.is_available()
 linear = torch.compile(lambda x: 2 * x + 1, backend="eager", fullgraph=True)
@@ -27,9 +31,12 @@ assert linear(torch.ones(2)).tolist() == [3, 3]
 """
 
 
-def test_a_start_loads_neither_the_compiler_nor_distributed_tensors() -> None:
-    """With the Llama of the demo. Both can be used afterwards."""
-    done = subprocess.run([sys.executable, "-c", START], env=environment(), capture_output=True, text=True, timeout=300)
+def test_a_start_loads_neither_the_compiler_nor_distributed_tensors(tmp_path: Path) -> None:
+    """With a Llama, which the demo is. Both can be used afterwards."""
+    save_model("llama", tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -48,12 +55,17 @@ def test_marks_leave_functions_as_they_are(monkeypatch: pytest.MonkeyPatch, modu
 
     def load(name: str) -> None:
         compiler = modules["torch._dynamo"]
-        seen.append((compiler.disable(load), compiler.disable(recursive=False)(load), hasattr(compiler, "__wrapped__")))
+        marked = (
+            compiler.disable(load),
+            compiler.disable(recursive=False)(load),
+            compiler.disable(load, True, wrapping=False),
+        )
+        seen.append((*marked, compiler.is_compiling(), hasattr(compiler, "__wrapped__")))
         assert not torch.distributed.is_available()
 
     monkeypatch.setattr(importlib, "import_module", load)
     transformers_import.import_transformers()
-    assert seen == [(load, load, False)] * 3
+    assert seen == [(load, load, load, False, False)] * 3
     assert "torch._dynamo" not in modules
     assert torch.distributed.is_available() == available
 
