@@ -13,9 +13,9 @@ from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt, slice_bl
 
 
 class LongPrompts:
-    """Prepares prompts of more than one slice, one after the other, with a turn of the event loop behind each slice."""
+    """Prepares prompts of more than one slice, one after the other, with turns of the event loop behind each slice."""
 
-    def __init__(self, pack: Callable[[array[int]], bytes]) -> None:
+    def __init__(self, pack: Callable[[array[int]], bytes] | None) -> None:
         """`pack` as in `PreparedPrompt.slices`."""
         self._pack = pack
         # Held by the call that is entering; given in the order in which it is asked for, so calls keep theirs.

@@ -42,7 +42,7 @@ def match_prefix(
     if prepared is None or prepared.root != root:
         prepared = PreparedPrompt(root)
         ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
-        for _ in prepared.slices(ids, media, table, pack_nothing):
+        for _ in prepared.slices(ids, media, table, None):
             pass
     tokens: NDArray[np.uint32] = np.asarray(token_ids, np.uint32)
     chunks = tokens[: len(tokens) // size * size].reshape(-1, size)
@@ -50,8 +50,3 @@ def match_prefix(
     before = int(prepared.cached[known - 1]) if known else root
     more = pool.match(before, prepared.digests[known:], chunks[known:])
     return PrefixMatch(tokens, chunks, prepared.digests, np.append(prepared.cached[:known], np.array(more, np.int32)))
-
-
-def pack_nothing(token_ids: array[int]) -> bytes:
-    """For prompts that no step has: packs to no bytes."""
-    return b""

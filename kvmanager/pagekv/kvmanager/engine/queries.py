@@ -19,7 +19,6 @@ from pagekv.common.errors import InvalidRequest, Overloaded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
-from pagekv.kvmanager.engine.prefix_match import pack_nothing
 from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -53,7 +52,7 @@ class EngineQueries:
     def __init__(self, state: EngineState) -> None:
         self._state = state
         # Other than those of requests, which wait for no question.
-        self._long_prompts = LongPrompts(pack_nothing)
+        self._long_prompts = LongPrompts(None)
         # Tokens of the prompts that are looked up now or wait for that.
         self._asked_tokens = 0
 

@@ -221,6 +221,11 @@ class BlockTables:
                 digests[found : len(blocks)] = table.digests(blocks[found:])
             else:
                 self.pool.count_collision(digests[found])
+        if self.host.num_blocks:
+            # Contents that have left may have been void: nothing may be taken for what follows them.
+            left = slice(known + len(blocks), sequence.num_lent)
+            digests[left] = [bytes(memoryview(digest)) for digest in digests[left]]
+            sequence.num_lent = left.start
         hits = np.fromiter(blocks, np.int32, len(blocks))
         sequence.hint = np.concatenate([hint, hits]) if known else hits
         sequence.hint_generation = table.generation
@@ -402,6 +407,7 @@ class BlockTables:
         # Copies into these blocks that are already listed stay listed: the next owner's copies come later in the list,
         # and a listed swap-out may still read them.
         sequence.hint, sequence.hint_generation = sequence.blocks(), None
+        sequence.num_lent = len(sequence.digests)
         self.pool.free(sequence.hint)
         sequence.block_table = array("i")
         sequence.num_published = 0

@@ -1,7 +1,8 @@
 """The work that grows with a prompt, done a slice at a time before its request is added to the scheduler (DESIGN 5).
 
 A request that comes with a `PreparedPrompt` is decided on like one without, only sooner: nothing is left to hash, and
-cached blocks are compared with the prompt in a few vector operations instead of being walked along one by one.
+cached blocks are taken as they were found or, where any has left the table since, compared with the prompt in a few
+vector operations instead of being walked along one by one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class PreparedPrompt:
     root: bytes
     # Digests of the full blocks.
     digests: list[bytes] = field(default_factory=list)
-    # Cached blocks that held the leading tokens when they were looked up: a hint, for they may be evicted any time; and
-    # the table's generation, if that was the same for all of them.
+    # Cached blocks that held the leading tokens when they were looked up, a hint, for they may be evicted any time; and
+    # the table's generation before the first look-up. If that is still the present one, none has left.
     cached: Blocks = field(default_factory=lambda: np.empty(0, np.int32))
     generation: object | None = None
     # All token ids, uint32, as a copy for the sequence; and as the message of a step has them.
@@ -48,10 +49,11 @@ class PreparedPrompt:
         token_ids: array[int],
         media: Sequence[MediaSpan],
         table: PrefixTable,
-        pack: Callable[[array[int]], bytes],
+        pack: Callable[[array[int]], bytes] | None,
     ) -> Iterator[None]:
         """Fills an empty one, at most `slice_blocks` blocks before each item; the table may change between two items.
-        `pack` gives token ids as a message has them, in bytes that can be put one after the other.
+        `pack` gives token ids as a message has them, in bytes that can be put one after the other; None: they are
+        neither packed nor copied.
         """
         size = table.block_size
         stride = slice_blocks(size, len(media)) * size
@@ -60,8 +62,9 @@ class PreparedPrompt:
         self.generation = table.generation
         for start in range(0, len(token_ids), stride):
             part = token_ids[start : start + stride]
-            self.token_ids.extend(part)
-            packed.append(pack(part))
+            if pack is not None:
+                self.token_ids.extend(part)
+                packed.append(pack(part))
             full = np.frombuffer(part, np.uint32)[: len(part) // size * size].reshape(-1, size)
             self._identify(full, media, table, max(0, text - start // size))
             yield
@@ -71,8 +74,6 @@ class PreparedPrompt:
         """Adds the digests of the next blocks, [n, block_size], the first `text` of them without media. Cached blocks
         have theirs in the table, and are found along it as far as there are such from the beginning.
         """
-        if self.generation is not table.generation:
-            self.generation = None
         begin = len(self.digests)
         node = int(self.cached[-1]) if len(self.cached) else self.root
         # The latest block may be gone, and its id that of another one, even of one with an equal digest.

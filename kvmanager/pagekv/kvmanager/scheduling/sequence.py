@@ -133,6 +133,8 @@ class Seq:
     # still this one.
     hint: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)
     hint_generation: object | None = None
+    # Leading digests that a tier may have, or may have had, the very objects of.
+    num_lent: int = 0
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
     num_published: int = 0
     _num_computed: int = 0
@@ -188,6 +190,7 @@ class Seq:
             publishes=self.publishes,
             first_media=self.first_media,
             digests=self.digests[:],
+            num_lent=len(self.digests),
             cached_tokens=self.cached_tokens,
             preemptions=self.preemptions,
         )
@@ -244,6 +247,7 @@ def live_request(
             digests=prepared.digests[:],
             hint=prepared.cached,
             hint_generation=prepared.generation,
+            num_lent=len(prepared.digests if index else prepared.cached),
             state=SeqStatus.FORKING if index else SeqStatus.WAITING,
         )
         for index in range(1 if command.sampling.beam_width else command.n)

@@ -155,6 +155,9 @@ class Swapper:
                 if place >= len(known) or self.host.lookup(known[place]) is None:
                     break
                 by_digest.append(place)
+            elif place < len(known):
+                # Others follow the object by which the pool has it.
+                known[place] = sequence.digests[place] = self.host.key(block) or known[place]
             blocks.append(block)
         if by_digest:
             chunks = sequence.chunks(size, 0, by_digest[-1] + 1)[by_digest]
@@ -166,6 +169,7 @@ class Swapper:
                     break
                 blocks[place - first] = block
                 sequence.digests[place] = self.host.key(block) or known[place]
+        sequence.num_lent = max(sequence.num_lent, first + len(blocks))
         return blocks, min(end, (first + len(blocks)) * size)
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:

@@ -15,7 +15,7 @@ from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine import prefix_match, queries
 from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.prefix_match import match_prefix, pack_nothing
+from pagekv.kvmanager.engine.prefix_match import match_prefix
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.scheduling import prepared_prompt
@@ -45,7 +45,7 @@ def test_the_match_is_that_of_digests_alone_however_old_the_preparation(seed: in
         which = (*prompt, len(spans))
         if which not in prepared or chance.random() < 0.2:
             prepared[which] = PreparedPrompt(ROOT)
-            for _ in prepared[which].slices(array("I", prompt), spans, pool.table, pack_nothing):
+            for _ in prepared[which].slices(array("I", prompt), spans, pool.table, None):
                 pass
         for hint in (prepared[which], None):
             found = match_prefix(pool, ROOT, prompt, spans, hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from array import array
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, output, streamed
 
-from pagekv.kvmanager.kvcache import block_pool
+from pagekv.kvmanager.kvcache import block_hash, block_pool
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
@@ -27,7 +28,7 @@ from pagekv.kvmanager.scheduling.block_tables import Arrival, BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.prepared_prompt import SLICE_BLOCKS, SLICE_TOKENS, PreparedPrompt, slice_blocks
-from pagekv.kvmanager.scheduling.sequence import live_request
+from pagekv.kvmanager.scheduling.sequence import Seq, live_request
 
 ROOT = root_digest("model", "", "")
 
@@ -129,16 +130,120 @@ def test_from_a_medium_on_blocks_are_identified_by_their_digests() -> None:
 def test_digests_are_right_whatever_becomes_of_the_table_meanwhile(after: int, follower: list[int]) -> None:
     """The blocks found so far are evicted, and their ids taken for another prefix before the same tokens."""
     pool, prompt = BlockPool(10, 2), list(range(1, 21))
-    cache(pool, prompt)
+    found = cache(pool, prompt)
     prepared = PreparedPrompt(ROOT)
     slices = prepared.slices(array("I", prompt), (), pool.table, array.tobytes)
     for _ in range(after):
         next(slices)
     pool.clear_prefix_table()
-    cache(pool, [50, 51, *prompt[2:8], *follower, *prompt[10:]])
+    # Taken and let go, so that an id stands at the same place in the other chain.
+    around = pool.allocate(10)
+    assert around is not None
+    pool.free(around)
+    assert cache(pool, [50, 51, *prompt[2:8], *follower, *prompt[10:]]) == found
     for _ in slices:
         pass
     assert prepared.digests == chain_digests(ROOT, token_bytes(prompt), 2)
+
+
+@pytest.mark.usefixtures("slices_of_two")
+@pytest.mark.parametrize("after", range(6))
+def test_no_digest_object_stands_for_two_prefixes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Even if values collide: here a digest is that of the block's own tokens. The ids found are those of another
+    prefix by the next slice.
+    """
+    monkeypatch.setattr(block_hash, "sha256", lambda data: hashlib.sha256(data[32:]))
+    pool, prompt = BlockPool(10, 2), list(range(1, 21))
+    found = cache(pool, prompt)
+    prepared = PreparedPrompt(ROOT)
+    slices = prepared.slices(array("I", prompt), (), pool.table, array.tobytes)
+    for _ in range(after):
+        next(slices)
+    pool.clear_prefix_table()
+    around = pool.allocate(10)
+    assert around is not None
+    pool.free(around)
+    assert cache(pool, [50, 51, *prompt[2:]]) == found
+    for _ in slices:
+        pass
+    others = {id(digest) for digest in pool.table.digests(found)}
+    assert not [digest for digest in prepared.digests if id(digest) in others]
+
+
+def sequence_of(name: str, prompt: list[int], prepared: PreparedPrompt | None = None) -> Seq:
+    command = GenerateCommand(name, prompt, SamplingParams(max_tokens=2))
+    return live_request(command, RequestStream(name, 1), 0, ROOT, 0, prepared).sequences[0]
+
+
+def tables_of(pool: BlockPool, host_blocks: int) -> BlockTables:
+    limits = SchedulerLimits(max_batch_tokens=64, max_running=4, watermark=0, prefix_cache=True, write_back=True)
+    return BlockTables(pool, HostPool(host_blocks, 2), limits, SchedulerCounters())
+
+
+def drain(tables: BlockTables) -> None:
+    """Evicts every free block, which is written back."""
+    taken = tables.allocate(tables.pool.num_free)
+    assert taken is not None
+    tables.pool.free(taken)
+
+
+@pytest.mark.parametrize("way", ["at once", "prepared", "refused before", "preempted"])
+def test_what_followed_a_void_block_is_not_hit(way: str) -> None:
+    """In the host pool it outlives that block. The prefix is computed anew, and written back, before the request comes,
+    which knew the void one's digest object or did not.
+    """
+    pool, prompt = BlockPool(8, 2), [1, 2, 3, 4, 5, 6, 7]
+    tables = tables_of(pool, 6)
+    cache(pool, prompt)
+    request = sequence_of("r", prompt, complete(pool.table, prompt) if way == "prepared" else None)
+    if way == "refused before":
+        assert tables.admit([Arrival(request)], 9) > 0
+    elif way == "preempted":
+        assert tables.admit([Arrival(request)], 0) == 0
+        tables.free(request)
+    broken = sequence_of("x", [1, 2, 9])
+    assert tables.admit([Arrival(broken)], 0) == 0
+    drain(tables)
+    tables.invalidate(broken, 0)
+    tables.discard(broken)
+    cache(pool, prompt[:2])
+    drain(tables)
+    assert tables.admit([Arrival(request)], 0) == 0
+    assert request.num_computed == 2
+
+
+@pytest.mark.parametrize("host_blocks", [0, 8])
+def test_the_objects_of_a_prefix_that_came_back_are_taken(host_blocks: int) -> None:
+    """The same ids hold the same tokens, under other digest objects."""
+    pool, prompt = BlockPool(10, 2), list(range(1, 22))
+    found = cache(pool, prompt)
+    prepared = complete(pool.table, prompt)
+    pool.clear_prefix_table()
+    around = pool.allocate(10)
+    assert around is not None
+    pool.free(around)
+    assert cache(pool, prompt) == found
+    sequence = sequence_of("r", prompt, prepared)
+    # It does not fit, and has looked.
+    assert tables_of(pool, host_blocks).admit([Arrival(sequence)], 0) == 1
+    assert sequence.hint.tolist() == found
+    same = [mine is own for mine, own in zip(sequence.digests, pool.table.digests(found), strict=True)]
+    assert all(same) or not host_blocks
+
+
+def test_a_sequence_has_token_ids_of_its_own() -> None:
+    """The command's stay as they were sent, and each sequence gets its outputs alone."""
+    prompt = list(range(1, 22))
+    prepared = complete(PrefixTable(4, 2, np.zeros(4, np.int32)), prompt)
+    command = GenerateCommand("r", array("I", prompt), SamplingParams(max_tokens=2), 2)
+    first, second = live_request(command, RequestStream("r", 2), 0, ROOT, 0, prepared).sequences
+    first.token_ids.append(5)
+    second.token_ids.append(6)
+    assert [ids.tolist() for ids in (command.prompt_ids, first.token_ids, second.token_ids)] == [  # type: ignore[attr-defined]  # an array
+        prompt,
+        [*prompt, 5],
+        [*prompt, 6],
+    ]
 
 
 @pytest.mark.parametrize("way", ["none", "evicted", "evicted together", "void", "reset", "a copy has the entry now"])
