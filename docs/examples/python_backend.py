@@ -35,7 +35,6 @@ class ToyBackend:
     """A `Backend`. Everything that a step may get wrong has been refused before a method is called."""
 
     device = host = np.zeros((0, 1), SLOT)
-    max_model_len = MAX_LEN
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """What the manager plans with. A real one measures what memory is left beside a step of `token_budget`."""
@@ -47,7 +46,7 @@ class ToyBackend:
             head_size=1,
             kv_dtype=SLOT.name,
             vocab_size=VOCAB,
-            max_model_len=self.max_model_len,
+            max_model_len=MAX_LEN,
             bytes_per_block=block_size * SLOT.itemsize,
             device_kv_bytes=POOL_BYTES,
             host_kv_bytes=POOL_BYTES,

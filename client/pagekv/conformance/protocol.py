@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 
-from pagekv.common.message_sizes import max_step_bytes
+from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
 from pagekv.conformance.kit import Kit, expect, refused, with_unknown
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
@@ -266,7 +266,7 @@ def long_steps_are_taken(kit: Kit) -> None:
     token, most = kit.description.vocab_size - 1, kit.description.max_sequences
     num_bytes = -(-max(1, token.bit_length()) // 7)
     # Other fields of the step and of its sequences have less than the bytes left out here.
-    longest = max_step_bytes(kit.description.max_model_len) - 2**16
+    longest = MAX_RECEIVE_BYTES - 2**16
     length = min(kit.description.max_model_len, longest // num_bytes)
     count = max(1, longest // (length * num_bytes + SEQUENCE_BYTES))
     if count > most:

@@ -20,7 +20,6 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.loopback import is_local
-from pagekv.common.message_sizes import max_step_bytes
 from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
@@ -41,8 +40,6 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach the manager.
 LAST_WORDS_S = 2.0
-# How often an executor tries to listen anew on its own address, and how long it waits before the next time.
-LISTEN_ATTEMPTS, LISTEN_PAUSE_S = 20, 0.1
 # How long a thread keeps the interpreter while another waits for it.
 SWITCH_INTERVAL_S = 200e-6
 
@@ -174,14 +171,10 @@ class Executor:
         self._load_backend = load
         self._compute = WorkerThread()
         self.session = Session(self._compute)
-        self._grpc = self._server(config.listen)
+        self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection)
+        ExecutorService(self.session).add_to(self._grpc.server)
         # perf_counter when serving began.
         self.serving_since = math.inf
-
-    def _server(self, listen: str, max_model_len: int = 0) -> GrpcServer:
-        server = GrpcServer(listen, [SERVICE_NAME], self._config.reflection, max_step_bytes(max_model_len))
-        ExecutorService(self.session).add_to(server.server)
-        return server
 
     @property
     def listening(self) -> bool:
@@ -210,9 +203,7 @@ class Executor:
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             prepare_to_serve()
-            backend, max_model_len = loading.result()
-            await self._take_longest_step(max_model_len)
-            self.session.serve(backend)
+            self.session.serve(loading.result())
             self._grpc.set_serving(True)
             self.serving_since = time.perf_counter()
             lost = asyncio.create_task(self.session.lost.wait(), name="device lost")
@@ -220,35 +211,11 @@ class Executor:
             lost.cancel()
         return await self._shut_down(idle=loading.done())
 
-    async def _take_longest_step(self, max_model_len: int) -> None:
-        """Listens anew where the model's sequences are so long that steps are larger than the server takes, which is
-        settled when it begins. Callers connect again.
-        """
-        if max_step_bytes(max_model_len) <= max_step_bytes(0):
-            return
-        address = self.address
-        log.info("listening anew, for longer steps", address=address, step_bytes=max_step_bytes(max_model_len))
-        await self._grpc.stop(0)
-        for attempt in range(1, LISTEN_ATTEMPTS + 1):
-            server = self._server(address, max_model_len)
-            try:
-                await server.start()
-            except OSError:
-                # Somebody may have got the port in between, a client's connection for instance.
-                if attempt == LISTEN_ATTEMPTS:
-                    raise
-                await asyncio.sleep(LISTEN_PAUSE_S)
-            else:
-                break
-        # Not before: the old one knows the address.
-        self._grpc = server
-
-    async def _load(self) -> tuple[Backend, int]:
-        """The backend, and tokens of its longest sequence."""
+    async def _load(self) -> Backend:
         begin = time.monotonic()
         backend = await self._compute.call(self._load_backend)
         log.info("loaded", backend=type(backend).__name__, seconds=round(time.monotonic() - begin, 3))
-        return backend, await self._compute.call(lambda: backend.max_model_len)
+        return backend
 
     async def _shut_down(self, idle: bool) -> int:
         """`idle`: the worker thread can be waited for, because it is not loading a model."""

@@ -150,11 +150,8 @@ class GrpcServer:
         listen: str,
         services: Sequence[str],
         reflection: bool = True,
-        max_receive_bytes: int = MAX_RECEIVE_BYTES,
     ) -> None:
-        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection. Messages of
-        up to `max_receive_bytes` are taken.
-        """
+        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection."""
         self._listen = listen
         self._names = [*services]
         options = dict(SERVER_OPTIONS)
@@ -162,7 +159,7 @@ class GrpcServer:
             "grpc.max_allowed_incoming_connections": connection_limit(),
             "grpc.server_handshake_timeout_ms": HANDSHAKE_MS,
             "grpc.max_connection_idle_ms": IDLE_MS,
-            "grpc.max_receive_message_length": max_receive_bytes,
+            "grpc.max_receive_message_length": MAX_RECEIVE_BYTES,
         }
         self.server = aio_server((ErrorInterceptor(),), list(options.items()))
         self._health = health.HealthService(("", *services))

@@ -101,8 +101,7 @@ def toy(*edits: Edit, without: str = "", options: Sequence[tuple[str, Any]] = ()
     module.need = forgetful  # type: ignore[attr-defined]  # a module is what its text makes of it
 
     async def start() -> tuple[int, Callable[[], Awaitable[None]]]:
-        allowed = options or [*PINGS, ("grpc.max_receive_message_length", 2**28)]
-        server = grpc.aio.server(options=allowed)
+        server = grpc.aio.server(options=options or PINGS)
         pb_grpc.add_ExecutorServiceServicer_to_server(module.Toy(), server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
@@ -123,7 +122,7 @@ def served_backend(backend: Backend) -> Iterator[str]:
 
     async def start() -> tuple[int, Callable[[], Awaitable[None]]]:
         session = Session(compute)
-        server = GrpcServer("127.0.0.1:0", [SERVICE_NAME], reflection=False, max_receive_bytes=2**28)
+        server = GrpcServer("127.0.0.1:0", [SERVICE_NAME], reflection=False)
         ExecutorService(session).add_to(server.server)
         port = await server.start()
         session.serve(backend)

@@ -91,12 +91,13 @@ def test_a_host_pool_of_any_size_is_noticed() -> None:
     assert verdict.why == "Attach with num_host_blocks 65537, take_over True: was accepted"
 
 
-def test_a_server_with_grpcs_own_limit_is_noticed() -> None:
-    for options, outcome in (((), "ok"), (PINGS, "failed")):
+def test_a_server_with_a_smaller_limit_is_noticed() -> None:
+    smaller = (*PINGS, ("grpc.max_receive_message_length", 2**20))
+    for options, outcome in (((), "ok"), (smaller, "failed")):
         with toy(("256, 300", "256, 2**18"), options=options) as address:
             verdict = verdicts(address, "P13")["P13"]
         assert verdict.outcome == outcome, verdict
-    assert "a step of 8128 KiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
+    assert "a step of 4032 KiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

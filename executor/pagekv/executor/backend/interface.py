@@ -186,11 +186,6 @@ class Finished:
 class Backend(Protocol):
     """One device with a loaded model. Called from one thread at a time, but for `Launch.collect`."""
 
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest sequence, as `describe` tells."""
-        ...
-
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Identity and measured memory; runs the profiling pass once per (block size, token budget)."""
         ...

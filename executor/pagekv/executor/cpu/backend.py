@@ -87,10 +87,6 @@ class CpuBackend:
         # By block size.
         self._swap_rates: dict[int, tuple[int, int]] = {}
 
-    @property
-    def max_model_len(self) -> int:
-        return self._loaded.max_model_len
-
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises InvalidRequest when --kv-memory holds no block of this size."""
         self._use(self._all_threads)

@@ -84,10 +84,6 @@ class CudaBackend:
         self._host_bytes = int(HOST_SHARE * available_bytes())
         self._bandwidth = device.bandwidth()
 
-    @property
-    def max_model_len(self) -> int:
-        return self._loaded.max_model_len
-
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises OutOfMemory when no step of this size fits, InvalidRequest when --kv-memory holds no block of it."""
         self._info.check_block_fits(block_size)

@@ -143,10 +143,6 @@ class OracleBackend:
         # When the last step launched begins and ends, perf_counter.
         self._begin = self._end = 0.0
 
-    @property
-    def max_model_len(self) -> int:
-        return self._model.max_model_len
-
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Identity and bounds; nothing is measured, so the budget does not matter."""
         model = self._model

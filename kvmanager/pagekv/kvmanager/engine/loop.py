@@ -122,7 +122,7 @@ class EngineLoop:
         check_description(description)
         model = size_model(description, config)
         await link.attach(self._manager_id, model, description.layout, config.take_over)
-        limits = size_limits(description, config)
+        limits = size_limits(description, config, model)
         self._fail_misfits(model, limits.max_running)
         order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
         clock = time.monotonic if config.block_ages else None
@@ -134,6 +134,9 @@ class EngineLoop:
         else:
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
         self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
+        asked = min(description.max_model_len, config.max_model_len or description.max_model_len)
+        if model.max_model_len < asked:
+            log.warning("longer sequences do not fit into a step", tokens=model.max_model_len, wanted=asked)
         state.model = model
         state.epochs += 1
         state.attached = True

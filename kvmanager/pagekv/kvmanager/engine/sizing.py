@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pagekv.common.message_sizes import max_step_bytes
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import served_fingerprint
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.features import HOST_POOL, feature_names
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.step_bytes import IdBytes, id_bytes
 
 if TYPE_CHECKING:
     from pagekv.steps.v1.executor_service_pb2 import DescribeResponse
@@ -35,10 +35,15 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
             f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
         )
     features, num_host_blocks = feature_names(description.features), _num_host_blocks(description, config)
+    ids = _id_bytes(description, num_blocks, num_host_blocks)
+    running = _max_running(description, config)
+    # A sequence enters with all its tokens in one step.
+    entering = ids.longest_sequence(config.block_size, running, host=num_host_blocks > 0)
+    max_model_len = min(description.max_model_len, config.max_model_len or description.max_model_len, entering)
     return EngineInfo(
         model_id=description.model_id,
         model_fingerprint=served_fingerprint(description),
-        max_model_len=_max_model_len(description, config),
+        max_model_len=max_model_len,
         vocab_size=description.vocab_size,
         eos_token_ids=tuple(description.eos_token_ids),
         block_size=config.block_size,
@@ -67,12 +72,16 @@ def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int
     return config.num_host_blocks or fitting
 
 
-def _max_model_len(description: DescribeResponse, config: EngineConfig) -> int:
-    return min(description.max_model_len, config.max_model_len or description.max_model_len)
+def _id_bytes(description: DescribeResponse, num_blocks: int, num_host_blocks: int) -> IdBytes:
+    return IdBytes(id_bytes(description.vocab_size), id_bytes(num_blocks), id_bytes(num_host_blocks))
 
 
-def size_limits(description: DescribeResponse, config: EngineConfig) -> SchedulerLimits:
-    """The limits of the flags as far as this executor allows, with its measured rates."""
+def _max_running(description: DescribeResponse, config: EngineConfig) -> int:
+    return min(config.limits.max_running, description.max_sequences)
+
+
+def size_limits(description: DescribeResponse, config: EngineConfig, model: EngineInfo) -> SchedulerLimits:
+    """The limits of the flags as far as this executor allows, with its measured rates; `model` of `size_model`."""
     swap = replace(
         config.limits.swap,
         block_bytes=description.bytes_per_block,
@@ -82,7 +91,7 @@ def size_limits(description: DescribeResponse, config: EngineConfig) -> Schedule
     )
     return replace(
         config.limits,
-        max_running=min(config.limits.max_running, description.max_sequences),
+        max_running=_max_running(description, config),
         swap=swap,
-        max_step_bytes=max_step_bytes(_max_model_len(description, config)),
+        id_bytes=_id_bytes(description, model.num_device_blocks, model.num_host_blocks),
     )

@@ -29,6 +29,7 @@ from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
+from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
@@ -165,7 +166,9 @@ class _Replay:
         num_blocks, size = epoch["num_blocks"], epoch["block_size"]
         order = EvictionOrder(num_blocks, self._header["eviction_policy"], self._header["protected_share"])
         pool, host = BlockPool(num_blocks, size, order), HostPool(epoch["num_host_blocks"], size)
-        limits = SchedulerLimits(**{**epoch["limits"], "swap": SwapPolicy(**epoch["limits"]["swap"])})
+        told = epoch["limits"]
+        nested = {"swap": SwapPolicy(**told["swap"]), "id_bytes": IdBytes(**told.get("id_bytes", {}))}
+        limits = SchedulerLimits(**{**told, **nested})
         if self._scheduler is None:
             self._scheduler = Scheduler(pool, limits, epoch["eos_token_ids"], host=host)
         else:

@@ -45,6 +45,15 @@ class Admission:
     _tables: BlockTables
     _waiting: WaitingQueue
     _blocked: _Blocked | None = None
+    # The head of the queue found too few bytes in the step before, because of what returned.
+    _crowded_out: bool = False
+
+    @property
+    def goes_first(self) -> bool:
+        """Whether the waiting queue is admitted from before anybody returns: a long head needs most of a step's bytes,
+        and those that return, step after step, would leave it less for ever.
+        """
+        return self._crowded_out
 
     def plan_forks(self, step: StepBuilder) -> None:
         """Forks every request whose prompt has been computed by an earlier step. Where slots, budget, bytes or blocks
@@ -75,8 +84,7 @@ class Admission:
         beams that a decision has given their next token, and sequences admitted together.
         """
         running = self._running
-        # Beams return in step after step. With blocks of 4 tokens and more the longest sequence has less than half of a
-        # step's bytes (P13), so what they leave is enough for the head of the queue.
+        # Beams return in step after step, and leave room for the head of the queue.
         half = self._waiting.head() is not None
         for sequence in running.returning[:]:
             # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
@@ -91,7 +99,11 @@ class Admission:
     def plan_admissions(self, step: StepBuilder) -> None:
         """Admits from the waiting queue in order; the first that does not fit blocks the others, so none starves."""
         running, waiting = self._running, self._waiting
-        while step.room and (head := waiting.head()) is not None and step.takes(head):
+        self._crowded_out = False
+        while step.room and (head := waiting.head()) is not None:
+            if not step.takes(head):
+                self._crowded_out = True
+                return
             arrivals = self._admit(head, step)
             if not arrivals:
                 return

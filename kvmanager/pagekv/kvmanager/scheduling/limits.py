@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pagekv.common.flags import flag, flag_metadata, integer, number
 from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
+from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.swapping import MODES, SwapPolicy
 
 
@@ -51,8 +52,9 @@ class SchedulerLimits:
     # Preemptions after which a request is passed over as a victim, as long as another one can be found: few enough that
     # no request is starved by the others, enough that the last one to come, which has computed least, is taken first.
     preemption_limit: int = 3
-    # Bytes of a step: what the executor takes (P13 in executor_service.proto).
+    # Bytes of a step: what the executor takes (P13 in executor_service.proto); and of the ids that it has.
     max_step_bytes: int = MAX_RECEIVE_BYTES
+    id_bytes: IdBytes = field(default_factory=IdBytes)
 
     @property
     def uses_host(self) -> bool:

@@ -106,13 +106,16 @@ class Scheduler:
             self._beams.allocate_slots()
         self._plan_decodes(step)
         under_way = running.prefilling[:]
-        if running.returning:
+        first = self._admission.goes_first
+        if running.returning and not first:
             self._admission.plan_returns(step)
         if self.waiting.forking:
             self._admission.plan_forks(step)
         for sequence in under_way:
             step.add_chunk(sequence)
         self._admission.plan_admissions(step)
+        if running.returning and first:
+            self._admission.plan_returns(step)
         self.pool.table.map.sweep()
         plan = step.finish()
         if plan is not None:

@@ -8,14 +8,8 @@ from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
-
-# Upper bounds of what protobuf writes, in bytes: an id, a token or half a copy of a block; a sequence without tokens
-# and table; 1,024 ids banned and 1,024 biased; and a sequence's share of the columns, which name it a few times.
-ID_BYTES = 5
-SEQUENCE_BYTES = 128
-LISTS_BYTES = 16 * 2**10
-COLUMNS_BYTES = 40
 
 
 class StepBuilder:
@@ -39,16 +33,24 @@ class StepBuilder:
 
     def takes(self, sequence: Seq, count: int = 1, *, half: bool = False) -> bool:
         """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have, or
-        for half of them. One alone always may.
+        for half of them. One alone always may, behind the copies of others.
         """
-        if count == 1 and not self.plan.new:
+        # The columns have a copy for each sequence.
+        others = max(0, self._tables.num_copies - self._tables.limits.max_running)
+        if count == 1 and not self.plan.new and not others:
             return True
+        limits, ids = self._tables.limits, self._tables.limits.id_bytes
         blocks = -(-sequence.num_tokens // self._tables.pool.block_size)
         # Every block may be copied in from the host pool, and what was in it before out.
         copies = 2 * blocks if self._tables.host.num_blocks else 0
-        entering = count * (_entry_bytes(sequence, blocks) + _copy_bytes(copies))
-        most = self._tables.limits.max_step_bytes - COLUMNS_BYTES * self._tables.limits.max_running
-        return self._entry_bytes + _copy_bytes(self._tables.num_copies) + entering <= (most // 2 if half else most)
+        entering = count * (self._bytes_of(sequence, blocks) + ids.copies(copies))
+        most = limits.max_step_bytes - COLUMNS_BYTES * limits.max_running
+        return self._entry_bytes + ids.copies(others) + entering <= (most // 2 if half else most)
+
+    def _bytes_of(self, sequence: Seq, num_blocks: int) -> int:
+        sampling = sequence.request.command.sampling
+        lists = bool(sampling.min_tokens or sampling.logit_bias)
+        return self._tables.limits.id_bytes.entry(sequence.num_tokens, num_blocks, lists=lists)
 
     def add_decodes(self, rows: Rows) -> Rows:
         """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
@@ -66,7 +68,7 @@ class StepBuilder:
         """A member of the running order enters the executor, with its first chunk."""
         self._running.enter(sequence)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
-        self._entry_bytes += _entry_bytes(sequence, len(table))
+        self._entry_bytes += self._bytes_of(sequence, len(table))
         self.plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
         self.add_chunk(sequence)
 
@@ -103,13 +105,3 @@ class StepBuilder:
             plan.prefilled = self._sampling
             plan.sampling = np.sort(np.concatenate([self._decodes, np.array(self._sampling, np.intp)]))
         return plan if plan.num_tokens or plan.finished or plan.copies else None
-
-
-def _entry_bytes(sequence: Seq, num_blocks: int) -> int:
-    sampling = sequence.request.command.sampling
-    lists = LISTS_BYTES if sampling.min_tokens or sampling.logit_bias else 0
-    return SEQUENCE_BYTES + lists + ID_BYTES * (sequence.num_tokens + num_blocks)
-
-
-def _copy_bytes(num_copies: int) -> int:
-    return 2 * ID_BYTES * num_copies

@@ -35,11 +35,10 @@ Protocol
       know (FAILED_PRECONDITION) and pools that do not fit (RESOURCE_EXHAUSTED). A refused Attach ends no epoch.
       Describe answers every contract_revision within its bounds.
   P12 The fields of DescribeResponse keep the bounds that they name.
-  P13 Sequences enter whole, so a step may be larger than 4 MiB, which is gRPC's default limit, where a sequence is
-      long: the executor takes messages of 4 MiB, or of 32 bytes for each token of max_model_len where that is more,
-      up to 256 MiB. A manager lets sequences wait for the next step rather than send more, and takes results of
-      256 MiB: 65536 sequences with 128 log-probabilities each make 74. Lists of numbers are packed. An executor may
-      refuse a step with more than 65536 fields, those of messages inside it among them, and 32 more for each of
+  P13 An executor takes steps of 4 MiB, which is gRPC's default limit. Sequences enter whole: a manager serves none
+      that is longer, lets sequences wait for the next step rather than send more, and takes results of 256 MiB:
+      65536 sequences with 128 log-probabilities each make 74. Lists of numbers are packed. An executor may refuse a
+      step with more than 65536 fields, those of messages inside it among them, and 32 more for each of
       max_sequences.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, described, expect, read, run, until
@@ -12,6 +13,7 @@ from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
+from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -33,13 +35,27 @@ def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytes
         size_model(with_host, config(limits=swap, num_host_blocks=25))
 
 
-def test_a_step_is_as_large_as_the_longest_sequence_that_is_served_needs() -> None:
-    """The executor takes larger ones, of which nothing would be sent but longer silences."""
-    long = described(max_model_len=10**7)
-    assert size_limits(long, config(max_model_len=8192)).max_step_bytes == 2**22
-    assert size_limits(long, config(max_model_len=2**20)).max_step_bytes == 2**25
-    assert size_limits(long, config()).max_step_bytes == 2**28
-    assert size_limits(described(max_model_len=2**18), config(max_model_len=10**7)).max_step_bytes == 2**23
+@pytest.mark.parametrize(
+    ("block_size", "host_blocks", "max_running", "longest"),
+    [(16, 0, 256, 1_307_000), (16, 2**20, 256, 1_052_000), (1, 2**20, 256, 230_000), (16, 0, 65536, 485_000)],
+)
+def test_no_sequence_is_longer_than_a_step_has_room_for(
+    block_size: int, host_blocks: int, max_running: int, longest: int
+) -> None:
+    """A vocabulary of 128 k ids; the context of the model is longer, or shorter."""
+    swap = replace(config().limits, max_running=max_running, swap=SwapPolicy("swap"))
+    flags = config(limits=swap, block_size=block_size, num_host_blocks=host_blocks, num_device_blocks=2**20)
+    room: dict[str, Any] = {"vocab_size": 128_000, "max_sequences": 65536, "device_kv_bytes": 2**20}
+    if host_blocks:
+        room["host_kv_bytes"] = host_blocks
+    else:
+        room["features"] = [pb.EXECUTOR_FEATURE_LOGPROBS]
+    model = size_model(described(max_model_len=10**7, **room), flags)
+    assert longest <= model.max_model_len < 1.01 * longest
+    assert size_model(described(max_model_len=8192, **room), flags).max_model_len == 8192
+    assert size_model(described(max_model_len=10**7, **room), replace(flags, max_model_len=99)).max_model_len == 99
+    ids = size_limits(described(max_model_len=10**7, **room), flags, model).id_bytes
+    assert ids == IdBytes(3, 3, 3 if host_blocks else 1)
 
 
 def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
