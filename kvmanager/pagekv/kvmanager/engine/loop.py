@@ -31,7 +31,7 @@ from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
-from pagekv.kvmanager.engine.sizing import size_limits, size_model
+from pagekv.kvmanager.engine.sizing import size_limits, size_model, wanted_model_len
 from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -134,9 +134,9 @@ class EngineLoop:
         else:
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
         self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
-        asked = min(description.max_model_len, config.max_model_len or description.max_model_len)
-        if model.max_model_len < asked:
-            log.warning("longer sequences do not fit into a step", tokens=model.max_model_len, wanted=asked)
+        wanted = wanted_model_len(description, config)
+        if model.max_model_len < wanted:
+            log.warning("longer sequences do not fit into a step", tokens=model.max_model_len, wanted=wanted)
         state.model = model
         state.epochs += 1
         state.attached = True

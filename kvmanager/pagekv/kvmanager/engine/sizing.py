@@ -39,11 +39,10 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
     running = _max_running(description, config)
     # A sequence enters with all its tokens in one step.
     entering = ids.longest_sequence(config.block_size, running, host=num_host_blocks > 0)
-    max_model_len = min(description.max_model_len, config.max_model_len or description.max_model_len, entering)
     return EngineInfo(
         model_id=description.model_id,
         model_fingerprint=served_fingerprint(description),
-        max_model_len=max_model_len,
+        max_model_len=min(wanted_model_len(description, config), entering),
         vocab_size=description.vocab_size,
         eos_token_ids=tuple(description.eos_token_ids),
         block_size=config.block_size,
@@ -70,6 +69,11 @@ def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int
     if not config.limits.uses_host:
         return 0
     return config.num_host_blocks or fitting
+
+
+def wanted_model_len(description: DescribeResponse, config: EngineConfig) -> int:
+    """The context that executor and flags allow; the one served is shorter where a step has no room for it."""
+    return min(description.max_model_len, config.max_model_len or description.max_model_len)
 
 
 def _id_bytes(description: DescribeResponse, num_blocks: int, num_host_blocks: int) -> IdBytes:

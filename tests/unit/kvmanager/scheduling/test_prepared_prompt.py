@@ -58,6 +58,32 @@ def complete(table: PrefixTable, prompt: list[int], media: Sequence[MediaSpan] =
     return prepared
 
 
+def replace_by(pool: BlockPool, prompt: list[int], blocks: list[int]) -> None:
+    """Enters a prompt into an emptied table of a pool with as many blocks, under the same ids in the same order."""
+    pool.clear_prefix_table()
+    # Taken and let go, so that an id stands at the same place in the other chain.
+    around = pool.allocate(pool.num_blocks)
+    assert around is not None
+    pool.free(around)
+    assert cache(pool, prompt) == blocks
+
+
+def prepared_around(after: int, prompt: list[int], other: list[int]) -> tuple[BlockPool, PreparedPrompt, list[int]]:
+    """A cached prompt of 10 blocks prepared, and behind so many slices its blocks taken for another one; and their
+    ids.
+    """
+    pool = BlockPool(10, 2)
+    found = cache(pool, prompt)
+    prepared = PreparedPrompt(ROOT)
+    slices = prepared.slices(array("I", prompt), (), pool.table, array.tobytes)
+    for _ in range(after):
+        next(slices)
+    replace_by(pool, other, found)
+    for _ in slices:
+        pass
+    return pool, prepared, found
+
+
 @pytest.mark.parametrize(("size", "num_media", "most"), [(16, 0, 1024), (1, 0, 1024), (256, 0, 64), (16, 256, 31)])
 def test_the_work_of_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch, size: int, num_media: int, most: int) -> None:
     """Blocks hashed, blocks looked up and token ids packed, each counted between two items, of a prompt whose first
@@ -129,20 +155,8 @@ def test_from_a_medium_on_blocks_are_identified_by_their_digests() -> None:
 @pytest.mark.parametrize("follower", [[9, 10], [99, 99]])
 def test_digests_are_right_whatever_becomes_of_the_table_meanwhile(after: int, follower: list[int]) -> None:
     """The blocks found so far are evicted, and their ids taken for another prefix before the same tokens."""
-    pool, prompt = BlockPool(10, 2), list(range(1, 21))
-    found = cache(pool, prompt)
-    prepared = PreparedPrompt(ROOT)
-    slices = prepared.slices(array("I", prompt), (), pool.table, array.tobytes)
-    for _ in range(after):
-        next(slices)
-    pool.clear_prefix_table()
-    # Taken and let go, so that an id stands at the same place in the other chain.
-    around = pool.allocate(10)
-    assert around is not None
-    pool.free(around)
-    assert cache(pool, [50, 51, *prompt[2:8], *follower, *prompt[10:]]) == found
-    for _ in slices:
-        pass
+    prompt = list(range(1, 21))
+    _, prepared, _ = prepared_around(after, prompt, [50, 51, *prompt[2:8], *follower, *prompt[10:]])
     assert prepared.digests == chain_digests(ROOT, token_bytes(prompt), 2)
 
 
@@ -153,19 +167,8 @@ def test_no_digest_object_stands_for_two_prefixes(monkeypatch: pytest.MonkeyPatc
     prefix by the next slice.
     """
     monkeypatch.setattr(block_hash, "sha256", lambda data: hashlib.sha256(data[32:]))
-    pool, prompt = BlockPool(10, 2), list(range(1, 21))
-    found = cache(pool, prompt)
-    prepared = PreparedPrompt(ROOT)
-    slices = prepared.slices(array("I", prompt), (), pool.table, array.tobytes)
-    for _ in range(after):
-        next(slices)
-    pool.clear_prefix_table()
-    around = pool.allocate(10)
-    assert around is not None
-    pool.free(around)
-    assert cache(pool, [50, 51, *prompt[2:]]) == found
-    for _ in slices:
-        pass
+    prompt = list(range(1, 21))
+    pool, prepared, found = prepared_around(after, prompt, [50, 51, *prompt[2:]])
     others = {id(digest) for digest in pool.table.digests(found)}
     assert not [digest for digest in prepared.digests if id(digest) in others]
 
@@ -218,11 +221,7 @@ def test_the_objects_of_a_prefix_that_came_back_are_taken(host_blocks: int) -> N
     pool, prompt = BlockPool(10, 2), list(range(1, 22))
     found = cache(pool, prompt)
     prepared = complete(pool.table, prompt)
-    pool.clear_prefix_table()
-    around = pool.allocate(10)
-    assert around is not None
-    pool.free(around)
-    assert cache(pool, prompt) == found
+    replace_by(pool, prompt, found)
     sequence = sequence_of("r", prompt, prepared)
     # It does not fit, and has looked.
     assert tables_of(pool, host_blocks).admit([Arrival(sequence)], 0) == 1
@@ -266,11 +265,8 @@ def test_what_has_left_the_table_since_is_not_hit(monkeypatch: pytest.MonkeyPatc
         cache(pool, prompt)
     else:
         monkeypatch.setattr(pool.table, "verify", None)
-    command = GenerateCommand("r", prompt, SamplingParams(max_tokens=2))
-    (sequence,) = live_request(command, RequestStream("r", 1), 0, ROOT, 0, prepared).sequences
-    limits = SchedulerLimits(max_batch_tokens=64, max_running=4, watermark=0, prefix_cache=True)
-    tables = BlockTables(pool, HostPool(host_blocks, 2), limits, SchedulerCounters())
-    assert tables.admit([Arrival(sequence)], 0) == 0
+    sequence = sequence_of("r", prompt, prepared)
+    assert tables_of(pool, host_blocks).admit([Arrival(sequence)], 0) == 0
     assert sequence.num_computed == (20 if way in ("none", "a copy has the entry now") else 0)
     hits = sequence.block_table[: sequence.num_computed // 2].tolist()
     assert pool.table.digests(hits) == prepared.digests[: len(hits)]
