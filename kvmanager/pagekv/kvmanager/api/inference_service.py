@@ -8,6 +8,7 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.common.varint import varint
 from pagekv.common.version import pagekv_version
+from pagekv.kvmanager.access.caller import owner_to_abort
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, decode, token_array
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -43,8 +44,8 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await call.run(context.write)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        ids = read_abort_ids(request.request_ids)
-        return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name)])
+        ids, owner = read_abort_ids(request.request_ids), owner_to_abort()
+        return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name, owner)])
 
     async def Tokenize(  # type: ignore[override]  # the answer is serialised here
         self, request: pb.TokenizeRequest, context: Any

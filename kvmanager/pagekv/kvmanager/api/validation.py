@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from pagekv.kvmanager.access.caller import owner_of_call
 from pagekv.kvmanager.api.prompt_reader import PROMPT_FIELDS, PromptReader, check_token_ids, token_array
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import check_output_fits, check_prompt_fits, longest_sequence
@@ -127,6 +128,7 @@ async def read_generate(
         priority=request.priority,
         model_fingerprint=model.model_fingerprint,
         trace_parent=trace_parent,
+        owner=owner_of_call(),
     )
     return command, stops
 

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from pagekv.common.errors import InvalidRequest, Overloaded, SequenceFailed, Unavailable
 from pagekv.common.logs import Log
@@ -47,6 +48,9 @@ from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 
+if TYPE_CHECKING:
+    import grpc
+
 log = Log(__name__)
 
 
@@ -62,11 +66,19 @@ class EngineLoop:
                   its step failed too often (`_fail_after_attempts`): `_fail`
     """
 
-    def __init__(self, config: EngineConfig, on_attached: Callable[[bool], None] = lambda attached: None) -> None:
-        """`on_attached` is called with every change between attached and detached."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_attached: Callable[[bool], None] = lambda attached: None,
+        executor_credentials: Callable[[], grpc.ChannelCredentials | None] = lambda: None,
+    ) -> None:
+        """`on_attached` is called with every change between attached and detached, `executor_credentials` for every
+        connection to an executor.
+        """
         self.observers = Observers()
         self._config = config
         self._on_attached = on_attached
+        self._executor_credentials = executor_credentials
         self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
@@ -91,7 +103,7 @@ class EngineLoop:
         reconnect, told = Reconnect(), ""
         state = self._state
         while not state.stopping:
-            link = ExecutorLink(self._config.executor, self._wake.set)
+            link = ExecutorLink(self._config.executor, self._wake.set, self._executor_credentials())
             steps, epochs = self._totals.steps_total, state.epochs
             try:
                 await self._attach(link)
@@ -348,10 +360,12 @@ class EngineLoop:
         assert model is not None
         return root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request; its stream gets finish ABORT. False when it is not live. Its blocks are free at once."""
+    def abort(self, request_id: str, owner: str | None = None) -> bool:
+        """Ends a request; its stream gets finish ABORT. False when it is not live, or not that of this `owner`, None
+        being everybody. Its blocks are free at once.
+        """
         request = self._live.get(request_id)
-        if request is None:
+        if request is None or owner not in (None, request.command.owner):
             return False
         self._abort(request)
         return True

@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.common.version import pagekv_version
+from pagekv.kvmanager.access.caller import owner_to_abort
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
@@ -144,8 +145,9 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         await call.run(context.write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
-        for request_id in read_abort_ids(request.request_ids):
-            self._engine.abort(request_id)
+        ids, owner = read_abort_ids(request.request_ids), owner_to_abort()
+        for request_id in ids:
+            self._engine.abort(request_id, owner)
         return vllm.AbortResponse()
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Any) -> common.FlushCacheResponse:

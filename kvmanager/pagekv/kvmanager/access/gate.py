@@ -1,0 +1,94 @@
+"""The gate that every call of gRPC and every HTTP request passes before anything of it is looked at.
+
+    authorization or certificate -> Authenticator -> Identity -> the table of roles -> `caller`, and the handler
+"""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagekv.common.errors import PermissionDenied, Unauthenticated
+from pagekv.common.watched_files import WatchedFiles
+from pagekv.kvmanager.access.audit_log import AuditLog
+from pagekv.kvmanager.access.authenticator import Authenticator
+from pagekv.kvmanager.access.caller import caller
+from pagekv.kvmanager.access.calls import OPEN_CALLS, OPEN_ROUTES, ROLE_OF_CALL, ROLE_OF_ROUTE, check_call, check_route
+from pagekv.kvmanager.access.identities_file import read_identities
+from pagekv.kvmanager.access.identity import Identity, Role
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+# Of gRPC's metadata and of HTTP's headers.
+_AUTHORIZATION = "authorization"
+
+
+class Gate:
+    """Lets in the callers of one file of identities, which is read again when it changes."""
+
+    def __init__(self, identities: Path, audit_log: AuditLog | None) -> None:
+        """Raises IdentitiesError where the file cannot be used."""
+        self.files = WatchedFiles("identities", [identities], self._reload)
+        self._path = identities
+        self._audit_log = audit_log
+        self._authenticator = Authenticator(read_identities(identities))
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Calls and requests of callers who are not known, by the reason."""
+        return dict(self._authenticator.refusals)
+
+    def _reload(self) -> None:
+        self._authenticator.replace(read_identities(self._path))
+
+    async def admit_call(self, method: str, context: Any) -> None:
+        """Makes the caller of `method`, a full name, the one of this task. Raises Unauthenticated, PermissionDenied."""
+        if method in OPEN_CALLS:
+            return
+        authorization = None
+        for key, value in context.invocation_metadata() or ():
+            if key == _AUTHORIZATION:
+                authorization = value if isinstance(value, str) else ""
+        certificates = context.auth_context().get("x509_pem_cert", ())
+        certificate = next(iter(certificates), None)
+        known: Identity | None = None
+        try:
+            known = await self._authenticator.identify(authorization, certificate)
+            check_call(known, method)
+        except (Unauthenticated, PermissionDenied) as error:
+            self._note_refusal(known, context.peer(), method, error)
+            raise
+        if ROLE_OF_CALL.get(method) is Role.OPERATE:
+            self._note_call(known, context.peer(), method)
+        caller.set(known)
+
+    async def admit_request(self, request: web.Request) -> None:
+        """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied."""
+        resource = request.match_info.route.resource
+        route = (request.method, resource.canonical if resource is not None else "")
+        if route in OPEN_ROUTES:
+            return
+        connection = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
+        shown = connection.getpeercert(binary_form=True) if connection is not None else None
+        certificate = ssl.DER_cert_to_PEM_cert(shown).encode() if shown else None
+        call = f"{route[0]} {route[1] or request.path[:128]}"
+        known: Identity | None = None
+        try:
+            known = await self._authenticator.identify(request.headers.get(_AUTHORIZATION), certificate)
+            check_route(known, *route)
+        except (Unauthenticated, PermissionDenied) as error:
+            self._note_refusal(known, request.remote or "", call, error)
+            raise
+        if ROLE_OF_ROUTE.get(route) is Role.OPERATE:
+            self._note_call(known, request.remote or "", call)
+        caller.set(known)
+
+    def _note_refusal(self, known: Identity | None, peer: str, call: str, error: Exception) -> None:
+        if self._audit_log is not None:
+            self._audit_log.refused(known.name if known is not None else "", peer, call, str(error))
+
+    def _note_call(self, known: Identity, peer: str, call: str) -> None:
+        if self._audit_log is not None:
+            self._audit_log.called(known.name, peer, call)

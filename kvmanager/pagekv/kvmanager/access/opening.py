@@ -1,0 +1,81 @@
+"""TLS and the gate of a manager, opened as its flags say. What no flag asks for is not imported."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagekv.kvmanager.access.flags import AccessConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import grpc
+    from aiohttp import web
+
+    from pagekv.common.server import Admit
+    from pagekv.common.tls import Tls
+    from pagekv.common.watched_files import WatchedFiles
+    from pagekv.kvmanager.access.gate import Gate
+
+
+class CannotProtect(Exception):
+    """A file of TLS or of identities cannot be used; the message is one line that names file and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """What a manager serves with. Without `tls` nothing is encrypted, without `gate` everybody may call everything."""
+
+    tls: Tls | None = None
+    gate: Gate | None = None
+
+    @property
+    def files(self) -> list[WatchedFiles]:
+        """The files to be watched while the manager runs."""
+        return [each.files for each in (self.tls, self.gate) if each is not None]
+
+    @property
+    def admit_call(self) -> Admit | None:
+        """Decides about calls of gRPC; None: all are let in."""
+        return self.gate.admit_call if self.gate is not None else None
+
+    @property
+    def admit_request(self) -> Callable[[web.Request], Awaitable[None]] | None:
+        """Decides about HTTP requests; None: all are let in."""
+        return self.gate.admit_request if self.gate is not None else None
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For the port of gRPC; None: no TLS."""
+        return self.tls.server_credentials() if self.tls is not None and self.tls.serves else None
+
+    def http_context(self) -> ssl.SSLContext | None:
+        """For the port of HTTP; None: no TLS."""
+        return self.tls.http_context() if self.tls is not None and self.tls.serves else None
+
+    def executor_credentials(self) -> grpc.ChannelCredentials | None:
+        """For a connection to an executor, of the files as they are now; None: no TLS."""
+        return self.tls.channel_credentials() if self.tls is not None else None
+
+
+def open_access(config: AccessConfig) -> Access:
+    """Reads the files that the flags name. Raises CannotProtect."""
+    tls: Tls | None = None
+    gate: Gate | None = None
+    try:
+        if config.tls.tls_cert or config.executor_ca:
+            from pagekv.common.tls import Tls
+
+            tls = Tls(config.tls, ("executor-ca", config.executor_ca))
+        if config.identities:
+            from pagekv.kvmanager.access.audit_log import AuditLog
+            from pagekv.kvmanager.access.gate import Gate
+
+            gate = Gate(Path(config.identities), AuditLog(Path(config.audit_log)) if config.audit_log else None)
+    except ImportError as error:
+        raise CannotProtect(f"TLS and --identities need {error.name}: pip install 'pagekv[manager]'") from error
+    except (OSError, ValueError) as error:
+        raise CannotProtect(str(error)) from error
+    return Access(tls, gate)

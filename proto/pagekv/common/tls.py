@@ -1,0 +1,193 @@
+"""TLS of a process: its certificate, the authorities it trusts, and their reload when files change.
+
+New connections get what the files say now; those that are open go on with what they began with, so that nothing breaks
+when certificates are rotated.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from pagekv.common.tls_flags import TlsConfig
+from pagekv.common.watched_files import WatchedFiles
+
+# Bytes of a file at most.
+MAX_FILE_BYTES = 2**20
+
+
+class TlsError(ValueError):
+    """A file of TLS cannot be used; the message is one line that names the flag, the file and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Material:
+    """The content of the files, each PEM; empty where there is no such file."""
+
+    chain: bytes
+    key: bytes
+    client_ca: bytes
+    peer_ca: bytes
+    # When the process's certificate ends.
+    not_after: datetime | None
+
+
+class Tls:
+    """The files of one process."""
+
+    def __init__(self, config: TlsConfig, peer_ca: tuple[str, str] = ("", "")) -> None:
+        """`peer_ca`: the flag, without dashes, and the file of the authorities that sign the certificate of a server
+        that this process connects to. Raises TlsError.
+        """
+        self._config = config
+        self._peer_ca = peer_ca
+        paths = (config.tls_cert, config.tls_key, config.tls_client_ca, peer_ca[1])
+        self.files = WatchedFiles("TLS", [Path(path) for path in paths if path], self._load)
+        # Called with new files, before they are used.
+        self._changed: list[Callable[[_Material], None]] = []
+        self._material = _read_all(config, peer_ca)
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process has a certificate to serve with."""
+        return bool(self._material.chain)
+
+    @property
+    def knows_clients(self) -> bool:
+        """Whether clients have to show a certificate."""
+        return bool(self._material.client_ca)
+
+    @property
+    def not_after(self) -> datetime | None:
+        """When the process's certificate ends; None without one."""
+        return self._material.not_after
+
+    def _load(self) -> None:
+        material = _read_all(self._config, self._peer_ca)
+        for take in self._changed:
+            take(material)
+        self._material = material
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a port of gRPC, which asks for the certificate anew at each handshake."""
+
+        def configuration(material: _Material) -> grpc.ServerCertificateConfiguration:
+            roots = material.client_ca or None
+            return grpc.ssl_server_certificate_configuration([(material.key, material.chain)], roots)
+
+        latest = configuration(self._material)
+
+        def take(material: _Material) -> None:
+            nonlocal latest
+            latest = configuration(material)
+
+        self._changed.append(take)
+        return grpc.dynamic_ssl_server_credentials(latest, lambda: latest, self.knows_clients)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """For one connection to the server whose authority `peer_ca` is, with this process's certificate as the
+        client's; None where there is no such authority, and nothing is encrypted.
+        """
+        now = self._material
+        return grpc.ssl_channel_credentials(now.peer_ca, now.key or None, now.chain or None) if now.peer_ca else None
+
+    def http_context(self) -> ssl.SSLContext:
+        """For a port of HTTP. What the context itself has is used for no connection: authorities that a context was
+        given once cannot be taken from it again, so each handshake takes the context of the latest files.
+        """
+        latest = self._context(self._material)
+        front = self._context(self._material)
+
+        def take(material: _Material) -> None:
+            nonlocal latest
+            latest = self._context(material)
+
+        def use_latest(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
+            connection.context = latest
+
+        # Called at every handshake, whether the client names a server or not.
+        front.sni_callback = use_latest  # type: ignore[assignment]  # the stubs know sockets alone
+        self._changed.append(take)
+        return front
+
+    def _context(self, material: _Material) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        # Of the files' paths, for OpenSSL takes no key from memory. They were just read and found to be whole.
+        context.load_cert_chain(self._config.tls_cert, self._config.tls_key)
+        if material.client_ca:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=material.client_ca.decode())
+        return context
+
+
+def _read_all(config: TlsConfig, peer_ca: tuple[str, str]) -> _Material:
+    chain = key = client_ca = b""
+    not_after = None
+    if config.tls_cert:
+        chain = _read("tls-cert", config.tls_cert)
+        key = _read("tls-key", config.tls_key, secret=True)
+        not_after = _check_pair(config, chain, key)
+    if config.tls_client_ca:
+        client_ca = _authorities("tls-client-ca", config.tls_client_ca)
+    return _Material(chain, key, client_ca, _authorities(*peer_ca) if peer_ca[1] else b"", not_after)
+
+
+def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            if secret and (mode := Path(path).stat().st_mode) & 0o037:
+                # A group may read: secrets are mounted into containers so.
+                words = f"others can read or change this private key (mode {mode & 0o777:o}): chmod 600 {path}"
+                raise TlsError(f"--{flag} {path}: {words}")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TlsError(f"--{flag} {path}: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TlsError(f"--{flag} {path}: must be at most {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except ValueError as error:
+        raise TlsError(f"--{flag} {path}: must be certificates in PEM") from error
+
+
+def _check_pair(config: TlsConfig, chain: bytes, key: bytes) -> datetime:
+    """The end of the certificate. Raises TlsError unless it is valid now and its key is the one given."""
+    certificate = _certificates("tls-cert", config.tls_cert, chain)[0]
+    try:
+        found = load_pem_private_key(key, None)
+    except TypeError as error:
+        raise TlsError(f"--tls-key {config.tls_key}: must have no passphrase") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--tls-key {config.tls_key}: must be a private key in PEM") from error
+    if found.public_key() != certificate.public_key():
+        raise TlsError(f"--tls-key {config.tls_key}: is not the key of the certificate in {config.tls_cert}")
+    _check_time("tls-cert", config.tls_cert, certificate)
+    return certificate.not_valid_after_utc
+
+
+def _authorities(flag: str, path: str) -> bytes:
+    data = _read(flag, path)
+    for certificate in _certificates(flag, path, data):
+        _check_time(flag, path, certificate)
+    return data
+
+
+def _check_time(flag: str, path: str, certificate: x509.Certificate) -> None:
+    now = datetime.now(UTC)
+    if certificate.not_valid_after_utc < now:
+        raise TlsError(f"--{flag} {path}: the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+    if certificate.not_valid_before_utc > now:
+        since = certificate.not_valid_before_utc
+        raise TlsError(f"--{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC")
