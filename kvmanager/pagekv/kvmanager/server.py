@@ -247,6 +247,7 @@ class Manager:
         with needs_extra("--http-listen", "observe"):
             from pagekv.kvmanager.observe.health_routes import health_routes
             from pagekv.kvmanager.observe.http_server import HttpServer
+            from pagekv.kvmanager.observe.metrics.access_metrics import AccessCollector
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
         requests = RequestMetrics()
         self.engine.observers.add(requests)
@@ -254,7 +255,8 @@ class Manager:
         collector = EngineCollector(
             self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
         )
-        routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
+        metrics = metrics_routes(collector, AccessCollector(self._access))
+        routes = [*metrics, *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(
             observe.http_listen,
             routes,

@@ -7,10 +7,10 @@ when certificates are rotated.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 from cryptography import x509
@@ -51,9 +51,17 @@ class Tls:
         self._peer_ca = peer_ca
         paths = (config.tls_cert, config.tls_key, config.tls_client_ca, peer_ca[1])
         self.files = WatchedFiles("TLS", [Path(path) for path in paths if path], self._load)
-        # Called with new files, before they are used.
-        self._changed: list[Callable[[_Material], None]] = []
-        self._material = _read_all(config, peer_ca)
+        self._load()
+
+    def _load(self) -> None:
+        material = _read_all(self._config, self._peer_ca)
+        grpc_latest = http_latest = None
+        if material.chain:
+            pairs, roots = [(material.key, material.chain)], material.client_ca or None
+            grpc_latest = grpc.ssl_server_certificate_configuration(pairs, roots)
+            http_latest = self._context(material)
+        # All of it or nothing, since each of the lines above may raise.
+        self._material, self._grpc_latest, self._http_latest = material, grpc_latest, http_latest
 
     @property
     def serves(self) -> bool:
@@ -61,36 +69,14 @@ class Tls:
         return bool(self._material.chain)
 
     @property
-    def knows_clients(self) -> bool:
-        """Whether clients have to show a certificate."""
-        return bool(self._material.client_ca)
-
-    @property
     def not_after(self) -> datetime | None:
         """When the process's certificate ends; None without one."""
         return self._material.not_after
 
-    def _load(self) -> None:
-        material = _read_all(self._config, self._peer_ca)
-        for take in self._changed:
-            take(material)
-        self._material = material
-
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a port of gRPC, which asks for the certificate anew at each handshake."""
-
-        def configuration(material: _Material) -> grpc.ServerCertificateConfiguration:
-            roots = material.client_ca or None
-            return grpc.ssl_server_certificate_configuration([(material.key, material.chain)], roots)
-
-        latest = configuration(self._material)
-
-        def take(material: _Material) -> None:
-            nonlocal latest
-            latest = configuration(material)
-
-        self._changed.append(take)
-        return grpc.dynamic_ssl_server_credentials(latest, lambda: latest, self.knows_clients)
+        client_certificate = bool(self._material.client_ca)
+        return grpc.dynamic_ssl_server_credentials(self._grpc_latest, lambda: self._grpc_latest, client_certificate)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """For one connection to the server whose authority `peer_ca` is, with this process's certificate as the
@@ -100,31 +86,29 @@ class Tls:
         return grpc.ssl_channel_credentials(now.peer_ca, now.key or None, now.chain or None) if now.peer_ca else None
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port of HTTP. What the context itself has is used for no connection: authorities that a context was
+        """For a port of HTTP. What this context itself has is used for no connection: authorities that a context was
         given once cannot be taken from it again, so each handshake takes the context of the latest files.
         """
-        latest = self._context(self._material)
         front = self._context(self._material)
 
-        def take(material: _Material) -> None:
-            nonlocal latest
-            latest = self._context(material)
-
-        def use_latest(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
-            connection.context = latest
+        def use_latest(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
+            connection.context = self._http_latest
 
         # Called at every handshake, whether the client names a server or not.
-        front.sni_callback = use_latest  # type: ignore[assignment]  # the stubs know sockets alone
-        self._changed.append(take)
+        front.sni_callback = use_latest
         return front
 
     def _context(self, material: _Material) -> ssl.SSLContext:
+        """Raises TlsError where the files have changed since they were read."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        # Of the files' paths, for OpenSSL takes no key from memory. They were just read and found to be whole.
-        context.load_cert_chain(self._config.tls_cert, self._config.tls_key)
-        if material.client_ca:
-            context.verify_mode = ssl.CERT_REQUIRED
-            context.load_verify_locations(cadata=material.client_ca.decode())
+        try:
+            # By their paths, for OpenSSL takes no key from memory.
+            context.load_cert_chain(self._config.tls_cert, self._config.tls_key)
+            if material.client_ca:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(cadata=material.client_ca.decode())
+        except (ssl.SSLError, UnicodeDecodeError) as error:
+            raise TlsError(f"--tls-cert {self._config.tls_cert}: OpenSSL cannot use the files of TLS: {error}") from error
         return context
 
 

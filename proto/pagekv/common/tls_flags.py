@@ -16,12 +16,11 @@ class TlsConfig:
         default="",
         metavar="FILE",
     )
-    tls_key: str = flag("its private key, without a passphrase", default="", metavar="FILE", needs="tls-cert")
+    tls_key: str = flag("its private key, without a passphrase", default="", metavar="FILE")
     tls_client_ca: str = flag(
         "authorities whose certificates clients have to show (PEM): mutual TLS",
         default="",
         metavar="FILE",
-        needs="tls-cert",
     )
 
 
