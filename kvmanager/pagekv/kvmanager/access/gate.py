@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 # Of gRPC's metadata and of HTTP's headers.
 _AUTHORIZATION = "authorization"
+# The reason of refusals to callers who are known.
+_NO_ROLE = "no_role"
 
 
 class Gate:
@@ -34,11 +36,12 @@ class Gate:
         self._path = identities
         self._audit_log = audit_log
         self._authenticator = Authenticator(read_identities(identities))
+        self._without_role = 0
 
     @property
     def refusals(self) -> dict[str, int]:
-        """Calls and requests of callers who are not known, by the reason."""
-        return dict(self._authenticator.refusals)
+        """Calls and requests that were refused, by the reason."""
+        return {**self._authenticator.refusals, _NO_ROLE: self._without_role}
 
     def _reload(self) -> None:
         self._authenticator.replace(read_identities(self._path))
@@ -67,7 +70,8 @@ class Gate:
     async def admit_request(self, request: web.Request) -> None:
         """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied."""
         resource = request.match_info.route.resource
-        route = (request.method, resource.canonical if resource is not None else "")
+        method = "GET" if request.method == "HEAD" else request.method
+        route = (method, resource.canonical if resource is not None else "")
         if route in OPEN_ROUTES:
             return
         connection = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
@@ -86,6 +90,7 @@ class Gate:
         caller.set(known)
 
     def _note_refusal(self, known: Identity | None, peer: str, call: str, error: Exception) -> None:
+        self._without_role += known is not None
         if self._audit_log is not None:
             self._audit_log.refused(known.name if known is not None else "", peer, call, str(error))
 
