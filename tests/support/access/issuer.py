@@ -46,7 +46,7 @@ def jwks(*keys: dict[str, Any]) -> bytes:
 
 
 def claims(**changed: Any) -> dict[str, Any]:
-    """Those of a good token; None leaves one out."""
+    """The claims of a good token; None leaves one out."""
     now = int(time.time())
     good = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": now + 600, "iat": now, "roles": ROLES} | changed
     return {name: value for name, value in good.items() if value is not None}
