@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
+
 import pytest
+from cryptography.hazmat.primitives.serialization import Encoding
+from cryptography.x509 import load_pem_x509_certificate
 from support.access.client_certificates import BEGINS, ENDS, certificate
 
 from pagekv.kvmanager.access.certificates import MAX_CACHED, MAX_PEM_BYTES, Certificate, normal_subject, subject_of
@@ -25,6 +29,14 @@ def test_a_comma_in_a_name_is_no_second_attribute() -> None:
     assert subject_of(certificate("CN=eve\\,CN=alice")).subject != normal_subject("CN=eve,CN=alice")
 
 
+def of_version_9() -> bytes:
+    """A certificate of a version that there is not."""
+    der = load_pem_x509_certificate(certificate("CN=a")).public_bytes(Encoding.DER)
+    changed = der.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x08", 1)
+    assert changed != der
+    return ssl.DER_cert_to_PEM_cert(changed).encode()
+
+
 @pytest.mark.parametrize(
     "pem",
     [
@@ -33,9 +45,10 @@ def test_a_comma_in_a_name_is_no_second_attribute() -> None:
         b"-----BEGIN CERTIFICATE-----\n-----END CERTIFICATE-----\n",
         certificate("CN=a")[:-60],
         certificate("CN=a").replace(b"CERTIFICATE", b"PUBLIC KEY"),
+        of_version_9(),
         b" " * (MAX_PEM_BYTES + 1) + certificate("CN=a"),
     ],
-    ids=["empty", "noise", "hollow", "cut", "a-key", "long"],
+    ids=["empty", "noise", "hollow", "cut", "a-key", "version", "long"],
 )
 def test_bytes_that_are_no_certificate_are_refused(pem: bytes) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # words are cryptography's

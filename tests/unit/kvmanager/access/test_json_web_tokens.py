@@ -229,6 +229,15 @@ def test_another_key_set_ends_what_was_remembered(tmp_path: Path) -> None:
     path.write_bytes(jwks(jwk(rsa_key(number=1), kid="a"), jwk(ec_key(), kid="e")))
     assert refusal(verifier, text) is RefusalReason.INVALID_TOKEN
     assert verify(verifier, token(rsa_key(number=1))) == ALICE
+    # Nor does it come back with what is remembered of the new set.
+    assert refusal(verifier, text) is RefusalReason.INVALID_TOKEN
+
+
+def test_a_key_for_one_algorithm_verifies_no_other(tmp_path: Path) -> None:
+    (tmp_path / "jwks.json").write_bytes(jwks(jwk(rsa_key(), kid="a", alg="RS256")))
+    verifier = JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, tmp_path / "jwks.json"))
+    assert verify(verifier, token()) == ALICE
+    assert refusal(verifier, token(algorithm="PS256")) is RefusalReason.INVALID_TOKEN
 
 
 def test_few_tokens_are_remembered(
