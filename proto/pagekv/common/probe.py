@@ -16,10 +16,19 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagekv.common.flags import FlagParser, address, number
 
 
-def check(target: str, service: str = "", timeout_s: float = 5.0) -> str:
-    """The status name of `service` at `target` ("" is the whole server), such as SERVING. Raises grpc.RpcError."""
+def check(
+    target: str, service: str = "", timeout_s: float = 5.0, credentials: grpc.ChannelCredentials | None = None
+) -> str:
+    """The status name of `service` at `target` ("" is the whole server), such as SERVING; with `credentials` over TLS.
+    Raises grpc.RpcError.
+    """
     # A proxy configured for the internet cannot reach a server of the local network.
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    options = [("grpc.enable_http_proxy", 0)]
+    if credentials is None:
+        channel = grpc.insecure_channel(target, options=options)
+    else:
+        channel = grpc.secure_channel(target, credentials, options=options)
+    with channel:
         request = health_pb2.HealthCheckRequest(service=service)
         response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))

@@ -68,3 +68,16 @@ def test_bad_address_is_two(capsys: pytest.CaptureFixture[str]) -> None:
         probe.main(["nonsense"])
     assert exit_info.value.code == 2
     assert "host:port" in capsys.readouterr().err
+
+
+def test_credentials_are_for_a_server_with_tls() -> None:
+    server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+    health_pb2_grpc.add_HealthServicer_to_server(health.HealthServicer(), server)
+    port = server.add_secure_port("127.0.0.1:0", grpc.local_server_credentials())
+    server.start()
+    try:
+        assert probe.check(f"127.0.0.1:{port}", credentials=grpc.local_channel_credentials()) == "SERVING"
+        with pytest.raises(grpc.RpcError):
+            probe.check(f"127.0.0.1:{port}", credentials=grpc.ssl_channel_credentials())
+    finally:
+        server.stop(None).wait()

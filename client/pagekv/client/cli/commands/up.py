@@ -13,9 +13,9 @@ from pathlib import Path
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, pagekv_command
-from pagekv.client.client import PageKVClient
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
+from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import Stack, StackConfig
 from pagekv.client.launcher.stop_signals import StopSignals
 from pagekv.client.types import ModelInfo
@@ -143,6 +143,8 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         insecure = ["--no-insecure"]
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [*insecure, *(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
+    if any(flag_value("tls-cert", args, os.environ) for args in (executor_args, manager_args)):
+        raise UsageError("--tls-cert (PAGEKV_TLS_CERT): not with this command; `pagekv certs` says how to use it")
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
@@ -271,7 +273,7 @@ def describe(info: ModelInfo) -> str:
 
 
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
-    with PageKVClient(stack.target) as client:
+    with client_of(stack.target) as client:
         info = client.model_info()
     # An HTTP address that the manager's own flags set may be for metrics alone.
     pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []

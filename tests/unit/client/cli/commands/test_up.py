@@ -285,3 +285,9 @@ def test_a_signal_before_anything_is_ready_stops_it(
 ) -> None:
     run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: pytest.fail("told too early"), ready=False)
     assert "stopping" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("process", ["manager", "executor"])
+def test_tls_is_for_processes_that_are_started_by_themselves(process: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port", "0", "--executor-port", "0", f"--{process}-args=--tls-cert a.pem"]) == 2
+    assert "--tls-cert (PAGEKV_TLS_CERT): not with this command; `pagekv certs` says" in capsys.readouterr().err
