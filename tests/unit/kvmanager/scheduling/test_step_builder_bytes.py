@@ -114,3 +114,23 @@ def test_who_needs_most_of_a_step_enters_beside_beams_that_come_back(depth: int)
     assert not all(map(finished, searches))
     driver.drain()
     assert all(map(finished, searches))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("entries", [1.0, 1.5, 3.0])
+def test_beams_return_however_many_newcomers_fill_the_steps(depth: int, entries: float) -> None:
+    """Newcomers and beams go first in turns, and neither is starved: a search of 40 tokens ends."""
+    prompt = [index % VOCAB for index in range(160)]
+    entry = SEQUENCE_BYTES + ID_BYTES * (161 + 41)
+    room: dict[str, Any] = {"max_running": 32, "max_step_bytes": int(entries * entry) + 32 * COLUMNS_BYTES}
+    driver = Driver(num_blocks=1024, max_batch_tokens=256, depth=depth, **room)
+    driver.submit(prompt, max_tokens=1)
+    driver.drain()
+    search = driver.submit([5] + [1] * 40, max_tokens=40, n=4, beam_width=4)
+    late = []
+    while not finished(search) and len(driver.plans) < 400:
+        while driver.scheduler.num_waiting < 6:
+            late.append(driver.submit([*prompt, len(late) % VOCAB], max_tokens=1))
+        driver.step()
+    assert finished(search)
+    assert sum(map(finished, late)) > 50
