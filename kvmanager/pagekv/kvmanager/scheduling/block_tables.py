@@ -104,6 +104,9 @@ class BlockTables:
         if reads:
             # At least one token is computed, or there would be no logits to sample from.
             arrival.hits = self._match(sequence, (known - 1) // size)
+        elif self.host.num_blocks:
+            # It computes everything anew, under objects of its own.
+            self._disown(sequence, 0)
         if arrival.shared < len(arrival.hits):
             arrival.shared = 0
         if arrival.shared:
@@ -222,14 +225,19 @@ class BlockTables:
             else:
                 self.pool.count_collision(digests[found])
         if self.host.num_blocks:
-            # Contents that have left may have been void: nothing may be taken for what follows them.
-            left = slice(known + len(blocks), sequence.num_lent)
-            digests[left] = [bytes(memoryview(digest)) for digest in digests[left]]
-            sequence.num_lent = left.start
+            self._disown(sequence, known + len(blocks))
         hits = np.fromiter(blocks, np.int32, len(blocks))
         sequence.hint = np.concatenate([hint, hits]) if known else hits
         sequence.hint_generation = table.generation
         return sequence.hint
+
+    def _disown(self, sequence: Seq, first: int) -> None:
+        """Copies the digests from block `first` on whose objects a tier may have: contents that have left may have been
+        void, and nothing may be taken for what follows them.
+        """
+        left = slice(first, sequence.num_lent)
+        sequence.digests[left] = [bytes(memoryview(digest)) for digest in sequence.digests[left]]
+        sequence.num_lent = first
 
     def _match_partial(self, arrival: Arrival) -> None:
         """Finds the cached block that shares most tokens behind the hits."""
