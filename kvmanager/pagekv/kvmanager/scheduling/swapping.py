@@ -118,19 +118,18 @@ class Swapper:
         return digests, sequence.chunks(size, 0, full)[keyed], parents
 
     def write_back(self, blocks: Blocks) -> None:
-        """Keeps the contents of published device blocks that are about to be given away."""
+        """Keeps the contents of published device blocks that are about to be given away: the last ones, where the host
+        pool has not room for all.
+        """
+        # More would take host blocks from each other, and an operation for every one that is taken twice.
+        blocks = blocks[max(0, len(blocks) - self.host.num_free) :]
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
         tokens, parents = table.tokens(blocks), table.parents(blocks)
-        names, begin = table.names(sources), 0
-        # Each copy is held only as long as this takes: where there is not room for all, the last ones stay.
-        while begin < len(sources) and (room := self.host.num_free):
-            part = slice(begin, begin + room)
-            found, fresh = self.host.keep(digests[part], tokens[part], parents[part], names[part] if names else None)
-            self._copies.add(CopyKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
-            self._counters.written_back += len(fresh)
-            self.host.release(found)
-            begin += room
+        found, fresh = self.host.keep(digests, tokens, parents, table.names(sources))
+        self._copies.add(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
+        self._counters.written_back += len(fresh)
+        self.host.release(found)
 
     # -- in
 

@@ -118,7 +118,8 @@ class CheckedSwapper(Swapper):
 
     def write_back(self, blocks: Blocks) -> None:
         host, moves, table = deepcopy(self.host), list(self._copies), self._pool.table
-        for device in blocks.tolist():
+        # The last ones, where there is not room for all.
+        for device in blocks.tolist()[max(0, len(blocks) - host.num_free) :]:
             parent, tokens = table.parent(device), np.array([table.token_ids(device)], np.uint32)
             assert parent is not None
             block, fresh = keep(host, table.digest(device), tokens, parent)
