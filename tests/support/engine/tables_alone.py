@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
@@ -53,8 +54,10 @@ def sequence_of(prompt: list[int], prepared: PreparedPrompt | None = None) -> Se
     return request_of(prompt, prepared).sequences[0]
 
 
-def tables_of(pool: BlockPool, host_blocks: int) -> BlockTables:
-    limits = SchedulerLimits(max_batch_tokens=64, max_running=4, watermark=0, prefix_cache=True, write_back=True)
+def tables_of(
+    pool: BlockPool, host_blocks: int, *, write_back: bool = True, max_step_bytes: int = MAX_RECEIVE_BYTES
+) -> BlockTables:
+    limits = SchedulerLimits(64, 4, watermark=0, write_back=write_back, max_step_bytes=max_step_bytes)
     return BlockTables(pool, HostPool(host_blocks, 2), limits, SchedulerCounters())
 
 
