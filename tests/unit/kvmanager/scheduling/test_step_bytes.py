@@ -56,6 +56,8 @@ def test_what_is_reckoned_is_never_less_than_what_is_sent() -> None:
             assert size(StepPlan(new=[_new(one, tokens, blocks)])) < IdBytes().entry(tokens, blocks, lists=lists)
     copies = CopyList(BlockCopy(CopyKind.SWAP_OUT, ID - index, ID - index) for index in range(5000))
     assert size(StepPlan(copies=copies)) < IdBytes().copies(5000) + 100
+    # Between the pools, or on the device.
+    assert (IdBytes(5, 1, 3).copies(10), IdBytes(5, 2, 1).copies(10)) == (40, 40)
 
 
 @pytest.mark.parametrize("block_size", [1, 16])
