@@ -88,7 +88,7 @@ def test_ids_that_are_banned_or_biased_count(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("room", [10**6, 100])
 def test_none_enters_beside_copies_that_leave_it_no_room(room: int) -> None:
-    """The step in which others are swapped out; of those, each sequence's share of the columns has one."""
+    """In the step in which others are swapped out; the columns have room for 8 of those copies."""
     driver = Driver(host_blocks=64, preemption="swap", depth=1, **room_for(room))
     driver.submit([1] * 60, max_tokens=8)
     driver.step()
@@ -178,7 +178,7 @@ def test_a_long_head_and_beams_go_first_in_turns() -> None:
         driver.step()
 
     def newest() -> list[bool]:
-        """Of what enters next, in order: whether it is a beam."""
+        """Whether each sequence that enters next is a beam, in order."""
         driver.step()
         return [new.sequence.request is search for new in driver.plans[-1].new]
 
