@@ -400,8 +400,8 @@ class GetModelInfoResponse(google.protobuf.message.Message):
     its sampler, kv_dtype and pool layout. Part of every block's identity.
     """
     max_model_len: builtins.int
-    """Prompt and output together may have this many tokens by the model; max_sequence_tokens is what pool and model
-    allow.
+    """Prompt and output together may have this many tokens by the model, the flags and the bytes of a step, in which a
+    sequence travels whole; max_sequence_tokens is what the pool allows, too.
     """
     vocab_size: builtins.int
     """Token ids are below this."""

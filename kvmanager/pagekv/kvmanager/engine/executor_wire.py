@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from pagekv.common.varint import varint
-from pagekv.kvmanager.engine.packed import packed_field
+from pagekv.kvmanager.engine.packed import pack_varints, packed_field
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.scheduling.sequence import Seq
@@ -101,20 +101,23 @@ def step_bytes(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[in
         return step_request(plan, epoch, step, eos_token_ids).SerializeToString()
     parts = [step_request(replace(plan, new=[]), epoch, step, eos_token_ids).SerializeToString()]
     for new in plan.new:
-        request = new.sequence.request
-        behind = len(request.command.prompt_ids) if request.packed_prompt else 0
-        rest = _new_sequence(new, eos_token_ids, behind).SerializeToString()
-        parts += (_NEW_SEQ, varint(len(request.packed_prompt) + len(rest)), request.packed_prompt, rest)
+        packed, num_prompt = new.sequence.request.packed_prompt, len(new.sequence.request.command.prompt_ids)
+        head = _TOKEN_IDS + varint(len(packed)) if packed else b""
+        rest = _new_sequence(new, eos_token_ids, num_prompt if packed else 0).SerializeToString()
+        parts += (_NEW_SEQ, varint(len(head) + len(packed) + len(rest)), head, packed, rest)
     return b"".join(parts)
 
 
-# A field that is a message: its number and the wire type of what has a length.
+# Fields that are a message or a packed list: the number and the wire type of what has a length.
 _NEW_SEQ = bytes([pb.StepRequest.NEW_SEQS_FIELD_NUMBER << 3 | 2])
+_TOKEN_IDS = bytes([pb.NewSequence.TOKEN_IDS_FIELD_NUMBER << 3 | 2])
 
 
 def pack_token_ids(token_ids: array[int]) -> bytes:
-    """Token ids of a new sequence as its message has them; those that follow are put behind, packed likewise."""
-    return packed_field(pb.NewSequence.TOKEN_IDS_FIELD_NUMBER, np.frombuffer(token_ids, np.uint32))
+    """Token ids of a new sequence as the list in its message has them: without tag and length, so that parts can be put
+    one after the other, and take no more than the whole.
+    """
+    return pack_varints(np.frombuffer(token_ids, np.uint32))
 
 
 def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int], first: int = 0) -> pb.NewSequence:

@@ -146,8 +146,9 @@ class EngineLoop:
         else:
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
         self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
-        wanted = wanted_model_len(description, config)
-        if model.max_model_len < wanted:
+        told, wanted = state.model, wanted_model_len(description, config)
+        # News once, and not with every executor that comes back.
+        if model.max_model_len < wanted and (told is None or told.max_model_len != model.max_model_len):
             log.warning("longer sequences do not fit into a step", tokens=model.max_model_len, wanted=wanted)
         state.model = model
         state.epochs += 1

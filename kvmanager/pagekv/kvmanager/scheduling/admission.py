@@ -45,13 +45,14 @@ class Admission:
     _tables: BlockTables
     _waiting: WaitingQueue
     _blocked: _Blocked | None = None
-    # The head of the queue found too few bytes in the step before, because of what returned.
+    # The head of the queue found too few bytes in the step before, in which it did not go first.
     _crowded_out: bool = False
 
     @property
     def goes_first(self) -> bool:
         """Whether the waiting queue is admitted from before anybody returns: a long head needs most of a step's bytes,
-        and those that return, step after step, would leave it less for ever.
+        and those that return, step after step, would leave it less for ever. Never in two steps running, for a queue
+        that stays deep would leave as little to those that return.
         """
         return self._crowded_out
 
@@ -99,10 +100,10 @@ class Admission:
     def plan_admissions(self, step: StepBuilder) -> None:
         """Admits from the waiting queue in order; the first that does not fit blocks the others, so none starves."""
         running, waiting = self._running, self._waiting
-        self._crowded_out = False
+        first, self._crowded_out = self._crowded_out, False
         while step.room and (head := waiting.head()) is not None:
             if not step.takes(head):
-                self._crowded_out = True
+                self._crowded_out = not first
                 return
             arrivals = self._admit(head, step)
             if not arrivals:

@@ -88,10 +88,12 @@ class BeamScheduler:
                 children.append(sequence)
             kept.add(continuation.parent)
             following.append(sequence)
-        while not (forked := self._tables.fork(parents, children, recomputed=0)):
-            # Like decodes, a search takes blocks from those behind it.
-            if not self._preemption.preempt_behind(beams[0]):
-                break
+        forked = False
+        if self._tables.may_fork(children, recomputed=0):
+            while not (forked := self._tables.fork(parents, children, recomputed=0)):
+                # Like decodes, a search takes blocks from those behind it.
+                if not self._preemption.preempt_behind(beams[0]):
+                    break
         for continuation, sequence in zip(continuing, following, strict=True):
             sequence.token_ids.append(continuation.token_id)
             sequence.candidates = None
@@ -102,7 +104,8 @@ class BeamScheduler:
             for sequence in following:
                 self._running.add_returning(sequence)
         else:
-            # Refused whole, and nothing is behind: none goes on until all can.
+            # Refused whole: none goes on until all can. Either nothing is behind, or the step has no room for copies,
+            # of which preempting others would only make more.
             for child in children:
                 self._waiting.push(child)
             self._preemption.preempt(following[0])

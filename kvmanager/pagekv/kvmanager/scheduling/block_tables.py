@@ -22,6 +22,7 @@ from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
+from pagekv.kvmanager.scheduling.step_room import StepRoom
 from pagekv.kvmanager.scheduling.swapping import Swapper
 
 _NO_BLOCKS = np.empty(0, np.int32)
@@ -59,23 +60,17 @@ class BlockTables:
         self._block_size = pool.block_size
         self.limits = limits
         self.counters = counters
-        # Copies that the next step has to make, in order.
-        self._copies = CopyList()
-        self.swapper = Swapper(pool, host, self._copies, counters, shared=limits.prefix_cache)
+        self.room = StepRoom(limits.max_step_bytes, limits.max_running, limits.id_bytes)
+        self.swapper = Swapper(pool, host, self.room, counters, shared=limits.prefix_cache)
         self._on_evict = self.swapper.write_back if limits.write_back and limits.prefix_cache else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
 
-    @property
-    def num_copies(self) -> int:
-        """Copies that the next step has to make, so far."""
-        return len(self._copies)
-
     def take_copies(self) -> CopyList:
         """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
         self._being_computed.clear()
-        return self._copies.take()
+        return self.room.take_copies()
 
     # -- taking
 
@@ -88,22 +83,26 @@ class BlockTables:
         every other known token. Returns 0, or how many blocks more would have to be free; then nothing has changed.
         `keep_free` blocks are left free.
         """
+        room = self.room.copies_left
         for arrival in arrivals:
-            self._look_up(arrival)
+            room -= self._look_up(arrival, room)
         missing = self._reserve(arrivals, keep_free)
         if not missing:
             for arrival in arrivals:
                 self._commit(arrival)
         return missing
 
-    def _look_up(self, arrival: Arrival) -> None:
-        """Finds what the arrival can reuse."""
+    def _look_up(self, arrival: Arrival, room: int) -> int:
+        """Finds what the arrival can reuse, with at most `room` copies; returns how many its admission may list."""
         sequence, size = arrival.sequence, self._block_size
         known, identity = sequence.num_tokens, sequence.request.command.identity
         reads = self.limits.prefix_cache and identity.read
         if reads:
             # At least one token is computed, or there would be no logits to sample from.
             arrival.hits = self._match(sequence, (known - 1) // size)
+        elif self.host.num_blocks:
+            # It computes everything anew, under objects of its own.
+            self._disown(sequence, 0)
         if arrival.shared < len(arrival.hits):
             arrival.shared = 0
         if arrival.shared:
@@ -111,13 +110,16 @@ class BlockTables:
         first = arrival.shared or len(arrival.hits)
         arrival.num_fresh = -(-known // size) - first
         arrival.num_computed = first * size
+        # Each of these blocks may be evicted for it, and written back.
+        evicted = arrival.num_fresh if self._on_evict else 0
         if self.host.num_blocks:
-            arrival.host_blocks, computed = self.swapper.match(sequence, first)
+            arrival.host_blocks, computed = self.swapper.match(sequence, first, max(0, room - evicted))
             if arrival.host_blocks:
                 arrival.num_computed = computed
         copies = reads and self.limits.partial_hits and not identity.media
         if copies and not arrival.host_blocks and not arrival.shared:
             self._match_partial(arrival)
+        return evicted + len(arrival.host_blocks)
 
     def _reserve(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
         """Holds everything that is reused, so that nothing of it is given away for something else. Returns 0, or how
@@ -161,7 +163,7 @@ class BlockTables:
         if fresh is None:
             raise InvariantError(f"{arrival.num_fresh} blocks were free and could not be allocated")
         if arrival.copied:
-            self._copies.add(CopyKind.COPY, [arrival.source], [int(fresh[0])])
+            self.room.copies.add(CopyKind.COPY, [arrival.source], [int(fresh[0])])
             pool.free(np.array([arrival.source], np.int32))
         if arrival.host_blocks:
             self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
@@ -222,14 +224,19 @@ class BlockTables:
             else:
                 self.pool.count_collision(digests[found])
         if self.host.num_blocks:
-            # Contents that have left may have been void: nothing may be taken for what follows them.
-            left = slice(known + len(blocks), sequence.num_lent)
-            digests[left] = [bytes(memoryview(digest)) for digest in digests[left]]
-            sequence.num_lent = left.start
+            self._disown(sequence, known + len(blocks))
         hits = np.fromiter(blocks, np.int32, len(blocks))
         sequence.hint = np.concatenate([hint, hits]) if known else hits
         sequence.hint_generation = table.generation
         return sequence.hint
+
+    def _disown(self, sequence: Seq, first: int) -> None:
+        """Copies the digests from block `first` on whose objects a tier may have: contents that have left may have been
+        void, and nothing may be taken for what follows them.
+        """
+        left = slice(first, sequence.num_lent)
+        sequence.digests[left] = [bytes(memoryview(digest)) for digest in sequence.digests[left]]
+        sequence.num_lent = first
 
     def _match_partial(self, arrival: Arrival) -> None:
         """Finds the cached block that shares most tokens behind the hits."""
@@ -243,11 +250,21 @@ class BlockTables:
             if arrival.alike and not any((blocks == block).any() for blocks in self._being_computed):
                 arrival.source, arrival.copied = block, arrival.alike
 
+    def may_fork(self, children: Sequence[Seq], *, recomputed: int) -> bool:
+        """Whether the next step has room for the copies of a fork, and of the blocks that are evicted for it."""
+        size, sharing = self._block_size, self.limits.fork_sharing
+        shared = sum((child.num_tokens - recomputed) // size for child in children) if sharing else 0
+        fresh = sum(-(-child.num_tokens // size) for child in children) - shared
+        return fresh * (2 if self._on_evict else 1) <= self.room.copies_left
+
     def fork(self, parents: Sequence[Seq], children: Sequence[Seq], *, recomputed: int) -> bool:
         """Gives each child what its parent has computed of the tokens that the child knows, but for the last
         `recomputed`: the full blocks, shared, and a copy of the block that it will write; a copy of everything where
-        sequences share none. All of them, or none: False, and nothing has changed, when there are not enough blocks.
+        sequences share none. All of them, or none: False, and nothing has changed, when there are not enough blocks, or
+        the next step has no room for the copies.
         """
+        if not self.may_fork(children, recomputed=recomputed):
+            return False
         size = self._block_size
         computed = [child.num_tokens - recomputed for child in children]
         # Leading blocks of each parent that the child shares, and the blocks behind these.
@@ -263,7 +280,7 @@ class BlockTables:
             for index in range(shared, end):
                 child.block_table.append(next(copies))
                 if index * size < count:
-                    self._copies.add(CopyKind.COPY, [parent.block_table[index]], [child.block_table[index]])
+                    self.room.copies.add(CopyKind.COPY, [parent.block_table[index]], [child.block_table[index]])
             child.digests = parent.digests[: count // size]
             child.num_computed = count
             child.num_published = min(parent.num_published, shared)

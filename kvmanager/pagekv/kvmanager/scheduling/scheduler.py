@@ -4,8 +4,9 @@ A step is planned from what will be true once the steps in flight are done: ever
 counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
 end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
-Order within a step: decodes first; then beams and forks; then prefills under way; then admissions from the waiting
-queue while budget, sequence slots and blocks last.
+Order within a step: decodes first; then beams and what else returns; then forks; then prefills under way; then
+admissions from the waiting queue while budget, bytes, sequence slots and blocks last. Sequences that return come last
+where the head of the queue, behind them, found too few bytes in the step before.
 """
 
 from __future__ import annotations

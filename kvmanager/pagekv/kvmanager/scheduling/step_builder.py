@@ -8,7 +8,6 @@ from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 
 
@@ -24,7 +23,6 @@ class StepBuilder:
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
         self._sampling: list[int] = []
-        self._entry_bytes = 0
 
     @property
     def num_at_executor(self) -> int:
@@ -35,17 +33,14 @@ class StepBuilder:
         """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have, or
         for half of them. One alone always may, behind the copies of others.
         """
-        # The columns have a copy for each sequence.
-        others = max(0, self._tables.num_copies - self._tables.limits.max_running)
-        if count == 1 and not self.plan.new and not others:
+        room, left = self._tables.room, self._tables.room.left
+        if count == 1 and left == room.whole:
             return True
-        limits, ids = self._tables.limits, self._tables.limits.id_bytes
         blocks = -(-sequence.num_tokens // self._tables.pool.block_size)
         # Every block may be copied in from the host pool, and what was in it before out.
         copies = 2 * blocks if self._tables.host.num_blocks else 0
-        entering = count * (self._bytes_of(sequence, blocks) + ids.copies(copies))
-        most = limits.max_step_bytes - COLUMNS_BYTES * limits.max_running
-        return self._entry_bytes + ids.copies(others) + entering <= (most // 2 if half else most)
+        entering = count * (self._bytes_of(sequence, blocks) + self._tables.limits.id_bytes.copies(copies))
+        return entering <= left - (room.whole // 2 if half else 0)
 
     def _bytes_of(self, sequence: Seq, num_blocks: int) -> int:
         sampling = sequence.request.command.sampling
@@ -68,7 +63,7 @@ class StepBuilder:
         """A member of the running order enters the executor, with its first chunk."""
         self._running.enter(sequence)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
-        self._entry_bytes += self._bytes_of(sequence, len(table))
+        self._tables.room.entering += self._bytes_of(sequence, len(table))
         self.plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
         self.add_chunk(sequence)
 

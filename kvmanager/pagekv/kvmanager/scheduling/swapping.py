@@ -23,7 +23,8 @@ from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped
-from pagekv.kvmanager.scheduling.step_plan import CopyKind, CopyList
+from pagekv.kvmanager.scheduling.step_plan import CopyKind
+from pagekv.kvmanager.scheduling.step_room import StepRoom
 
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -32,14 +33,14 @@ class Swapper:
     """Lists copies between the pools of one epoch."""
 
     def __init__(
-        self, pool: BlockPool, host: HostPool, copies: CopyList, counters: SchedulerCounters, *, shared: bool
+        self, pool: BlockPool, host: HostPool, room: StepRoom, counters: SchedulerCounters, *, shared: bool
     ) -> None:
-        """Copies are added to the caller's `copies`. `shared`: contents are kept under their digests, for every
-        sequence with the same prefix; else each for the sequence that held them.
+        """Copies are added to those of the step with this `room`. `shared`: contents are kept under their digests, for
+        every sequence with the same prefix; else each for the sequence that held them.
         """
         self.host = host
         self._pool = pool
-        self._copies = copies
+        self._room = room
         self._counters = counters
         self._shared = shared
 
@@ -65,22 +66,22 @@ class Swapper:
         return out, back, tokens
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        """Keeps what these sequences have computed, as far as the host pool has room, before their blocks are freed.
-        A block held by several is copied once, and all of them hold the copy.
+        """Keeps what these sequences have computed, as far as host pool and step have room, before their blocks are
+        freed. A block held by several is copied once, and all of them hold the copy.
         """
         # Host block by device block.
         kept = dict.fromkeys(self._elsewhere(group), NO_BLOCK)
         for sequence in group:
             blocks = self._written(sequence)
             places = [place for place, block in enumerate(blocks) if block not in kept]
-            names = sequence.request.names
-            whose = [names] * len(places) if names is not None else None
-            found, fresh = self.host.keep(*self._contents(sequence, places), whose)
+            names, may = sequence.request.names, places[: self._room.copies_left]
+            whose = [names] * len(may) if names is not None else None
+            found, fresh = self.host.keep(*self._contents(sequence, may), whose)
             # Behind the first one for which there was no room nothing is kept.
             blocks = blocks if len(found) == len(places) else blocks[: places[len(found)]]
             self.host.hold([kept[block] for block in blocks if kept.get(block, NO_BLOCK) != NO_BLOCK])
             sources = [blocks[place] for place in places[: len(found)]]
-            self._copies.add(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
+            self._room.copies.add(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
             self._counters.swapped_out += len(fresh)
             kept.update(zip(sources, found, strict=True))
             held = [kept[block] for block in blocks]
@@ -118,25 +119,24 @@ class Swapper:
         return digests, sequence.chunks(size, 0, full)[keyed], parents
 
     def write_back(self, blocks: Blocks) -> None:
-        """Keeps the contents of published device blocks that are about to be given away."""
+        """Keeps the contents of published device blocks that are about to be given away: the last ones, where host
+        pool or step have not room for all.
+        """
+        # More would take host blocks from each other, and an operation for every one that is taken twice.
+        blocks = blocks[max(0, len(blocks) - min(self.host.num_free, self._room.copies_left)) :]
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
         tokens, parents = table.tokens(blocks), table.parents(blocks)
-        names, begin = table.names(sources), 0
-        # Each copy is held only as long as this takes: where there is not room for all, the last ones stay.
-        while begin < len(sources) and (room := self.host.num_free):
-            part = slice(begin, begin + room)
-            found, fresh = self.host.keep(digests[part], tokens[part], parents[part], names[part] if names else None)
-            self._copies.add(CopyKind.SWAP_OUT, [sources[begin + at] for at in fresh], [found[at] for at in fresh])
-            self._counters.written_back += len(fresh)
-            self.host.release(found)
-            begin += room
+        found, fresh = self.host.keep(digests, tokens, parents, table.names(sources))
+        self._room.copies.add(CopyKind.SWAP_OUT, [sources[at] for at in fresh], [found[at] for at in fresh])
+        self._counters.written_back += len(fresh)
+        self.host.release(found)
 
     # -- in
 
-    def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
-        """Host blocks that hold the sequence from logical block `first` on without a gap, and the position behind the
-        last one held. At least one known token is left to compute.
+    def match(self, sequence: Seq, first: int, most: int) -> tuple[list[int], int]:
+        """Host blocks, at most `most`, that hold the sequence from logical block `first` on without a gap, and the
+        position behind the last one held. At least one known token is left to compute.
         """
         size = self._pool.block_size
         end = limit = sequence.num_tokens - 1
@@ -149,7 +149,7 @@ class Swapper:
         known = sequence.digests[: limit // size] if reads else []
         blocks: list[int] = []
         by_digest: list[int] = []
-        for place in range(first, -(-end // size)):
+        for place in range(first, min(first + most, -(-end // size))):
             block = kept[place] if place < len(kept) else NO_BLOCK
             if block == NO_BLOCK:
                 if place >= len(known) or self.host.lookup(known[place]) is None:
@@ -174,7 +174,7 @@ class Swapper:
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:
         """Lists copies into as many device blocks."""
-        self._copies.add(CopyKind.SWAP_IN, host_blocks, device_blocks)
+        self._room.copies.add(CopyKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
     def release(self, sequence: Seq) -> None:

@@ -72,6 +72,29 @@ def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pyt
     run(monkeypatch, body)
 
 
+def test_a_context_that_a_step_cuts_short_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    served: list[int] = []
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        for max_sequences in (32, 32, 2, 2):
+            bench.description = described(max_model_len=10**7, max_sequences=max_sequences)
+            epochs = engine._state.epochs
+            assert bench.link is not None
+            bench.link.lose()
+            while engine._state.epochs == epochs:  # noqa: ASYNC110  # sets no event
+                await asyncio.sleep(0.005)
+            assert engine.model is not None
+            served.append(engine.model.max_model_len)
+
+    run(monkeypatch, body)
+    told = [vars(record)["fields"] for record in caplog.records if record.getMessage().startswith("longer sequences")]
+    assert served[0] == served[1] < served[2] == served[3]
+    assert [fields["tokens"] for fields in told] == served[::2]
+    assert {fields["wanted"] for fields in told} == {10**7}
+
+
 def test_the_first_executor_must_go_with_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
     monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))

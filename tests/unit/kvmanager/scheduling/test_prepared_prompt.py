@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,49 +12,25 @@ import numpy as np
 import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, output, streamed
+from support.engine.tables_alone import ROOT, cache, complete, sequence_of, tables_of
 
 from pagekv.kvmanager.kvcache import block_hash, block_pool
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling import block_tables, prepared_prompt
-from pagekv.kvmanager.scheduling.block_tables import Arrival, BlockTables
-from pagekv.kvmanager.scheduling.counters import SchedulerCounters
-from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.block_tables import Arrival
 from pagekv.kvmanager.scheduling.prepared_prompt import SLICE_BLOCKS, SLICE_TOKENS, PreparedPrompt, slice_blocks
-from pagekv.kvmanager.scheduling.sequence import Seq, live_request
-
-ROOT = root_digest("model", "", "")
+from pagekv.kvmanager.scheduling.sequence import live_request
 
 
 @pytest.fixture
 def slices_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
-
-
-def cache(pool: BlockPool, prompt: list[int]) -> list[int]:
-    """Enters the full blocks of a prompt, which nobody holds afterwards; returns their ids."""
-    size = pool.block_size
-    digests = chain_digests(ROOT, token_bytes(prompt), size)
-    blocks = pool.allocate(len(digests))
-    assert blocks is not None
-    rows = np.array(prompt, np.uint32)[: len(digests) * size].reshape(-1, size)
-    pool.publish_chain(blocks, digests, ROOT, rows, first=True, media=False)
-    pool.free(blocks)
-    ids: list[int] = blocks.tolist()
-    return ids
-
-
-def complete(table: PrefixTable, prompt: list[int], media: Sequence[MediaSpan] = ()) -> PreparedPrompt:
-    prepared = PreparedPrompt(ROOT)
-    for _ in prepared.slices(array("I", prompt), media, table, array.tobytes):
-        pass
-    return prepared
 
 
 def replace_by(pool: BlockPool, prompt: list[int], blocks: list[int]) -> None:
@@ -173,48 +148,6 @@ def test_no_digest_object_stands_for_two_prefixes(monkeypatch: pytest.MonkeyPatc
     assert not [digest for digest in prepared.digests if id(digest) in others]
 
 
-def sequence_of(name: str, prompt: list[int], prepared: PreparedPrompt | None = None) -> Seq:
-    command = GenerateCommand(name, prompt, SamplingParams(max_tokens=2))
-    return live_request(command, RequestStream(name, 1), 0, ROOT, 0, prepared).sequences[0]
-
-
-def tables_of(pool: BlockPool, host_blocks: int) -> BlockTables:
-    limits = SchedulerLimits(max_batch_tokens=64, max_running=4, watermark=0, prefix_cache=True, write_back=True)
-    return BlockTables(pool, HostPool(host_blocks, 2), limits, SchedulerCounters())
-
-
-def drain(tables: BlockTables) -> None:
-    """Evicts every free block, which is written back."""
-    taken = tables.allocate(tables.pool.num_free)
-    assert taken is not None
-    tables.pool.free(taken)
-
-
-@pytest.mark.parametrize("way", ["at once", "prepared", "refused before", "preempted"])
-def test_what_followed_a_void_block_is_not_hit(way: str) -> None:
-    """In the host pool it outlives that block. The prefix is computed anew, and written back, before the request comes,
-    which knew the void one's digest object or did not.
-    """
-    pool, prompt = BlockPool(8, 2), [1, 2, 3, 4, 5, 6, 7]
-    tables = tables_of(pool, 6)
-    cache(pool, prompt)
-    request = sequence_of("r", prompt, complete(pool.table, prompt) if way == "prepared" else None)
-    if way == "refused before":
-        assert tables.admit([Arrival(request)], 9) > 0
-    elif way == "preempted":
-        assert tables.admit([Arrival(request)], 0) == 0
-        tables.free(request)
-    broken = sequence_of("x", [1, 2, 9])
-    assert tables.admit([Arrival(broken)], 0) == 0
-    drain(tables)
-    tables.invalidate(broken, 0)
-    tables.discard(broken)
-    cache(pool, prompt[:2])
-    drain(tables)
-    assert tables.admit([Arrival(request)], 0) == 0
-    assert request.num_computed == 2
-
-
 @pytest.mark.parametrize("host_blocks", [0, 8])
 def test_the_objects_of_a_prefix_that_came_back_are_taken(host_blocks: int) -> None:
     """The same ids hold the same tokens, under other digest objects."""
@@ -222,7 +155,7 @@ def test_the_objects_of_a_prefix_that_came_back_are_taken(host_blocks: int) -> N
     found = cache(pool, prompt)
     prepared = complete(pool.table, prompt)
     replace_by(pool, prompt, found)
-    sequence = sequence_of("r", prompt, prepared)
+    sequence = sequence_of(prompt, prepared)
     # It does not fit, and has looked.
     assert tables_of(pool, host_blocks).admit([Arrival(sequence)], 0) == 1
     assert sequence.hint.tolist() == found
@@ -265,7 +198,7 @@ def test_what_has_left_the_table_since_is_not_hit(monkeypatch: pytest.MonkeyPatc
         cache(pool, prompt)
     else:
         monkeypatch.setattr(pool.table, "verify", None)
-    sequence = sequence_of("r", prompt, prepared)
+    sequence = sequence_of(prompt, prepared)
     assert tables_of(pool, host_blocks).admit([Arrival(sequence)], 0) == 0
     assert sequence.num_computed == (20 if way in ("none", "a copy has the entry now") else 0)
     hits = sequence.block_table[: sequence.num_computed // 2].tolist()

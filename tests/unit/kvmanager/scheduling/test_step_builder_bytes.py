@@ -8,7 +8,8 @@ import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, SEQUENCE_BYTES
+from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, LISTS_BYTES, SEQUENCE_BYTES
 
 # Of ids whose bytes nobody has told.
 ID_BYTES = 5
@@ -59,17 +60,46 @@ def test_forks_beams_and_what_returns_enter_one_by_one(host_blocks: int) -> None
 
 
 def test_copies_of_the_step_count() -> None:
-    """With a host pool, room is kept for blocks that are copied in and out for whoever enters."""
+    """With a host pool, room is kept for blocks that are copied in and out for the sequence that enters next."""
     entered = []
-    for host_blocks in (0, 64):
-        # Enough for two sequences, or for one and its copies.
-        room = room_for(2 * (SEQUENCE_BYTES + ID_BYTES * (81 + 21)))
-        driver = Driver(num_blocks=64, host_blocks=host_blocks, preemption="swap", max_batch_tokens=256, **room)
+    both, copies = 2 * (SEQUENCE_BYTES + ID_BYTES * (81 + 21)), 2 * 21 * 2 * ID_BYTES
+    for host_blocks, room in ((0, both), (64, both), (64, both + copies - 1), (64, both + copies)):
+        driver = Driver(
+            num_blocks=64, host_blocks=host_blocks, preemption="swap", max_batch_tokens=256, **room_for(room)
+        )
         requests = [driver.submit([index] * 81, max_tokens=6) for index in range(2)]
         driver.drain()
         entered.append(max(len(plan.new) for plan in driver.plans))
         assert all(finished(request) for request in requests)
-    assert entered == [2, 1]
+    assert entered == [2, 1, 1, 2]
+
+
+@pytest.mark.parametrize("fields", [{"min_tokens": 1}, {"logit_bias": {3: 1.0}}])
+def test_ids_that_are_banned_or_biased_count(fields: dict[str, Any]) -> None:
+    """As many as there may be; a step that just has room for two sequences without has none for two with."""
+    plain = SEQUENCE_BYTES + ID_BYTES * (9 + 3)
+    for lists, room, most in (({}, 2 * plain, 2), (fields, 2 * plain, 1), (fields, 2 * plain + 2 * LISTS_BYTES, 2)):
+        driver = Driver(**room_for(room))
+        for first in (1, 2):
+            driver.submit([first] * 9, max_tokens=2, **lists)
+        driver.drain()
+        assert max(len(plan.new) for plan in driver.plans) == most
+
+
+@pytest.mark.parametrize("room", [10**6, 100])
+def test_none_enters_beside_copies_that_leave_it_no_room(room: int) -> None:
+    """In the step in which others are swapped out; the columns have room for 8 of those copies."""
+    driver = Driver(host_blocks=64, preemption="swap", depth=1, **room_for(room))
+    driver.submit([1] * 60, max_tokens=8)
+    driver.step()
+    driver.scheduler.preempt_all()
+    driver.submit([2, 3], max_tokens=1, priority=-1)
+    driver.plan()
+    plan = driver.plans[-1]
+    assert len(plan.copies) > 8
+    assert bool(plan.new) == (room > 100)
+    driver.drain()
+    assert all(map(finished, driver.requests))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -114,3 +144,53 @@ def test_who_needs_most_of_a_step_enters_beside_beams_that_come_back(depth: int)
     assert not all(map(finished, searches))
     driver.drain()
     assert all(map(finished, searches))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("entries", [1.0, 1.5, 3.0])
+def test_beams_return_however_many_newcomers_fill_the_steps(depth: int, entries: float) -> None:
+    """Newcomers and beams go first in turns, and neither is starved: a search of 40 tokens ends."""
+    prompt = [index % VOCAB for index in range(160)]
+    entry = SEQUENCE_BYTES + ID_BYTES * (161 + 41)
+    room: dict[str, Any] = {"max_running": 32, "max_step_bytes": int(entries * entry) + 32 * COLUMNS_BYTES}
+    driver = Driver(num_blocks=1024, max_batch_tokens=256, depth=depth, **room)
+    driver.submit(prompt, max_tokens=1)
+    driver.drain()
+    search = driver.submit([5] + [1] * 40, max_tokens=40, n=4, beam_width=4)
+    late: list[LiveRequest] = []
+    while not finished(search) and len(driver.plans) < 400:
+        while driver.scheduler.num_waiting < 6:
+            late.append(driver.submit([*prompt, len(late) % VOCAB], max_tokens=1))
+        driver.step()
+    assert finished(search)
+    assert sum(map(finished, late)) > 50
+
+
+def test_a_long_head_and_beams_go_first_in_turns() -> None:
+    """Beams return behind a head that went first, as far as there is room; and before newcomers that always had it."""
+    prompt = [index % VOCAB for index in range(40)]
+    room = 3 * (SEQUENCE_BYTES + ID_BYTES * (81 + 21))
+    driver = Driver(
+        num_blocks=512, max_batch_tokens=512, depth=1, max_running=16, max_step_bytes=room + 16 * COLUMNS_BYTES
+    )
+    search = driver.submit(prompt, max_tokens=40, n=2, beam_width=2)
+    while len(driver.plans) < 6:
+        driver.step()
+
+    def newest() -> list[bool]:
+        """Whether each sequence that enters next is a beam, in order."""
+        driver.step()
+        return [new.sequence.request is search for new in driver.plans[-1].new]
+
+    assert newest() == [True, True]
+    short = driver.submit([7], max_tokens=1)
+    assert newest() == [True, True, False]
+    head = driver.submit([9] * 150, max_tokens=1)
+    assert newest() == [True, True]
+    assert newest() == [False, True]
+    assert finished(short)
+    assert finished(head)
+    # The other beam comes a step later.
+    assert newest() == [True]
+    driver.submit([8], max_tokens=1)
+    assert newest() == [True, True, False]

@@ -5,13 +5,17 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.scheduler_driver import Driver
 
 from pagekv.common.message_sizes import MAX_RECEIVE_BYTES, MAX_RESULT_BYTES
-from pagekv.kvmanager.engine.executor_wire import step_request
+from pagekv.kvmanager.engine.executor_wire import pack_token_ids, step_bytes, step_request
+from pagekv.kvmanager.kvcache.block_hash import root_digest
+from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
+from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, IdBytes, id_bytes
+from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes, id_bytes
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, CopyList, NewSeq, StepPlan
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -21,35 +25,55 @@ ID, MANY = 2**31 - 1, 1024
 MAX_RUNNING = 65536
 
 
+# Every setting at its longest, with as many ids banned as there may be beside those that end every sequence.
+MOST: dict[str, Any] = {
+    "temperature": 0.5,
+    "top_p": 0.5,
+    "min_p": 0.5,
+    "top_k": ID,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "logprobs": 20,
+    "seed": 2**64 - 1,
+    "stop_token_ids": tuple(range(ID - MANY, ID - 960)),
+}
+
+
 def size(plan: StepPlan) -> int:
     return step_request(plan, 2**64 - 1, 2**64 - 1, range(ID - 960, ID)).ByteSize()
 
 
 def test_what_is_reckoned_is_never_less_than_what_is_sent() -> None:
     driver = Driver()
-    bans = tuple(range(ID - MANY, ID - 960))
-    most: dict[str, Any] = {
-        "temperature": 0.5,
-        "top_p": 0.5,
-        "min_p": 0.5,
-        "top_k": ID,
-        "repetition_penalty": 1.5,
-        "presence_penalty": 1.5,
-        "frequency_penalty": 1.5,
-        "logprobs": 20,
-        "seed": 2**64 - 1,
-        "stop_token_ids": bans,
-    }
     biases = dict.fromkeys(range(ID - MANY, ID), 1.5)
-    (sequence,) = driver.submit([1], min_tokens=8, logit_bias=biases, **most).sequences
+    (sequence,) = driver.submit([1], min_tokens=8, logit_bias=biases, **MOST).sequences
     (message,) = step_request(StepPlan(new=[_new(sequence, 1, 0)]), 1, 1, range(ID - 960, ID)).new_seqs
     assert len(message.sampling.banned_until_min) == len(message.sampling.biases) == MANY
-    (plainer,) = driver.submit([1], **most).sequences
+    (plainer,) = driver.submit([1], **MOST).sequences
     for one, lists in ((sequence, True), (plainer, False)):
         for tokens, blocks in ((1, 0), (5000, 5000)):
             assert size(StepPlan(new=[_new(one, tokens, blocks)])) < IdBytes().entry(tokens, blocks, lists=lists)
     copies = CopyList(BlockCopy(CopyKind.SWAP_OUT, ID - index, ID - index) for index in range(5000))
     assert size(StepPlan(copies=copies)) < IdBytes().copies(5000) + 100
+    # Between the pools, or on the device.
+    assert (IdBytes(5, 1, 3).copies(10), IdBytes(5, 2, 1).copies(10)) == (40, 40)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_a_prompt_that_was_packed_in_slices_takes_no_more(block_size: int) -> None:
+    prompt = array("I", [2**32 - 1] * 50_000)
+    prepared = PreparedPrompt(root_digest("model", "", ""))
+    table = PrefixTable(4, block_size, np.zeros(4, np.int32))
+    num_slices = len(list(prepared.slices(prompt, (), table, pack_token_ids)))
+    assert num_slices == (49 if block_size == 1 else 4)
+    (sequence,) = Driver().submit(list(prompt), **MOST).sequences
+    sequence.request.packed_prompt = prepared.packed
+    table_ids = array("i", [ID] * (50_001 // block_size))
+    new = NewSeq(sequence, ID, array("I", [*prompt, ID]), table_ids, ID)
+    sent = len(step_bytes(StepPlan(new=[new]), 1, 1, ()))
+    assert IdBytes().entry(50_001, len(table_ids), lists=False) - SEQUENCE_BYTES < sent
+    assert sent <= IdBytes().entry(50_001, len(table_ids), lists=False)
 
 
 def _new(sequence: Seq, tokens: int, blocks: int) -> NewSeq:

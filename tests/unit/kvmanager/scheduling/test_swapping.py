@@ -8,11 +8,14 @@ from dataclasses import replace
 import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import Driver, finished, moves, output
+from support.engine.tables_alone import cache, drain, tables_of
 
+from pagekv.kvmanager.engine.executor_wire import step_request
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
-from pagekv.kvmanager.scheduling.step_plan import CopyKind
+from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 OUT, IN = CopyKind.SWAP_OUT, CopyKind.SWAP_IN
@@ -210,6 +213,20 @@ def test_what_a_victim_left_is_evicted_from_its_end() -> None:
     driver.scheduler.preempt_all()
     assert [driver.host.lookup(digest) is not None for digest in digests] == [True, True, False, False]
     driver.drain()
+
+
+@pytest.mark.parametrize("num_free", [0, 1, 3])
+def test_write_back_fills_each_host_block_once(num_free: int) -> None:
+    """The blocks evicted last stay, those in front of the prompt, and all are one operation."""
+    pool, prompt = BlockPool(20, 2), list(range(40))
+    tables = tables_of(pool, 4)
+    tables.host.hold(range(num_free, 4))
+    blocks = cache(pool, prompt)
+    drain(tables)
+    copies = tables.take_copies()
+    assert [copy.source for copy in copies] == blocks[:num_free][::-1]
+    assert sorted(copy.destination for copy in copies) == list(range(num_free))
+    assert len(step_request(StepPlan(copies=copies), 1, 1, ()).memory_ops) == bool(num_free)
 
 
 def test_write_back_keeps_what_the_device_evicts() -> None:

@@ -20,7 +20,9 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped, live_request
-from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, CopyList
+from pagekv.kvmanager.scheduling.step_bytes import IdBytes
+from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
+from pagekv.kvmanager.scheduling.step_room import StepRoom
 from pagekv.kvmanager.scheduling.swapping import Swapper
 
 ROOT = root_digest("model", "", "")
@@ -83,7 +85,7 @@ class CheckedSwapper(Swapper):
         return cost
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        host, moves, copies = deepcopy(self.host), list(self._copies), dict[int, int]()
+        host, moves, copies = deepcopy(self.host), list(self._room.copies), dict[int, int]()
         kept: dict[Seq, list[int]] = {sequence: [] for sequence in group}
         computed: dict[Seq, int] = {}
         full: set[Seq] = set()
@@ -107,7 +109,7 @@ class CheckedSwapper(Swapper):
             computed[w.sequence] = w.end
         super().swap_out(group)
         assert state(self.host) == state(host)
-        assert list(self._copies) == moves
+        assert list(self._room.copies) == moves
         for sequence, blocks in kept.items():
             wanted = (blocks, computed[sequence]) if set(blocks) - {NO_BLOCK} else None
             swapped = sequence.swapped
@@ -117,8 +119,9 @@ class CheckedSwapper(Swapper):
             self.checks["elsewhere"] += NO_BLOCK in blocks
 
     def write_back(self, blocks: Blocks) -> None:
-        host, moves, table = deepcopy(self.host), list(self._copies), self._pool.table
-        for device in blocks.tolist():
+        host, moves, table = deepcopy(self.host), list(self._room.copies), self._pool.table
+        # The last ones, where there is not room for all.
+        for device in blocks.tolist()[max(0, len(blocks) - host.num_free) :]:
             parent, tokens = table.parent(device), np.array([table.token_ids(device)], np.uint32)
             assert parent is not None
             block, fresh = keep(host, table.digest(device), tokens, parent)
@@ -129,16 +132,16 @@ class CheckedSwapper(Swapper):
             host.release([block])
         super().write_back(blocks)
         assert state(self.host) == state(host)
-        assert list(self._copies) == moves
+        assert list(self._room.copies) == moves
         self.checks["write_back"] += len(blocks) > 1
 
-    def match(self, sequence: Seq, first: int) -> tuple[list[int], int]:
+    def match(self, sequence: Seq, first: int, most: int) -> tuple[list[int], int]:
         size, limit = self._pool.block_size, len(sequence.token_ids) - 1
         swapped, reads = sequence.swapped, self._shared and sequence.request.command.identity.read
         own = swapped.blocks if swapped is not None and swapped.pool is self.host else []
         blocks: list[int] = []
         held = first * size
-        for place in range(first, -(-limit // size)):
+        for place in range(first, min(first + most, -(-limit // size))):
             full = (place + 1) * size
             end, block = min(full, limit), own[place] if place < len(own) else NO_BLOCK
             if block != NO_BLOCK and swapped is not None:
@@ -161,7 +164,7 @@ class CheckedSwapper(Swapper):
             held = end
             if end < full:
                 break
-        found = super().match(sequence, first)
+        found = super().match(sequence, first, most)
         assert found[0] == blocks
         if blocks:
             assert found[1] == held
@@ -235,6 +238,8 @@ def test_a_return_finds_what_is_there_block_by_block() -> None:
         if own:
             computed = rng.randint((len(own) - 1) * size + 1, min(len(own) * size, len(tokens)))
             sequence.swapped = Swapped(host, own, computed)
-        swapper = CheckedSwapper(BlockPool(1, size), host, CopyList(), SchedulerCounters(), shared=rng.random() < 0.8)
+        room, shared = StepRoom(10**6, 1, IdBytes()), rng.random() < 0.8
+        swapper = CheckedSwapper(BlockPool(1, size), host, room, SchedulerCounters(), shared=shared)
         # Around the last of its own blocks most can go wrong.
-        swapper.match(sequence, min(max(0, len(own) + rng.randint(-3, 2)), len(tokens) // size))
+        first = min(max(0, len(own) + rng.randint(-3, 2)), len(tokens) // size)
+        swapper.match(sequence, first, rng.choice([0, 1, 5, 24]))

@@ -1,0 +1,141 @@
+"""Copies and entering sequences share the bytes of a step, and copies that do not fit are not listed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.tables_alone import cache, sequence_of, tables_of
+
+from pagekv.kvmanager.engine.executor_wire import step_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.scheduling.block_tables import Arrival
+from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes
+from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
+from pagekv.kvmanager.scheduling.step_room import StepRoom
+
+# Of ids whose bytes nobody has told.
+COPY_BYTES = 10
+
+
+class Measured(Driver):
+    """Refuses larger steps, as an executor does, and more copies than have room where all ids are long."""
+
+    def _send(self, plan: StepPlan) -> None:
+        limits = self.scheduler.limits
+        assert len(step_bytes(plan, 2**63, 2**63, ())) <= limits.max_step_bytes
+        whole = limits.max_step_bytes - COLUMNS_BYTES * limits.max_running
+        assert len(plan.copies) <= limits.max_running + whole // COPY_BYTES
+
+
+def test_room_is_shared() -> None:
+    room = StepRoom(1000 + COLUMNS_BYTES * 3, 3, IdBytes())
+    assert (room.whole, room.left, room.copies_left) == (1000, 1000, 103)
+    room.copies.add(CopyKind.COPY, [1, 2], [3, 4])
+    assert (room.left, room.copies_left) == (1000, 101)
+    room.copies.add(CopyKind.SWAP_OUT, [1, 2], [3, 4])
+    room.entering = 905
+    assert (room.left, room.copies_left) == (85, 8)
+    room.entering = 2000
+    assert room.copies_left == 0
+    assert len(room.take_copies()) == 4
+    assert (room.left, room.copies_left) == (1000, 103)
+
+
+def test_victims_are_swapped_out_as_far_as_the_step_has_room() -> None:
+    """The rest is computed again."""
+    step = 60 * COPY_BYTES + SEQUENCE_BYTES + COLUMNS_BYTES * 4
+    driver = Measured(
+        block_size=1,
+        num_blocks=256,
+        max_running=4,
+        host_blocks=512,
+        preemption="swap",
+        max_step_bytes=step,
+        fork_sharing=False,
+        prefix_cache=False,
+    )
+    request = driver.submit(list(range(20)), max_tokens=12, n=4)
+    while request.sequences[3].num_tokens < 26:
+        driver.step()
+    driver.scheduler.preempt_all()
+    driver.plan()
+    copied = len(driver.plans[-1].copies)
+    assert 60 <= copied <= 60 + 4 + SEQUENCE_BYTES // COPY_BYTES
+    driver.drain()
+    assert [output(request, index) for index in range(4)] == [expected_output(list(range(20)), 12, VOCAB)] * 4
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+def test_sequences_that_come_in_together_copy_as_much_as_the_step_has_room_for(write_back: bool) -> None:
+    pool = BlockPool(48, 2)
+    tables = tables_of(pool, 96, max_step_bytes=16 * COPY_BYTES + 4 * COLUMNS_BYTES, write_back=write_back)
+    prompts = [[10 * first + token for token in range(9)] for first in range(8)]
+    for prompt in prompts:
+        # Into the host pool, where every block follows the one before.
+        digests, parents, sequence = _content(prompt)
+        blocks, _ = tables.host.keep(digests, sequence.chunks(2, 0, 4), parents)
+        tables.host.release(blocks)
+    # Blocks whose contents would be written back.
+    cache(pool, list(range(100, 196)))
+    arrivals = [Arrival(sequence_of(prompt)) for prompt in prompts]
+    assert tables.admit(arrivals, 0) == 0
+    assert len(tables.take_copies()) <= 16 + 4
+    # Four blocks each, and the one beside them that is not full; five more may be evicted.
+    found = [arrival.sequence.num_computed for arrival in arrivals]
+    assert found == ([8, 8, 0, 0, 0, 0, 0, 0] if write_back else [8] * 5 + [0] * 3)
+
+
+def _content(prompt: list[int]) -> tuple[list[bytes | None], list[bytes], Any]:
+    tables, sequence = tables_of(BlockPool(8, 2), 0), sequence_of(prompt)
+    assert tables.admit([Arrival(sequence)], 0) == 0
+    sequence.num_computed = len(prompt)
+    tables.publish(sequence)
+    return [*sequence.digests], [sequence.request.root, *sequence.digests[:3]], sequence
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_fork_of_beams_that_a_step_has_no_room_for_is_refused(depth: int) -> None:
+    """Where beams share nothing all of their blocks are copied, or computed again; others are left alone."""
+    outputs = []
+    for step in (40 * COPY_BYTES + 8 * COLUMNS_BYTES, 10**6):
+        driver = Measured(
+            block_size=1,
+            num_blocks=400,
+            max_running=8,
+            max_step_bytes=step,
+            depth=depth,
+            fork_sharing=False,
+            prefix_cache=False,
+        )
+        search = driver.submit(list(range(20)), max_tokens=6, n=4, beam_width=4)
+        behind = driver.submit([7], max_tokens=30)
+        driver.drain()
+        assert finished(behind)
+        assert not behind.preemptions
+        assert bool(driver.scheduler.counters.preemptions) == (step < 10**6)
+        outputs.append([output(search, index) for index in range(4)])
+    assert outputs[0] == outputs[1]
+
+
+def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> None:
+    driver = Measured(
+        block_size=1,
+        num_blocks=80,
+        max_running=8,
+        max_step_bytes=50 * COPY_BYTES + 8 * COLUMNS_BYTES,
+        depth=1,
+        fork_sharing=False,
+        prefix_cache=False,
+        host_blocks=80,
+        preemption="swap",
+    )
+    behind = driver.submit(list(range(30)), max_tokens=10, priority=1)
+    driver.step()
+    search = driver.submit(list(range(14)), max_tokens=4, n=4, beam_width=4)
+    driver.drain()
+    assert finished(search)
+    assert output(behind) == expected_output(list(range(30)), 10, VOCAB)
+    assert behind.preemptions
