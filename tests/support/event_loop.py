@@ -1,9 +1,9 @@
-"""Tests that are coroutines."""
+"""Tests that are coroutines, and what they wait for."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import wraps
 from typing import Any, ParamSpec
 
@@ -18,3 +18,19 @@ def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, N
         asyncio.run(test(*args, **kwargs))
 
     return run
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Returns once the condition holds. Raises TimeoutError."""
+
+    async def holds() -> bool:
+        return condition()
+
+    await until_true(holds, seconds)
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
+    """Returns once the condition, a coroutine, holds. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110  # nothing signals what tests wait for
+            await asyncio.sleep(0.02)

@@ -68,9 +68,7 @@ def needs_extra(flag: str, extra: str) -> Iterator[None]:
 class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
-    def __init__(
-        self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None
-    ) -> None:
+    def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None) -> None:
         """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. `access`: what
         `config.access` names, opened. Raises ExtraMissing.
         """

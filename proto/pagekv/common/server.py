@@ -50,8 +50,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-# Called with the full name of a method and the context of a call to it, before anything of the call is looked at; raises
-# Unauthenticated or PermissionDenied.
+# Called with the full name of a method and the context of a call to it, before anything of the call is looked at.
+# Raises Unauthenticated or PermissionDenied.
 Admit = Callable[[str, Any], Awaitable[None]]
 
 

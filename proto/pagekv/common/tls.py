@@ -75,8 +75,12 @@ class Tls:
 
     def server_credentials(self) -> grpc.ServerCredentials:
         """For a port of gRPC, which asks for the certificate anew at each handshake."""
-        client_certificate = bool(self._material.client_ca)
-        return grpc.dynamic_ssl_server_credentials(self._grpc_latest, lambda: self._grpc_latest, client_certificate)
+
+        def latest() -> grpc.ServerCertificateConfiguration:
+            assert self._grpc_latest is not None, "only a process with a certificate serves TLS"
+            return self._grpc_latest
+
+        return grpc.dynamic_ssl_server_credentials(latest(), latest, bool(self._material.client_ca))
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """For one connection to the server whose authority `peer_ca` is, with this process's certificate as the
@@ -108,7 +112,9 @@ class Tls:
                 context.verify_mode = ssl.CERT_REQUIRED
                 context.load_verify_locations(cadata=material.client_ca.decode())
         except (ssl.SSLError, UnicodeDecodeError) as error:
-            raise TlsError(f"--tls-cert {self._config.tls_cert}: OpenSSL cannot use the files of TLS: {error}") from error
+            raise TlsError(
+                f"--tls-cert {self._config.tls_cert}: OpenSSL cannot use the files of TLS: {error}"
+            ) from error
         return context
 
 
@@ -171,7 +177,9 @@ def _authorities(flag: str, path: str) -> bytes:
 def _check_time(flag: str, path: str, certificate: x509.Certificate) -> None:
     now = datetime.now(UTC)
     if certificate.not_valid_after_utc < now:
-        raise TlsError(f"--{flag} {path}: the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC")
+        raise TlsError(
+            f"--{flag} {path}: the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        )
     if certificate.not_valid_before_utc > now:
         since = certificate.not_valid_before_utc
         raise TlsError(f"--{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import grpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -62,7 +63,13 @@ class Authority:
         return made
 
     def _sign(
-        self, subject: x509.Name, key: ec.EllipticCurvePrivateKey, since: timedelta, until: timedelta, *, authority: bool
+        self,
+        subject: x509.Name,
+        key: ec.EllipticCurvePrivateKey,
+        since: timedelta,
+        until: timedelta,
+        *,
+        authority: bool,
     ) -> bytes:
         now = datetime.now(UTC)
         certificate = (
@@ -81,3 +88,10 @@ class Authority:
             names = [x509.DNSName("localhost"), x509.DNSName(str(common)), addresses]
             certificate = certificate.add_extension(x509.SubjectAlternativeName(names), critical=False)
         return certificate.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def client_credentials(ca: Path, pair: Pair | None = None) -> grpc.ChannelCredentials:
+    """Of a client that trusts the authority in `ca`, and shows `pair`."""
+    if pair is None:
+        return grpc.ssl_channel_credentials(ca.read_bytes())
+    return grpc.ssl_channel_credentials(ca.read_bytes(), pair.key_pem, pair.pem)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
-from support.clients.certificates import Authority, Pair
+from support.clients.certificates import Authority, Pair, client_credentials
 from support.clients.stack import ORACLE, Stack, running_executor, running_manager
 
 # Keys by the name of their identity, and what each may do.
@@ -49,9 +49,7 @@ class ProtectedStack:
 
     def credentials(self, pair: Pair | None) -> grpc.ChannelCredentials:
         """Of a client that trusts the authority, and shows `pair`."""
-        return grpc.ssl_channel_credentials(
-            self.authority.ca.read_bytes(), pair and pair.key_pem, pair and pair.pem
-        )
+        return client_credentials(self.authority.ca, pair)
 
     def channel(self, pair: Pair | None = None) -> grpc.Channel:
         """A new connection to the manager; with the certificate of no identity, unless another is given."""
@@ -66,15 +64,17 @@ def tls_flags(pair: Pair, ca: Path) -> list[str]:
 
 
 @contextmanager
-def protected_stack(folder: Path, executor_args: Sequence[str] = ORACLE, manager_args: Sequence[str] = ()) -> Iterator[ProtectedStack]:
+def protected_stack(
+    folder: Path, executor_args: Sequence[str] = ORACLE, manager_args: Sequence[str] = ()
+) -> Iterator[ProtectedStack]:
     """Both processes, serving."""
     authority = Authority(folder)
     executor_pair, manager_pair = authority.pair("pagekv-executor"), authority.pair("pagekv-manager")
     client_pair = authority.pair("nobody")
     ca, identities = authority.ca, folder / "identities.toml"
     write_identities(identities)
-    to_executor = grpc.ssl_channel_credentials(ca.read_bytes(), manager_pair.key_pem, manager_pair.pem)
-    to_manager = grpc.ssl_channel_credentials(ca.read_bytes(), client_pair.key_pem, client_pair.pem)
+    to_executor = client_credentials(ca, manager_pair)
+    to_manager = client_credentials(ca, client_pair)
     flags = [*tls_flags(manager_pair, ca), f"--executor-ca={ca}", f"--identities={identities}", *manager_args]
     with ExitStack() as opened:
         executor = opened.enter_context(

@@ -86,7 +86,7 @@ class FakeEngine(EngineLoop, EngineQueries):
             )
         )
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, owner: str | None = None) -> bool:
         stream = self.live.pop(request_id, None)
         if stream is None:
             return False

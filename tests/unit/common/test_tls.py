@@ -7,16 +7,17 @@ import os
 import ssl
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from support.clients.certificates import Authority, Pair, client_credentials
+from support.event_loop import in_event_loop, until, until_true
 
 from pagekv.common import health
 from pagekv.common.server import GrpcServer
 from pagekv.common.tls import Tls, TlsError
 from pagekv.common.tls_flags import TlsConfig
-from support.clients.certificates import Authority, Pair
-from support.event_loop import in_event_loop
 
 CHECK = f"/{health.SERVICE_NAME}/Check"
 
@@ -31,7 +32,13 @@ def config_of(pair: Pair, client_ca: Path | None = None) -> TlsConfig:
 
 
 def client(ca: Path, pair: Pair | None = None) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(ca.read_bytes(), pair and pair.key_pem, pair and pair.pem)
+    return client_credentials(ca, pair)
+
+
+async def health_of(channel: grpc.aio.Channel) -> None:
+    # Any: without a serializer the stubs know no type of request.
+    call: Any = channel.unary_unary(CHECK)
+    await call(b"", timeout=5)
 
 
 async def ask(port: int, credentials: grpc.ChannelCredentials | None) -> str:
@@ -44,10 +51,14 @@ async def ask(port: int, credentials: grpc.ChannelCredentials | None) -> str:
     )
     async with channel:
         try:
-            await channel.unary_unary(CHECK)(b"", timeout=5)
+            await health_of(channel)
         except grpc.aio.AioRpcError as error:
             return error.code().name
     return "OK"
+
+
+async def ask_ok(port: int, credentials: grpc.ChannelCredentials) -> bool:
+    return await ask(port, credentials) == "OK"
 
 
 async def serve(tls: Tls) -> GrpcServer:
@@ -92,13 +103,11 @@ async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: A
     newer = Authority(tmp_path, "newer")
     try:
         async with grpc.aio.secure_channel(f"127.0.0.1:{server.port}", client(authority.ca)) as channel:
-            await channel.unary_unary(CHECK)(b"")
+            await health_of(channel)
             newer.pair("server")
-            async with asyncio.timeout(20):
-                while await ask(server.port, client(newer.ca)) != "OK":
-                    await asyncio.sleep(0.02)
+            await until_true(lambda: ask_ok(server.port, client(newer.ca)))
             assert await ask(server.port, client(authority.ca)) == "UNAVAILABLE"
-            await channel.unary_unary(CHECK)(b"")  # as before, over the connection that was open
+            await health_of(channel)  # as before, over the connection that was open
         assert tls.files.failures == 0
     finally:
         watching.cancel()
@@ -115,9 +124,7 @@ async def test_files_that_cannot_be_used_leave_what_was_read_before(
     watching = asyncio.create_task(tls.files.watch(0.02))
     try:
         pair.cert.write_text("no certificate\n")
-        async with asyncio.timeout(20):
-            while not tls.files.failures:
-                await asyncio.sleep(0.02)
+        await until(lambda: tls.files.failures > 0)
         assert await ask(server.port, client(authority.ca)) == "OK"
         fields = [getattr(record, "fields", {}) for record in caplog.records]
         reasons = [str(each["error"]) for each in fields if "error" in each]
@@ -163,9 +170,7 @@ async def test_http_takes_the_latest_files_and_authorities_at_each_handshake(
         assert not await handshake(port, authority.ca)
         assert not await handshake(port, authority.ca, successor)
         clients.write_bytes(newer.ca.read_bytes())
-        async with asyncio.timeout(20):
-            while not await handshake(port, authority.ca, successor):
-                await asyncio.sleep(0.02)
+        await until_true(lambda: handshake(port, authority.ca, successor))
         assert not await handshake(port, authority.ca, former)
     finally:
         watching.cancel()

@@ -5,14 +5,9 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+from support.event_loop import in_event_loop, until
+
 from pagekv.common.watched_files import WatchedFiles
-from support.event_loop import in_event_loop
-
-
-async def until(condition: object, seconds: float = 20) -> None:
-    async with asyncio.timeout(seconds):
-        while not condition():  # type: ignore[operator]  # any callable
-            await asyncio.sleep(0.01)
 
 
 @in_event_loop
@@ -38,7 +33,8 @@ async def test_a_change_is_read_once_and_a_failure_is_counted(tmp_path: Path) ->
     first.write_text("bad")
     await until(lambda: files.failures == 1)
     await asyncio.sleep(0.3)
-    assert seen[-1] == "bad" and seen.count("bad") == 1
+    assert seen[-1] == "bad"
+    assert seen.count("bad") == 1
     first.write_text("good")
     await until(lambda: seen[-1] == "good")
     assert files.failures == 1
@@ -67,6 +63,6 @@ async def test_files_that_keep_changing_are_read_when_they_rest(tmp_path: Path) 
     for size in range(1, 41):
         path.write_text("x" * size)
         await asyncio.sleep(0.02)
-    await until(lambda: read and read[-1] == 40)
+    await until(lambda: read[-1:] == [40])
     assert len(read) <= 2  # one more on a machine that stood still in between
     watching.cancel()

@@ -18,7 +18,8 @@ def only_manager(name: str) -> Admit:
         if method.startswith(health_calls):
             return
         if name not in peer_names(context.auth_context()):
-            raise PermissionDenied("this executor serves its manager alone (--manager-name): your certificate has another name")
+            words = "this executor serves its manager alone (--manager-name), and your certificate has another name"
+            raise PermissionDenied(words)
 
     return admit
 

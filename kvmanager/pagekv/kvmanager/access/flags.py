@@ -16,7 +16,7 @@ class AccessConfig:
 
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     executor_ca: str = flag(
-        "authorities that sign the executor's certificate (PEM); with them the link is encrypted, and --tls-cert is this "
+        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --tls-cert as this "
         "manager's certificate there, too",
         default="",
         metavar="FILE",

@@ -1,6 +1,6 @@
 """The gate that every call of gRPC and every HTTP request passes before anything of it is looked at.
 
-    authorization or certificate -> Authenticator -> Identity -> the table of roles -> `caller`, and the handler
+authorization or certificate -> Authenticator -> Identity -> the table of roles -> `caller`, and the handler
 """
 
 from __future__ import annotations
