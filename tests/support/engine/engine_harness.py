@@ -159,7 +159,7 @@ def run(
 
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
         engine = EngineLoop(config(**changes))
         for observer in observers:
             engine.observers.add(observer)
