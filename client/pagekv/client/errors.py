@@ -28,9 +28,11 @@ from pagekv.common.errors import (
     OutOfMemory,
     Overloaded,
     PageKVError,
+    PermissionDenied,
     RevisionGone,
     SequenceFailed,
     StaleEpoch,
+    Unauthenticated,
     Unavailable,
 )
 from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABLE
@@ -57,14 +59,6 @@ class Unreachable(Unavailable, ConnectionError):
 
 class ConnectionLost(Unavailable, ConnectionError):
     """The connection broke while the call was running."""
-
-
-class Unauthenticated(PageKVError):
-    """The server, or a proxy before it, does not know the caller."""
-
-
-class PermissionDenied(PageKVError):
-    """The server, or a proxy before it, does not allow the call to this caller."""
 
 
 class ServerError(PageKVError):
