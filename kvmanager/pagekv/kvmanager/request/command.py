@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 
 
 class FinishReason(Enum):
@@ -63,3 +64,4 @@ class GenerateCommand:
     trace_parent: str = ""
     # The caller, who may abort it; empty where nobody is asked for an identity.
     owner: str = ""
+    tenant: Tenant = NO_TENANT
