@@ -126,7 +126,7 @@ def test_the_words_of_a_refusal_say_what_to_do_and_nothing_of_others(protected: 
     with protected.channel() as channel:
         stub = operator_service_pb2_grpc.OperatorServiceStub(channel)
         request = operator_service_pb2.GetStatsRequest()
-        with pytest.raises(grpc.RpcError, match="certificate is not known"):
+        with pytest.raises(grpc.RpcError, match="certificate of CN=nobody is not in the file of identities"):
             stub.GetStats(request)
         with pytest.raises(grpc.RpcError, match="needs the role observe; alice has generate"):
             stub.GetStats(request, metadata=bearer(KEYS["alice"]))

@@ -6,6 +6,7 @@ authorization or certificate -> Authenticator -> Identity -> the table of roles 
 from __future__ import annotations
 
 import ssl
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,18 @@ from pagekv.common.watched_files import WatchedFiles
 from pagekv.kvmanager.access.audit_log import AuditLog
 from pagekv.kvmanager.access.authenticator import Authenticator
 from pagekv.kvmanager.access.caller import caller
-from pagekv.kvmanager.access.calls import OPEN_CALLS, OPEN_ROUTES, ROLE_OF_CALL, ROLE_OF_ROUTE, check_call, check_route
+from pagekv.kvmanager.access.calls import (
+    OPEN_CALLS,
+    OPEN_ROUTES,
+    OPERATORS_TOO,
+    ROLE_OF_CALL,
+    ROLE_OF_ROUTE,
+    check_call,
+    check_route,
+)
 from pagekv.kvmanager.access.identities_file import read_identities
 from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.refusals import RefusalReason
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -48,39 +58,41 @@ class Gate:
 
     async def admit_call(self, method: str, context: Any) -> None:
         """Makes the caller of `method`, a full name, the one of this task. Raises Unauthenticated, PermissionDenied."""
+        caller.set(None)
         if method in OPEN_CALLS:
             return
-        authorization = None
-        for key, value in context.invocation_metadata() or ():
-            if key == _AUTHORIZATION:
-                authorization = value if isinstance(value, str) else ""
+        metadata = context.invocation_metadata() or ()
+        shown = [value if isinstance(value, str) else "" for key, value in metadata if key == _AUTHORIZATION]
         certificates = context.auth_context().get("x509_pem_cert", ())
         certificate = next(iter(certificates), None)
         known: Identity | None = None
         try:
-            known = await self._authenticator.identify(authorization, certificate)
+            known = await self._identify(shown, certificate)
             check_call(known, method)
         except (Unauthenticated, PermissionDenied) as error:
             self._note_refusal(known, context.peer(), method, error)
             raise
-        if ROLE_OF_CALL.get(method) is Role.OPERATE:
+        # An operator may be ending another's request.
+        if ROLE_OF_CALL.get(method) is Role.OPERATE or (method in OPERATORS_TOO and Role.OPERATE in known.roles):
             self._note_call(known, context.peer(), method)
         caller.set(known)
 
     async def admit_request(self, request: web.Request) -> None:
         """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied."""
+        # One task answers all requests of a connection: the caller of the one before must not stay.
+        caller.set(None)
         resource = request.match_info.route.resource
         method = "GET" if request.method == "HEAD" else request.method
         route = (method, resource.canonical if resource is not None else "")
         if route in OPEN_ROUTES:
             return
         connection = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
-        shown = connection.getpeercert(binary_form=True) if connection is not None else None
-        certificate = ssl.DER_cert_to_PEM_cert(shown).encode() if shown else None
+        encoded = connection.getpeercert(binary_form=True) if connection is not None else None
+        certificate = ssl.DER_cert_to_PEM_cert(encoded).encode() if encoded else None
         call = f"{route[0]} {route[1] or request.path[:128]}"
         known: Identity | None = None
         try:
-            known = await self._authenticator.identify(request.headers.get(_AUTHORIZATION), certificate)
+            known = await self._identify(request.headers.getall(_AUTHORIZATION, ()), certificate)
             check_route(known, *route)
         except (Unauthenticated, PermissionDenied) as error:
             self._note_refusal(known, request.remote or "", call, error)
@@ -88,6 +100,14 @@ class Gate:
         if ROLE_OF_ROUTE.get(route) is Role.OPERATE:
             self._note_call(known, request.remote or "", call)
         caller.set(known)
+
+    async def _identify(self, authorizations: Sequence[str], certificate_pem: bytes | None) -> Identity:
+        """Raises Unauthenticated; also where authorization was sent twice, for a proxy between may have looked at the
+        other one.
+        """
+        if len(authorizations) > 1:
+            raise self._authenticator.refusal(RefusalReason.SENT_TWICE)
+        return await self._authenticator.identify(next(iter(authorizations), None), certificate_pem)
 
     def _note_refusal(self, known: Identity | None, peer: str, call: str, error: Exception) -> None:
         self._without_role += known is not None
