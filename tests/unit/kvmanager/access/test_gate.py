@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,10 @@ import pytest
 from aiohttp import web
 from support.access.calls import PEER, Call, bearer, http_request
 from support.access.client_certificates import certificate
-from support.clients.protected_stack import write_identities
+from support.clients.protected_stack import key_section, write_identities
 from support.event_loop import until
 
-from pagekv.common.errors import PageKVError, PermissionDenied, Unauthenticated
+from pagekv.common.errors import InvalidRequest, PageKVError, PermissionDenied, Unauthenticated
 from pagekv.kvmanager.access.audit_log import AuditLog
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.gate import Gate
@@ -30,6 +31,7 @@ STATS = "/pagekv.v1.OperatorService/GetStats"
 RESET = "/pagekv.v1.OperatorService/ResetPrefixCache"
 HEALTH = "/grpc.health.v1.Health/Check"
 PROMETHEUS = '[certificates.prometheus]\nsubject = "CN=prometheus"\nroles = ["observe"]\n'
+GATE = key_section("gate", "gate-key", ["generate", "operate", "act-for"]) + 'act_for = ["team-a"]\n'
 
 
 class Entrance:
@@ -37,7 +39,7 @@ class Entrance:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.audit = folder / "identities.toml", folder / "audit.jsonl"
-        write_identities(self.path, PROMETHEUS)
+        write_identities(self.path, PROMETHEUS, GATE)
         self.log = AuditLog(self.audit)
         self.gate = Gate(self.path, self.log)
 
@@ -161,6 +163,44 @@ def test_what_operators_do_is_recorded_and_what_others_do_is_not(entrance: Entra
     # An operator's Abort may be of a request of others.
     assert [line["call"] for line in lines] == [RESET, ABORT, "GET /page"]
     assert {(line["event"], line["identity"]) for line in lines} == {("called", "olga")}
+
+
+def test_a_gateway_calls_for_the_tenant_that_it_names(entrance: Entrance) -> None:
+    gateway, named = bearer("gate-key"), ("pagekv-tenant", "team-a")
+    own, other = entrance.let_in((GENERATE, Call(gateway)), (GENERATE, Call(gateway, named)))
+    assert own is not None
+    assert (own.name, own.tenant) == ("gate", "gate")
+    assert other == replace(own, tenant="team-a")
+    (found,) = entrance.let_in(http_request("GET", "/api/requests", gateway, ("Pagekv-Tenant", "team-a")))
+    assert found == other
+    # An operator's call in the name of others says so.
+    assert [line["reason"] for line in entrance.recorded()] == ["for the tenant team-a"]
+
+
+@pytest.mark.parametrize(
+    ("key", "named", "error", "words"),
+    [
+        ("alice-key", ["alice"], PermissionDenied, "pagekv-tenant needs the role act-for; alice has generate"),
+        ("gate-key", ["team-b"], PermissionDenied, "gate may not act for the tenant team-b"),
+        ("gate-key", ["team-a", "team-a"], InvalidRequest, "pagekv-tenant: must be sent once"),
+        ("gate-key", ["a b"], InvalidRequest, "pagekv-tenant: must be 1 to 64 characters"),
+        ("gate-key", [""], InvalidRequest, "pagekv-tenant: must be 1 to 64 characters"),
+        ("wrong-key", ["team-a"], Unauthenticated, "unknown key"),
+    ],
+)
+def test_a_tenant_that_may_not_be_named_is_refused(
+    entrance: Entrance, key: str, named: list[str], error: type[PageKVError], words: str
+) -> None:
+    with pytest.raises(error, match=f"^{words}"):
+        entrance.call(GENERATE, bearer(key), *(("pagekv-tenant", each) for each in named))
+    counted = "unknown_key" if error is Unauthenticated else "wrong_tenant"
+    assert {reason: count for reason, count in entrance.gate.refusals.items() if count} == {counted: 1}
+    (line,) = entrance.recorded()
+    assert line["event"] == "refused"
+
+
+def test_health_asks_for_no_tenant(entrance: Entrance) -> None:
+    assert entrance.call(HEALTH, ("pagekv-tenant", "team-a")) is None
 
 
 def test_a_path_without_a_route_is_nobodys_and_short_in_the_record(entrance: Entrance) -> None:

@@ -73,6 +73,29 @@ def test_roles_are_read_from_the_claim_that_is_set(tmp_path: Path) -> None:
     assert found.roles == {Role.OPERATE}
 
 
+@pytest.fixture
+def of_tenants(tmp_path: Path) -> JsonWebTokens:
+    """With tenants in the claim "org"."""
+    (tmp_path / "jwks.json").write_bytes(jwks(jwk(rsa_key(), kid="a")))
+    return JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, tmp_path / "jwks.json", tenant_claim="org"))
+
+
+def test_the_tenant_is_the_name_or_that_of_the_claim(verifier: JsonWebTokens, of_tenants: JsonWebTokens) -> None:
+    # A claim that nobody configured means nothing.
+    assert verify(verifier, token(org="team-a")).tenant == "jwt:alice"
+    assert verify(of_tenants, token(org="team-a")).tenant == "team-a"
+
+
+@pytest.mark.parametrize("org", [None, "", "jwt:bob", "*", "a b", "x" * 65, ["team-a"], 7])
+def test_a_token_without_a_good_tenant_is_refused(of_tenants: JsonWebTokens, org: Any) -> None:
+    """The caller's name in its stead would be a tenant of its own, with a share of its own for each subject."""
+    assert refusal(of_tenants, token(org=org)) is RefusalReason.INVALID_TOKEN
+
+
+def test_a_token_may_act_for_nobody(verifier: JsonWebTokens) -> None:
+    assert verify(verifier, token(roles=["act-for"], act_for=["*"])).act_for == frozenset()
+
+
 def part(data: Any) -> str:
     """A part of a token, encoded."""
     raw = data if isinstance(data, bytes) else json.dumps(data).encode()
