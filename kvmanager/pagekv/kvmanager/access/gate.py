@@ -65,6 +65,21 @@ class Gate:
         """Calls and requests that were refused, by the reason."""
         return {**self._authenticator.refusals, **self._refusals}
 
+    @property
+    def key_set_failures(self) -> int:
+        """Attempts to read the key set of tokens that failed."""
+        return self._authenticator.refresh_failures
+
+    @property
+    def lost_audit_lines(self) -> int | None:
+        """Lines of the audit log that could not be written; None without one."""
+        return self._audit_log.lost_lines if self._audit_log is not None else None
+
+    def close(self) -> None:
+        """Ends the audit log. Idempotent."""
+        if self._audit_log is not None:
+            self._audit_log.close()
+
     def _reload(self) -> None:
         self._authenticator.replace(read_identities(self._path))
 

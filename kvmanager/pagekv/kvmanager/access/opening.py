@@ -47,6 +47,11 @@ class Access:
         """Decides about HTTP requests; None: all are let in."""
         return self.gate.admit_request if self.gate is not None else None
 
+    def close(self) -> None:
+        """Ends the audit log, behind the last call. Idempotent."""
+        if self.gate is not None:
+            self.gate.close()
+
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """For the port of gRPC; None: no TLS."""
         return self.tls.server_credentials() if self.tls is not None and self.tls.serves else None
