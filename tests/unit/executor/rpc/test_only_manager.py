@@ -24,7 +24,10 @@ class Connection:
 
 
 def admit(connection: Connection, method: str = ATTACH) -> None:
-    asyncio.run(only_manager("pagekv-manager")(method, connection))
+    async def ask() -> None:
+        await only_manager("pagekv-manager")(method, connection)
+
+    asyncio.run(ask())
 
 
 @pytest.mark.parametrize(
