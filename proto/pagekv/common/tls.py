@@ -92,8 +92,8 @@ class Tls:
         return grpc.ssl_channel_credentials(now.peer_ca, now.key or None, now.chain or None) if now.peer_ca else None
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port of HTTP. What this context itself has is used for no connection: authorities that a context was
-        given once cannot be taken from it again, so each handshake takes the context of the latest files.
+        """For a port of HTTP. The files of this context itself are used for no connection: authorities that a context
+        was given once cannot be taken from it again, so each handshake takes the context of the latest files.
         """
         front = self._context(self._material)
 

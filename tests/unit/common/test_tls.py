@@ -263,7 +263,7 @@ def damaged(authority: Authority, pair: Pair, found: bytes, other: bytes) -> Pai
 
 
 def test_certificates_of_kinds_that_are_not_known_are_refused_in_words(authority: Authority) -> None:
-    """They raise errors of their own, which are no ValueError."""
+    """Their errors are cryptography's own, which are no ValueError."""
     version = damaged(authority, authority.pair("a"), b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x08")
     assert refusal(config_of(version)) == f"--tls-cert {version.cert}: must be certificates in PEM"
     # The key's curve is one that there is not.

@@ -189,7 +189,7 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
 
 
 def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
-    """What a table says of a caller besides how it proves its name."""
+    """The caller of a table, but for how it proves its name."""
     roles = _read_roles(field, table.get("roles"))
     tenant = _tenant(f"{field}.tenant", table.get("tenant", name))
     if (Role.ACT_FOR in roles) != ("act_for" in table):

@@ -61,6 +61,6 @@ def test_what_does_not_ends_the_process(
 def test_only_tls_and_identities_together_protect_a_port(config: AccessConfig, protected: bool) -> None:
     listeners, events = {"listen": "0.0.0.0:1", "http-listen": "127.0.0.1:2"}, {"kv-events-endpoint": "tcp://*:3"}
     reached = config.open_listeners(listeners, events)
-    # Those of events have no login in any case.
+    # Listeners of events have no login in any case.
     assert set(reached) == {"kv-events-endpoint"} | (set() if protected else {"listen"})
     assert config.protected == protected

@@ -37,7 +37,7 @@ def test_without_flags_there_is_nothing() -> None:
 
 
 def test_without_flags_no_package_of_theirs_is_imported() -> None:
-    """They may not be installed, and take 100 ms."""
+    """Such packages may not be installed, and take 100 ms."""
     code = (
         "import sys; from pagekv.kvmanager.access.opening import *; open_access(AccessConfig())\n"
         "assert not sys.modules.keys() & {'cryptography', 'jwt', 'aiohttp'}"
