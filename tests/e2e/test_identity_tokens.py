@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,17 @@ def test_the_roles_of_a_token_are_those_of_its_claim(protected: ProtectedStack, 
 
 
 # -- between client and manager
+
+
+@pytest.mark.parametrize(("since", "until_"), [(1, 48), (-48, -1)], ids=["ahead", "behind"])
+def test_a_certificate_of_a_clock_an_hour_off_makes_no_connection(
+    protected: ProtectedStack, since: int, until_: int
+) -> None:
+    hours = [timedelta(hours=each) for each in (since, until_)]
+    pair = protected.authority.pair("olga", file=f"off{since}", since=hours[0], until=hours[1])
+    with protected.channel(pair) as channel:
+        # Not even beside a good key.
+        assert called(channel, METHODS[0], f"Bearer {KEYS['olga']}")[0] == "UNAVAILABLE"
 
 
 @contextmanager

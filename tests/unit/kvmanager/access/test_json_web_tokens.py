@@ -20,6 +20,7 @@ from support.access.key_server import key_server
 from pagekv.kvmanager.access import json_web_tokens
 from pagekv.kvmanager.access.identities_file import JwtSettings
 from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES, MAX_KEYS
 from pagekv.kvmanager.access.json_web_tokens import MAX_TOKEN_BYTES, JsonWebTokens
 from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 
@@ -288,6 +289,23 @@ def test_keys_from_a_url_with_one_more_later() -> None:
             assert refusal(verifier, token(kid=f"unknown-{number}")) is RefusalReason.INVALID_TOKEN
         assert len(server.asked) == 1
         assert verifier.refresh_failures == 0
+
+
+def test_a_huge_key_set_lets_in_nobody_and_takes_nobodys_keys() -> None:
+    good = jwks(jwk(rsa_key(), kid="a"))
+    with key_server(good + b" " * MAX_KEY_SET_BYTES) as server:
+        verifier = JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, server.url))
+        assert refusal(verifier, token()) is RefusalReason.INVALID_TOKEN
+        assert verifier.refresh_failures == 1
+    with key_server(good) as server:
+        verifier = JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, server.url))
+        assert verify(verifier, token()) == ALICE
+        server.body = jwks(*(jwk(rsa_key(), kid=str(number)) for number in range(MAX_KEYS + 1)))
+        verifier._source._tried_at = -1e9  # type: ignore[attr-defined]  # as half a minute later
+        assert refusal(verifier, token(kid="unknown")) is RefusalReason.INVALID_TOKEN
+        assert len(server.asked) == 2
+        assert verifier.refresh_failures == 1
+        assert verify(verifier, token(sub="bob")).name == "jwt:bob"
 
 
 def test_checking_a_token_holds_up_the_loop_for_no_time(verifier: JsonWebTokens) -> None:
