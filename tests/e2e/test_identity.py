@@ -126,7 +126,7 @@ def test_the_words_of_a_refusal_say_what_to_do_and_nothing_of_others(protected: 
     with protected.channel() as channel:
         stub = operator_service_pb2_grpc.OperatorServiceStub(channel)
         request = operator_service_pb2.GetStatsRequest()
-        with pytest.raises(grpc.RpcError, match="certificate is not known"):
+        with pytest.raises(grpc.RpcError, match="certificate of CN=nobody is not in the file of identities"):
             stub.GetStats(request)
         with pytest.raises(grpc.RpcError, match="needs the role observe; alice has generate"):
             stub.GetStats(request, metadata=bearer(KEYS["alice"]))
@@ -267,7 +267,7 @@ def test_keys_and_certificates_are_rotated_under_load_and_no_stream_breaks(tmp_p
                 if turn:
                     assert status_of(channel, method, bearer(f"new-key-{turn - 1}")) == "UNAUTHENTICATED"
             until(lambda: len(results) >= done + 8)  # noqa: B023  # called here
-        # What cannot be read changes nothing, and is told.
+        # A file that cannot be read changes nothing, and is told.
         protected.identities.write_text("[keys.alice]\nsha256 = 7\n")
         until(lambda: "cannot be used; what was read before stays" in protected.stack.manager.tail(400))
         done = len(results)

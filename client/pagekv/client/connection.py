@@ -12,7 +12,7 @@ import grpc
 
 from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
-from pagekv.client.identity import FilePath, authorization, tls_credentials
+from pagekv.client.identity import FilePath, authorization, for_tenant, tls_credentials
 from pagekv.client.option_help import with_options_of
 from pagekv.client.settings import CallOptions, CallSettings
 from pagekv.client.wire import flat
@@ -66,6 +66,7 @@ class Connection:
         target: str | None = None,
         *,
         api_key: str | None = None,
+        act_for: str | None = None,
         ca: FilePath | None = None,
         client_cert: FilePath | None = None,
         client_key: FilePath | None = None,
@@ -78,6 +79,8 @@ class Connection:
         `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
         `api_key`: 1 to 8,000 printable ASCII characters, sent with every call as "authorization: Bearer ..."; without
         one PAGEKV_API_KEY. To another machine only with TLS.
+        `act_for`: the tenant whose calls these are, 1 to 64 characters of [A-Za-z0-9._-], for a caller that may name
+        one; without it they are the caller's own.
         `ca`: for TLS, a PEM file of the authority that signed the manager's certificate; without one PAGEKV_CA.
         `client_cert`, `client_key`: for TLS, PEM files of one's own certificate and its key, both or neither; without
         them PAGEKV_CLIENT_CERT and PAGEKV_CLIENT_KEY. Without `ca` and these nothing is encrypted, metadata included.
@@ -100,6 +103,7 @@ class Connection:
         tls = tls_credentials(ca=ca, client_cert=client_cert, client_key=client_key, beside=beside)
         encrypted = bool(beside) or tls is not None
         entries = authorization(api_key, self._settings.metadata, self.target, encrypted=encrypted)
+        entries = for_tenant(act_for, entries)
         self._settings = self._settings.changed(type(self).__name__, {"metadata": entries})
         credentials = credentials or tls
         self._loop = self._running_loop()

@@ -20,6 +20,9 @@ API_KEY_VARIABLE = "PAGEKV_API_KEY"
 # Of the environment, by argument.
 FILE_VARIABLES = {"ca": "PAGEKV_CA", "client_cert": "PAGEKV_CLIENT_CERT", "client_key": "PAGEKV_CLIENT_KEY"}
 AUTHORIZATION = "authorization"
+# The entry of metadata that names the tenant a call is for.
+TENANT = "pagekv-tenant"
+_TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Of a key: what a client's metadata have room for, in the scheme's word and with the entry's own bytes.
 _MOST_CHARACTERS = 8000
 _API_KEY = re.compile(rf"[!-~]{{1,{_MOST_CHARACTERS}}}")
@@ -62,6 +65,22 @@ def authorization(
             "authority that signed the manager's certificate",
         )
     return (*entries, (AUTHORIZATION, f"Bearer {key}"))
+
+
+def for_tenant(act_for: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str, str | bytes], ...]:
+    """The metadata with the tenant that calls are for, where one is given. Raises InvalidRequest for a name that is
+    none, or that comes beside one in the metadata.
+    """
+    entries = tuple(metadata)
+    if act_for is None:
+        return entries
+    if any(key == TENANT for key, _ in entries):
+        raise InvalidRequest("act_for", f"must be left out beside metadata with {TENANT}")
+    if not isinstance(act_for, str) or not _TENANT_NAME.fullmatch(act_for):
+        raise InvalidRequest(
+            "act_for", f"must be 1 to 64 of the characters A-Z, a-z, 0-9, ., _ and -, is {act_for!r:.80}"
+        )
+    return (*entries, (TENANT, act_for))
 
 
 def tls_credentials(

@@ -89,6 +89,8 @@ class Manager:
         self._exporters = Exporters(config.observe, config.engine)
         # Closes what `_start` opened besides gRPC and the exporters.
         self._opened = AsyncExitStack()
+        # First, so that it is closed last, when no call can be refused any more.
+        self._opened.callback(self._access.close)
         self._state = ServedModel(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,

@@ -51,7 +51,7 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 
 # Called with the full name of a method and the context of a call to it, before anything of the call is looked at.
-# Raises Unauthenticated or PermissionDenied.
+# Raises Unauthenticated, PermissionDenied or InvalidRequest.
 Admit = Callable[[str, Any], Awaitable[None]]
 
 

@@ -6,7 +6,9 @@ when certificates are rotated.
 
 from __future__ import annotations
 
+import os
 import ssl
+import stat
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -90,8 +92,8 @@ class Tls:
         return grpc.ssl_channel_credentials(now.peer_ca, now.key or None, now.chain or None) if now.peer_ca else None
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port of HTTP. What this context itself has is used for no connection: authorities that a context was
-        given once cannot be taken from it again, so each handshake takes the context of the latest files.
+        """For a port of HTTP. The files of this context itself are used for no connection: authorities that a context
+        was given once cannot be taken from it again, so each handshake takes the context of the latest files.
         """
         front = self._context(self._material)
 
@@ -105,6 +107,11 @@ class Tls:
     def _context(self, material: _Material) -> ssl.SSLContext:
         """Raises TlsError where the files have changed since they were read."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if material.client_ca:
+            # A session that is resumed is not verified anew: a client whose authority was taken away could come back
+            # with one. Sessions of TLS 1.2 cannot be turned off here.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
         try:
             # By their paths, for OpenSSL takes no key from memory.
             context.load_cert_chain(self._config.tls_cert, self._config.tls_key)
@@ -132,8 +139,13 @@ def _read_all(config: TlsConfig, peer_ca: tuple[str, str]) -> _Material:
 
 def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
     try:
-        with open(path, "rb") as file:
-            if secret and (mode := Path(path).stat().st_mode) & 0o037:
+        # Without O_NONBLOCK a named pipe would hold up the process here.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            # Of the file that was opened: the one at this path may be another a moment later.
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise TlsError(f"--{flag} {path}: must be a regular file")
+            if secret and mode & 0o037:
                 # A group may read: secrets are mounted into containers so.
                 words = f"others can read or change this private key (mode {mode & 0o777:o}): chmod 600 {path}"
                 raise TlsError(f"--{flag} {path}: {words}")
@@ -148,7 +160,7 @@ def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
 def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
     try:
         return x509.load_pem_x509_certificates(data)
-    except ValueError as error:
+    except (ValueError, x509.InvalidVersion) as error:
         raise TlsError(f"--{flag} {path}: must be certificates in PEM") from error
 
 
@@ -161,7 +173,11 @@ def _check_pair(config: TlsConfig, chain: bytes, key: bytes) -> datetime:
         raise TlsError(f"--tls-key {config.tls_key}: must have no passphrase") from error
     except (ValueError, UnsupportedAlgorithm) as error:
         raise TlsError(f"--tls-key {config.tls_key}: must be a private key in PEM") from error
-    if found.public_key() != certificate.public_key():
+    try:
+        same = found.public_key() == certificate.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--tls-cert {config.tls_cert}: has a key of a kind that is not known here") from error
+    if not same:
         raise TlsError(f"--tls-key {config.tls_key}: is not the key of the certificate in {config.tls_cert}")
     _check_time("tls-cert", config.tls_cert, certificate)
     return certificate.not_valid_after_utc

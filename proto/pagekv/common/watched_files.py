@@ -45,9 +45,12 @@ class WatchedFiles:
                 self._read = now
                 try:
                     await asyncio.to_thread(self._reload)
-                except (OSError, ValueError) as error:
+                except Exception as error:
+                    # Of any kind: a watch that ended would go on with old keys and certificates for ever.
                     self.failures += 1
-                    log.error("files have changed and cannot be used; what was read before stays", error=error)
+                    known = isinstance(error, (OSError, ValueError))
+                    words = "files have changed and cannot be used; what was read before stays"
+                    log.error(words, error=error, exc_info=None if known else error)
                 else:
                     log.info("files were read again, for they have changed", what=self.what)
             seen = now

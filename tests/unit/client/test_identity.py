@@ -12,7 +12,7 @@ from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client import AsyncPageKVClient, InvalidRequest, PageKVClient, Unreachable
 from pagekv.client.cli import private_authority as pki
-from pagekv.client.identity import FILE_VARIABLES
+from pagekv.client.identity import FILE_VARIABLES, TENANT
 from pagekv.client.settings import CallSettings
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -159,6 +159,28 @@ def test_what_is_no_key(key: str, given: str, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("PAGEKV_API_KEY", key)
         with pytest.raises(InvalidRequest, match=rf"{given} \(from PAGEKV_API_KEY\)$"):
             PageKVClient()
+
+
+def test_a_gateway_names_the_tenant_of_its_calls(server: ScriptedServer, make_client: Any) -> None:
+    client = make_client(server.target, act_for="team-a")
+    for each in (client, client.with_options(metadata=[("a", "b")]), client.with_options(metadata=[(TENANT, "b")])):
+        server.expect("GetStats", STATS)
+        each.stats()
+    assert [each["pagekv-tenant"] for each in server.metadata] == ["team-a", "team-a", "b"]
+    assert "a" in server.metadata[1]
+
+
+@pytest.mark.parametrize("act_for", ["", "a b", "a\n", "ä", "*", "jwt:alice", "x" * 65, 5])
+def test_what_is_no_tenant(act_for: Any) -> None:
+    with pytest.raises(
+        InvalidRequest, match=r"^act_for: must be 1 to 64 of the characters A-Z, a-z, 0-9, ., _ and -, is"
+    ):
+        PageKVClient(act_for=act_for)
+
+
+def test_one_tenant_goes_with_a_call() -> None:
+    with pytest.raises(InvalidRequest, match=r"^act_for: must be left out beside metadata with pagekv-tenant$"):
+        PageKVClient(act_for="a", metadata=[(TENANT, "a")])
 
 
 def test_no_key_is_shown() -> None:

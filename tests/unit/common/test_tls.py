@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import ssl
 from datetime import timedelta
 from pathlib import Path
@@ -177,6 +178,46 @@ async def test_http_takes_the_latest_files_and_authorities_at_each_handshake(
         server.close()
 
 
+def session_of(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """The session of a connection that offers to go on with this one; None where it was refused."""
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+        ):
+            return connection.session if connection.recv(2) == b"ok" else None
+    except (ssl.SSLError, ConnectionError):
+        return None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@in_event_loop
+async def test_no_session_outlives_the_authority_of_its_certificate(
+    authority: Authority, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """One that is resumed is not verified anew; with TLS 1.2, where sessions cannot be turned off, none begins."""
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(authority.ca.read_bytes())
+    tls = Tls(config_of(authority.pair("server"), clients))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"ok")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.http_context())
+    port = server.sockets[0].getsockname()[1]
+    pair = authority.pair("client")
+    context = ssl.create_default_context(cafile=authority.ca)
+    context.maximum_version = version
+    context.load_cert_chain(pair.cert, pair.key)
+    begun = await asyncio.to_thread(session_of, port, context, None)
+    assert (begun is not None) == (version is ssl.TLSVersion.TLSv1_3)
+    clients.write_bytes(Authority(tmp_path, "newer").ca.read_bytes())
+    tls._load()
+    assert await asyncio.to_thread(session_of, port, context, begun) is None
+    server.close()
+
+
 def refusal(config: TlsConfig, peer_ca: tuple[str, str] = ("", "")) -> str:
     with pytest.raises(TlsError) as refused:
         Tls(config, peer_ca)
@@ -211,6 +252,32 @@ def test_a_key_that_others_can_read_or_change_is_refused(authority: Authority, m
     assert f"others can read or change this private key (mode {mode:o}): chmod 600" in refusal(config_of(pair))
     pair.key.chmod(0o640)  # of a group: as containers get their secrets
     assert Tls(config_of(pair)).serves
+
+
+def damaged(authority: Authority, pair: Pair, found: bytes, other: bytes) -> Pair:
+    """The pair with other bytes of the same length in its certificate."""
+    der = ssl.PEM_cert_to_DER_cert(pair.pem.decode())
+    assert found in der
+    pair.cert.write_text(ssl.DER_cert_to_PEM_cert(der.replace(found, other, 1)))
+    return pair
+
+
+def test_certificates_of_kinds_that_are_not_known_are_refused_in_words(authority: Authority) -> None:
+    """Their errors are cryptography's own, which are no ValueError."""
+    version = damaged(authority, authority.pair("a"), b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x08")
+    assert refusal(config_of(version)) == f"--tls-cert {version.cert}: must be certificates in PEM"
+    # The key's curve is one that there is not.
+    curve = b"\x2a\x86\x48\xce\x3d\x03\x01"
+    kind = damaged(authority, authority.pair("b"), curve + b"\x07", curve + b"\x63")
+    assert refusal(config_of(kind)) == f"--tls-cert {kind.cert}: has a key of a kind that is not known here"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_nobody_writes_to_is_refused_at_once(authority: Authority, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    pair = authority.pair("server")
+    for config in (config_of(Pair(tmp_path / "pipe", pair.key)), config_of(Pair(pair.cert, tmp_path / "pipe"))):
+        assert refusal(config).endswith("pipe: must be a regular file")
 
 
 def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import pytest
 from support.event_loop import in_event_loop, until
 
 from pagekv.common.watched_files import WatchedFiles
@@ -38,6 +39,28 @@ async def test_a_change_is_read_once_and_a_failure_is_counted(tmp_path: Path) ->
     first.write_text("good")
     await until(lambda: seen[-1] == "good")
     assert files.failures == 1
+    watching.cancel()
+
+
+@in_event_loop
+async def test_an_error_of_any_kind_ends_no_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a"
+    path.write_text("1")
+
+    seen: list[str] = []
+
+    def reload() -> None:
+        seen.append(path.read_text())
+        if seen[-1] == "bad":
+            raise RuntimeError("nobody thought of it")
+
+    files = WatchedFiles("test", [path], reload)
+    watching = asyncio.create_task(files.watch(0.02))
+    path.write_text("bad")
+    await until(lambda: files.failures == 1)
+    path.write_text("good")
+    await until(lambda: seen == ["bad", "good"])
+    assert "nobody thought of it" in caplog.text
     watching.cancel()
 
 

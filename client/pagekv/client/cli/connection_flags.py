@@ -21,11 +21,12 @@ from pagekv.client.settings import DEFAULT_TIMEOUT_S
 from pagekv.common.flags import address, number
 
 # Flags with a value that may stand before the command, too.
-VALUE_FLAGS = ("--target", "--timeout", "--api-key", "--ca", "--client-cert", "--client-key")
+VALUE_FLAGS = ("--target", "--timeout", "--api-key", "--act-for", "--ca", "--client-cert", "--client-key")
 _VARIABLES = {"api_key": API_KEY_VARIABLE, **FILE_VARIABLES}
 _HELP = {
     "api_key": "the key to show; other users of this machine see command lines, so rather PAGEKV_API_KEY or api_key in "
     "~/.config/pagekv/config.toml",
+    "act_for": "the tenant whose call this is, for a caller that may name one",
     "ca": "for TLS: PEM file of the authority that signed the manager's certificate, or PAGEKV_CA",
     "client_cert": "for TLS: PEM file of the certificate to show, or PAGEKV_CLIENT_CERT",
     "client_key": "PEM file of its key, or PAGEKV_CLIENT_KEY",
@@ -50,7 +51,7 @@ def add_connection(parser: CommandParser, *, timeout: str | None = f"seconds to 
         parser.add_argument("--timeout", type=number(0.001, 1e6), metavar="S", help=timeout)
     for name, help in _HELP.items():
         # Not with `flag`, whose help shows the variable's value: it may be a key.
-        metavar = "KEY" if name == "api_key" else "FILE"
+        metavar = {"api_key": "KEY", "act_for": "TENANT"}.get(name, "FILE")
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=help)
 
 
@@ -75,8 +76,9 @@ def client_of_flags(make: Callable[..., Client], args: argparse.Namespace, **opt
         if args.target not in (None, in_file["target"]):
             # Of another manager: its key is not shown elsewhere.
             in_file = {}
-    given: dict[str, str] = {}
-    sources: dict[str, str] = {}
+    # Of no variable and no file: for whom a call is made is said with the call.
+    given: dict[str, str] = {} if args.act_for is None else {"act_for": args.act_for}
+    sources: dict[str, str] = {"act_for": "--act-for"}
     for name, variable in _VARIABLES.items():
         for source, value in (
             (f"--{name.replace('_', '-')}", getattr(args, name)),

@@ -10,13 +10,20 @@ from pagekv.kvmanager.access.identity import Identity, Role
 caller: ContextVar[Identity | None] = ContextVar("caller", default=None)
 
 
-def owner_of_call() -> str:
-    """The name that requests of the present caller bear; "" where nobody is asked for one."""
+def tenant_of_call() -> str:
+    """The tenant that the present call is for; "" where nobody is asked for an identity."""
     known = caller.get()
-    return known.name if known is not None else ""
+    return known.tenant if known is not None else ""
+
+
+def owner_of_call() -> str:
+    """The owner of requests that the present call makes: its tenant, whichever of its identities has sent it."""
+    return tenant_of_call()
 
 
 def owner_to_abort() -> str | None:
-    """The name of those requests that the present caller may abort; None: all."""
+    """The owner of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
+    requests of this tenant alone, not its own and not those of others that it may act for.
+    """
     known = caller.get()
-    return None if known is None or Role.OPERATE in known.roles else known.name
+    return None if known is None or Role.OPERATE in known.roles else known.tenant

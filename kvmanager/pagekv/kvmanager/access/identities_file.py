@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pagekv.common.loopback import is_loopback
 from pagekv.kvmanager.access.certificates import normal_subject
-from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME, Identity, Role
 
 MAX_FILE_BYTES = 2**20
 MAX_IDENTITIES = 10_000
@@ -46,6 +46,8 @@ class JwtSettings:
     jwks: Path | str
     roles_claim: str = DEFAULT_ROLES_CLAIM
     leeway_s: int = DEFAULT_LEEWAY_S
+    # The claim that names a token's tenant; "": the tenant is the caller's name.
+    tenant_claim: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
         digest = bytes.fromhex(text)
         if digest in keys:
             raise IdentitiesError(f"{field}.sha256: is that of keys.{keys[digest].name}, too; keys must differ")
-        keys[digest] = Identity(name, _read_roles(field, table.get("roles")))
+        keys[digest] = _read_identity(field, name, table)
     return keys
 
 
@@ -147,13 +149,13 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
             raise IdentitiesError(
                 f"{field}.subject: is that of certificates.{certificates[subject].name}, too; subjects must differ"
             )
-        certificates[subject] = Identity(name, _read_roles(field, table.get("roles")))
+        certificates[subject] = _read_identity(field, name, table)
     return certificates
 
 
 def _read_jwt(value: Any, folder: Path) -> JwtSettings:
     table = _table("jwt", value)
-    _check_names("jwt", table, ("issuer", "audience", "jwks", "roles_claim", "leeway_s"))
+    _check_names("jwt", table, ("issuer", "audience", "jwks", "roles_claim", "tenant_claim", "leeway_s"))
     leeway_s = _typed("jwt.leeway_s", table.get("leeway_s", DEFAULT_LEEWAY_S), int)
     if not 0 <= leeway_s <= MAX_LEEWAY_S:
         raise IdentitiesError(f"jwt.leeway_s: must be from 0 to {MAX_LEEWAY_S}, got {leeway_s}")
@@ -162,6 +164,7 @@ def _read_jwt(value: Any, folder: Path) -> JwtSettings:
         audience=_text("jwt.audience", table.get("audience")),
         jwks=_read_jwks(_text("jwt.jwks", table.get("jwks")), folder),
         roles_claim=_text("jwt.roles_claim", table.get("roles_claim", DEFAULT_ROLES_CLAIM)),
+        tenant_claim=_text("jwt.tenant_claim", table["tenant_claim"]) if "tenant_claim" in table else "",
         leeway_s=leeway_s,
     )
 
@@ -185,6 +188,34 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
     return text
 
 
+def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
+    """The caller of a table, but for how it proves its name."""
+    roles = _read_roles(field, table.get("roles"))
+    tenant = _tenant(f"{field}.tenant", table.get("tenant", name))
+    if (Role.ACT_FOR in roles) != ("act_for" in table):
+        words = "must list tenants, for the role act-for" if Role.ACT_FOR in roles else "is for the role act-for alone"
+        raise IdentitiesError(f"{field}.act_for: {words}")
+    return Identity(
+        name, roles, tenant, _read_act_for(f"{field}.act_for", table["act_for"]) if "act_for" in table else frozenset()
+    )
+
+
+def _read_act_for(field: str, value: Any) -> frozenset[str]:
+    listed = _typed(field, value, list)
+    if not listed:
+        raise IdentitiesError(f'{field}: must have one tenant at least, or be ["{ANY_TENANT}"] for any, is empty')
+    if listed == [ANY_TENANT]:
+        return frozenset(listed)
+    return frozenset(_tenant(f"{field}[{index}]", tenant) for index, tenant in enumerate(listed))
+
+
+def _tenant(field: str, value: Any) -> str:
+    text: str = _typed(field, value, str)
+    if not TENANT_NAME.fullmatch(text):
+        raise IdentitiesError(f"{field}: must be 1 to 64 characters of [A-Za-z0-9._-], got {_quote(text)}")
+    return text
+
+
 def _read_roles(field: str, value: Any) -> frozenset[Role]:
     names = _typed(f"{field}.roles", value, list)
     known = [role.value for role in Role]
@@ -204,7 +235,7 @@ def _identity_table(kind: str, name: str, value: Any, proof: str) -> tuple[str, 
     # TOML splits [keys.a.b] at each point, so a name with points is written between quotes.
     field = f'{kind}."{name}"' if "." in name else f"{kind}.{name}"
     table = _table(field, value)
-    _check_names(field, table, (proof, "roles"))
+    _check_names(field, table, (proof, "roles", "tenant", "act_for"))
     return field, table
 
 

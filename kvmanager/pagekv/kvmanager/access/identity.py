@@ -1,9 +1,15 @@
-"""A caller as the manager knows it: a name and roles."""
+"""A caller as the manager knows it: a name, roles and a tenant."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
+
+# A tenant as files, tokens and calls name it.
+TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# In the tenants that an identity may act for.
+ANY_TENANT = "*"
 
 
 class Role(StrEnum):
@@ -15,11 +21,23 @@ class Role(StrEnum):
     OBSERVE = "observe"
     # Everybody's requests and blocks: lists, watches, pins, resets, Abort of any request.
     OPERATE = "operate"
+    # Naming another tenant, for which the call is then made: for gateways, which have callers of their own.
+    ACT_FOR = "act-for"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller that has proven its name. Names of tokens begin with `jwt:`, which names in files cannot."""
+    """A caller that has proven its name. Names of tokens begin with `jwt:`, which names in files cannot.
+
+    `tenant`: for whom its calls are made; "" makes it the name. `act_for`: the tenants that calls may name instead,
+    with the role ACT_FOR; ANY_TENANT among them means all.
+    """
 
     name: str
     roles: frozenset[Role]
+    tenant: str = ""
+    act_for: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if not self.tenant:
+            object.__setattr__(self, "tenant", self.name)

@@ -10,7 +10,7 @@ from typing import Any
 import jwt
 
 from pagekv.kvmanager.access.identities_file import JwtSettings
-from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.identity import TENANT_NAME, Identity, Role
 from pagekv.kvmanager.access.json_web_keys import KeySet, VerifyingKey
 from pagekv.kvmanager.access.key_sources import KeySource, key_source
 from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
@@ -87,7 +87,16 @@ class JsonWebTokens:
         # Never clipped: two subjects would become one caller.
         if not isinstance(subject, str) or not subject.isprintable() or not 1 <= len(subject) <= MAX_SUBJECT_CHARACTERS:
             raise jwt.InvalidTokenError("sub must be 1 to 128 printable characters")
-        return Identity(PREFIX + subject, _roles(claims.get(self.settings.roles_claim)))
+        return Identity(PREFIX + subject, _roles(claims.get(self.settings.roles_claim)), self._tenant(claims))
+
+    def _tenant(self, claims: dict[str, Any]) -> str:
+        """ "" for the caller's name, which no claim can be, for it has a colon."""
+        if not self.settings.tenant_claim:
+            return ""
+        tenant = claims.get(self.settings.tenant_claim)
+        if not isinstance(tenant, str) or not TENANT_NAME.fullmatch(tenant):
+            raise jwt.InvalidTokenError("the tenant must be 1 to 64 characters of [A-Za-z0-9._-]")
+        return tenant
 
     def _cached(self, digest: bytes) -> Identity | None:
         if self._source.current() is not self._cached_with:

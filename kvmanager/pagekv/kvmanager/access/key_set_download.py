@@ -94,4 +94,6 @@ def _is_late(error: Exception, too_late: threading.Event) -> bool:
 
 
 def _words(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    """One line; a server's own words in it have nothing that a terminal would obey."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,4 +1,4 @@
-"""TLS and the gate of a manager, opened as its flags say. What no flag asks for is not imported."""
+"""TLS and the gate of a manager, opened as its flags say. Modules that no flag asks for are not imported."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ class CannotProtect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a manager serves with. Without `tls` nothing is encrypted, without `gate` everybody may call everything."""
+    """TLS and gate that a manager serves with. Without `tls` nothing is encrypted, without `gate` everybody may call
+    everything.
+    """
 
     tls: Tls | None = None
     gate: Gate | None = None
@@ -46,6 +48,11 @@ class Access:
     def admit_request(self) -> Callable[[web.Request], Awaitable[None]] | None:
         """Decides about HTTP requests; None: all are let in."""
         return self.gate.admit_request if self.gate is not None else None
+
+    def close(self) -> None:
+        """Ends the audit log, behind the last call. Idempotent."""
+        if self.gate is not None:
+            self.gate.close()
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """For the port of gRPC; None: no TLS."""

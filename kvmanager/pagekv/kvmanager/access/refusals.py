@@ -13,6 +13,7 @@ class RefusalReason(StrEnum):
     """Words of counters and records; `WORDS` has the sentence for the caller."""
 
     NO_IDENTITY = "no_identity"
+    SENT_TWICE = "sent_twice"
     UNKNOWN_KEY = "unknown_key"
     EXPIRED_TOKEN = "expired_token"
     INVALID_TOKEN = "invalid_token"
@@ -23,6 +24,7 @@ class RefusalReason(StrEnum):
 
 WORDS: dict[RefusalReason, str] = {
     RefusalReason.NO_IDENTITY: "no identity: send an API key in authorization, or a client certificate",
+    RefusalReason.SENT_TWICE: "authorization was sent more than once: send one",
     RefusalReason.UNKNOWN_KEY: "unknown key",
     RefusalReason.EXPIRED_TOKEN: "expired token",
     RefusalReason.INVALID_TOKEN: "token is not valid",
@@ -34,6 +36,7 @@ WORDS: dict[RefusalReason, str] = {
 class UnknownCaller(Unauthenticated):
     """A caller that could not be identified, for this reason."""
 
-    def __init__(self, reason: RefusalReason) -> None:
-        super().__init__(WORDS[reason])
+    def __init__(self, reason: RefusalReason, words: str = "") -> None:
+        """`words` say more of what the caller itself has shown; "": the reason's own."""
+        super().__init__(words or WORDS[reason])
         self.reason = reason

@@ -89,7 +89,8 @@ class HttpServer:
         admit: Callable[[web.Request], Awaitable[None]] | None = None,
     ) -> None:
         """`listen` is host:port; port 0 takes a free one. `names`: further names of the server, in lower case. `admit`
-        raises Unauthenticated or PermissionDenied for requests that are not to be answered; without it all are.
+        raises Unauthenticated, PermissionDenied or InvalidRequest for requests that are not to be answered; without it
+        all are.
         """
         self._tls = tls
         self._admit = admit

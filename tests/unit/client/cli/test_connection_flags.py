@@ -45,8 +45,10 @@ def test_every_command_that_asks_has_the_flags() -> None:
         needed = {"lookup": ["x"], "block-table": ["r"], "abort": ["r"], "unpin": ["p"], "detokenize": ["1"]}.get(
             name, []
         )
-        args = make_parser().parse([name, *needed, "--api-key=k", "--ca=a", "--client-cert=c", "--client-key=d"])
-        assert (args.api_key, args.ca, args.client_cert, args.client_key) == ("k", "a", "c", "d")
+        args = make_parser().parse(
+            [name, *needed, "--api-key=k", "--act-for=t", "--ca=a", "--client-cert=c", "--client-key=d"]
+        )
+        assert (args.api_key, args.act_for, args.ca, args.client_cert, args.client_key) == ("k", "t", "a", "c", "d")
 
 
 @pytest.mark.parametrize("command", ["health", "version", "model", "stats"])
@@ -62,6 +64,14 @@ def test_flags_make_the_connection(
     before = ["--target", secure_server.target, "--api-key", "k", *flags_of(certificates)]
     assert main([*before, "--json", command]) == 0
     assert secure_server.metadata == [{"authorization": "Bearer k"}]
+
+
+def test_a_tenant_is_named_for_a_call(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    server.expect("GetStats", STATS)
+    assert main(["--act-for", "team-a", "stats", "--target", server.target]) == 0
+    assert server.metadata == [{"pagekv-tenant": "team-a"}]
+    assert main(["stats", "--act-for", "a b"]) == 2
+    assert capsys.readouterr().err.startswith("pagekv: --act-for: must be 1 to 64 of the characters")
 
 
 def test_bench_has_the_same_connection(

@@ -14,7 +14,7 @@ from support.access.client_certificates import BEGINS, ENDS, certificate
 from support.access.issuer import AUDIENCE, ISSUER, jwk, jwks, rsa_key, token
 
 from pagekv.common.errors import Unauthenticated
-from pagekv.kvmanager.access.authenticator import MAX_HEADER_CHARACTERS, Authenticator
+from pagekv.kvmanager.access.authenticator import MAX_HEADER_CHARACTERS, MAX_SUBJECT_CHARACTERS, Authenticator
 from pagekv.kvmanager.access.identities_file import Identities, JwtSettings
 from pagekv.kvmanager.access.identity import Identity, Role
 from pagekv.kvmanager.access.refusals import RefusalReason
@@ -111,10 +111,21 @@ def test_a_certificate_is_known_by_its_subject(authenticator: Authenticator) -> 
     assert identified(authenticator, None, PEM) == PROMETHEUS
 
 
-@pytest.mark.parametrize(
-    "pem", [b"", b"noise", certificate("CN=eve"), certificate("CN=prometheus,O=eve"), certificate("CN=Prometheus")]
-)
-def test_another_certificate_is_refused(authenticator: Authenticator, pem: bytes) -> None:
+@pytest.mark.parametrize("subject", ["CN=eve", "CN=prometheus,O=eve", "CN=Prometheus"])
+def test_another_certificate_is_refused_by_its_own_name(authenticator: Authenticator, subject: str) -> None:
+    words = f"certificate of {subject} is not in the file of identities"
+    assert refusal(authenticator, None, certificate(subject)) == words
+
+
+def test_a_name_in_a_refusal_is_short_and_on_its_line(authenticator: Authenticator) -> None:
+    words = refusal(authenticator, None, certificate("OU=" + "x" * 60 + ",CN=a\n\x1b[2Jb"))
+    assert words.startswith(f"certificate of OU={'x' * 60},CN=a??[2Jb is not")
+    many = ",".join(f"OU={n:060}" for n in range(9))
+    assert len(refusal(authenticator, None, certificate(many))) < MAX_SUBJECT_CHARACTERS + 60
+
+
+@pytest.mark.parametrize("pem", [b"", b"noise"])
+def test_bytes_that_are_no_certificate_are_refused(authenticator: Authenticator, pem: bytes) -> None:
     assert refusal(authenticator, None, pem) == "certificate is not known"
 
 
@@ -143,7 +154,7 @@ def test_tokens_and_keys_side_by_side(tmp_path: Path) -> None:
     # Only the scheme for tokens takes them.
     assert refusal(authenticator, basic(f":{token()}")) == "unknown key"
     assert authenticator.refusals == {
-        "no_identity": 0, "unknown_key": 2, "expired_token": 1, "invalid_token": 1,
+        "no_identity": 0, "sent_twice": 0, "unknown_key": 2, "expired_token": 1, "invalid_token": 1,
         "unknown_certificate": 0, "expired_certificate": 0,
     }  # fmt: skip  # several entries a line
 
@@ -159,6 +170,19 @@ def test_replaced_identities_count_from_the_next_call(authenticator: Authenticat
     authenticator.replace(Identities({}, {"CN=prometheus": ALICE}))
     assert refusal(authenticator, f"Bearer {KEY}") == "unknown key"
     assert identified(authenticator, None, PEM) == ALICE
+
+
+def test_a_call_goes_on_with_the_identities_that_it_began_with(tmp_path: Path) -> None:
+    """Another thread replaces them at any moment, here when the header is looked at."""
+    authenticator = with_tokens(tmp_path)
+
+    class Header(str):
+        def strip(self, chars: str | None = None, /) -> str:
+            authenticator.replace(Identities({}, {}))
+            return super().strip(chars)
+
+    assert identified(authenticator, Header(f"Bearer {token()}")).name == "jwt:alice"
+    assert refusal(authenticator, f"Bearer {token()}") == "unknown key"
 
 
 def test_an_issuer_that_stays_keeps_its_keys_and_another_one_begins_anew(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from pagekv.kvmanager.access.identity import Identity, Role
 
 DIGEST = hashlib.sha256(b"the key").hexdigest()
 KEY = f'[keys.alice]\nsha256 = "{DIGEST}"\nroles = ["generate"]\n'
+ACTING = KEY.replace("generate", "act-for")
 CERTIFICATE = '[certificates.prometheus]\nsubject = "CN=prometheus"\nroles = ["observe"]\n'
 JWT = '[jwt]\nissuer = "https://login.example"\naudience = "pagekv"\njwks = "jwks.json"\n'
 
@@ -105,6 +106,18 @@ REFUSED = [
     (KEY.replace('["generate"]', '"generate"'), "keys.alice.roles: must be a list, got a text"),
     (KEY.replace("generate", "admin"), "keys.alice.roles.0.: must be one of .* got 'admin'"),
     (KEY.replace('["generate"]', '["observe", true]'), "keys.alice.roles.1.: must be one of .* got a boolean"),
+    (KEY + "tenant = 5\n", "keys.alice.tenant: must be a text, got a number"),
+    (KEY + 'tenant = "a b"\n', "keys.alice.tenant: must be 1 to 64 characters of .* got 'a b'"),
+    (KEY + 'tenant = ""\n', "keys.alice.tenant: must be 1 to 64 characters"),
+    (KEY + 'tenant = "*"\n', "keys.alice.tenant: must be 1 to 64 characters"),
+    (KEY + 'act_for = ["a"]\n', "keys.alice.act_for: is for the role act-for alone"),
+    (KEY + "act_for = []\n", "keys.alice.act_for: is for the role act-for alone"),
+    (KEY.replace("generate", "act-for"), "keys.alice.act_for: must list tenants, for the role act-for"),
+    (ACTING + "act_for = []\n", "keys.alice.act_for: must have one tenant at least, or be ..... for any, is empty"),
+    (ACTING + 'act_for = "a"\n', "keys.alice.act_for: must be a list, got a text"),
+    (ACTING + 'act_for = ["a", 1]\n', "keys.alice.act_for.1.: must be a text, got a number"),
+    (ACTING + 'act_for = ["a", "*"]\n', "keys.alice.act_for.1.: must be 1 to 64 characters of .* got '[*]'"),
+    (ACTING + 'act_for = ["jwt:a"]\n', "keys.alice.act_for.0.: must be 1 to 64 characters"),
     (KEY + KEY.replace("alice", "bob"), "keys.bob.sha256: is that of keys.alice, too"),
     (KEY + CERTIFICATE.replace(".prometheus", ".alice"), "certificates.alice: the name is taken by keys.alice"),
     (CERTIFICATE.replace("CN=prometheus", "prometheus"), "certificates.prometheus.subject: .* got 'prometheus'"),
@@ -123,6 +136,7 @@ REFUSED = [
     (JWT + "leeway_s = 301\n", "jwt.leeway_s: must be from 0 to 300, got 301"),
     (JWT + "leeway_s = -1\n", "jwt.leeway_s: must be from 0 to 300, got -1"),
     (JWT + "leeway_s = true\n", "jwt.leeway_s: must be a number, got a boolean"),
+    (JWT + 'tenant_claim = ""\n', "jwt.tenant_claim: must be from 1 to 1024"),
     (JWT + 'roles_claim = ["a"]\n', "jwt.roles_claim: must be a text, got a list"),
     (JWT.replace("jwks.json", "http://login.example/k"), "jwt.jwks: .* got 'http://login.example/k'"),
     (JWT.replace("jwks.json", "http://localhost.evil.example/k"), "jwt.jwks: must be the path of a file or an https"),
@@ -138,6 +152,33 @@ REFUSED = [
 @pytest.mark.parametrize(("text", "words"), REFUSED, ids=range(len(REFUSED)))
 def test_a_file_is_refused_with_the_field(tmp_path: Path, text: str | bytes, words: str) -> None:
     assert re.match(words, said := refusal(tmp_path, text)), said
+
+
+def test_tenants_are_ones_own_or_shared_and_a_gateway_may_name_others(tmp_path: Path) -> None:
+    other = hashlib.sha256(b"other").hexdigest()
+    text = (
+        KEY.replace("keys.alice", 'keys."al.ice"')
+        + ACTING.replace("alice", "gateway").replace(DIGEST, other)
+        + 'tenant = "edge"\nact_for = ["team-a", "b"]\n'
+        + CERTIFICATE
+        + 'tenant = "edge"\n[certificates.all]\nsubject = "CN=all"\nroles = ["act-for"]\nact_for = ["*"]\n'
+    )
+    found = read_identities(written(tmp_path, text))
+    gateway = Identity("gateway", frozenset({Role.ACT_FOR}), "edge", frozenset({"team-a", "b"}))
+    assert found.keys == {
+        bytes.fromhex(DIGEST): Identity("al.ice", frozenset({Role.GENERATE}), "al.ice"),
+        bytes.fromhex(other): gateway,
+    }
+    assert found.certificates == {
+        "CN=prometheus": Identity("prometheus", frozenset({Role.OBSERVE}), "edge"),
+        "CN=all": Identity("all", frozenset({Role.ACT_FOR}), "all", frozenset({"*"})),
+    }
+
+
+def test_the_claim_of_a_tokens_tenant(tmp_path: Path) -> None:
+    found = read_identities(written(tmp_path, JWT + 'tenant_claim = "https://example/tenant"\n'))
+    assert found.jwt is not None
+    assert found.jwt.tenant_claim == "https://example/tenant"
 
 
 def test_a_key_in_clear_is_never_quoted(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from support.access.key_server import key_server
 from pagekv.kvmanager.access import json_web_tokens
 from pagekv.kvmanager.access.identities_file import JwtSettings
 from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES, MAX_KEYS
 from pagekv.kvmanager.access.json_web_tokens import MAX_TOKEN_BYTES, JsonWebTokens
 from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 
@@ -71,6 +72,29 @@ def test_roles_are_read_from_the_claim_that_is_set(tmp_path: Path) -> None:
     changed: dict[str, Any] = {"https://example/roles": ["operate"]}
     found = verify(verifier, token(kid=None, **changed))
     assert found.roles == {Role.OPERATE}
+
+
+@pytest.fixture
+def of_tenants(tmp_path: Path) -> JsonWebTokens:
+    """With tenants in the claim "org"."""
+    (tmp_path / "jwks.json").write_bytes(jwks(jwk(rsa_key(), kid="a")))
+    return JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, tmp_path / "jwks.json", tenant_claim="org"))
+
+
+def test_the_tenant_is_the_name_or_that_of_the_claim(verifier: JsonWebTokens, of_tenants: JsonWebTokens) -> None:
+    # A claim that nobody configured means nothing.
+    assert verify(verifier, token(org="team-a")).tenant == "jwt:alice"
+    assert verify(of_tenants, token(org="team-a")).tenant == "team-a"
+
+
+@pytest.mark.parametrize("org", [None, "", "jwt:bob", "*", "a b", "x" * 65, ["team-a"], 7])
+def test_a_token_without_a_good_tenant_is_refused(of_tenants: JsonWebTokens, org: Any) -> None:
+    """The caller's name in its stead would be a tenant of its own, with a share of its own for each subject."""
+    assert refusal(of_tenants, token(org=org)) is RefusalReason.INVALID_TOKEN
+
+
+def test_a_token_may_act_for_nobody(verifier: JsonWebTokens) -> None:
+    assert verify(verifier, token(roles=["act-for"], act_for=["*"])).act_for == frozenset()
 
 
 def part(data: Any) -> str:
@@ -265,6 +289,23 @@ def test_keys_from_a_url_with_one_more_later() -> None:
             assert refusal(verifier, token(kid=f"unknown-{number}")) is RefusalReason.INVALID_TOKEN
         assert len(server.asked) == 1
         assert verifier.refresh_failures == 0
+
+
+def test_a_huge_key_set_lets_in_nobody_and_takes_nobodys_keys() -> None:
+    good = jwks(jwk(rsa_key(), kid="a"))
+    with key_server(good + b" " * MAX_KEY_SET_BYTES) as server:
+        verifier = JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, server.url))
+        assert refusal(verifier, token()) is RefusalReason.INVALID_TOKEN
+        assert verifier.refresh_failures == 1
+    with key_server(good) as server:
+        verifier = JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, server.url))
+        assert verify(verifier, token()) == ALICE
+        server.body = jwks(*(jwk(rsa_key(), kid=str(number)) for number in range(MAX_KEYS + 1)))
+        verifier._source._tried_at = -1e9  # type: ignore[attr-defined]  # as half a minute later
+        assert refusal(verifier, token(kid="unknown")) is RefusalReason.INVALID_TOKEN
+        assert len(server.asked) == 2
+        assert verifier.refresh_failures == 1
+        assert verify(verifier, token(sub="bob")).name == "jwt:bob"
 
 
 def test_checking_a_token_holds_up_the_loop_for_no_time(verifier: JsonWebTokens) -> None:

@@ -35,6 +35,15 @@ def test_a_status_other_than_200_is_refused() -> None:
             download_key_set(server.url)
 
 
+def test_what_a_server_says_cannot_command_a_terminal() -> None:
+    with key_server(b"{}") as server:
+        server.status = "\x1b[2J\x07"  # type: ignore[assignment]  # no number
+        with pytest.raises(KeySetDownloadError) as caught:
+            download_key_set(server.url)
+    assert str(caught.value).isprintable()
+    assert "[2J" in str(caught.value)
+
+
 def test_a_huge_body_is_refused() -> None:
     with key_server(b" " * MAX_KEY_SET_BYTES) as server:
         assert len(download_key_set(server.url)) == MAX_KEY_SET_BYTES

@@ -1,4 +1,6 @@
-"""Metrics of TLS and of the gate: when the certificate ends, files that could not be used, calls that were refused."""
+"""Metrics of TLS and of the gate: when the certificate ends, files and key sets that could not be used, calls that were
+refused, lines of the audit log that were lost.
+"""
 
 from __future__ import annotations
 
@@ -33,3 +35,8 @@ class AccessCollector(Collector):
             for reason, count in access.gate.refusals.items():
                 refused.add_metric([reason], count)
             yield refused
+            text = "Attempts to read the key set of tokens that failed, while the one before stayed"
+            yield CounterMetricFamily("pagekv_key_set_failures", text, access.gate.key_set_failures)
+            if (lost := access.gate.lost_audit_lines) is not None:
+                text = "Lines of the audit log that could not be written"
+                yield CounterMetricFamily("pagekv_lost_audit_lines", text, lost)
