@@ -21,6 +21,7 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
@@ -85,6 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (), (1,)]),
         resumed=st.sampled_from([0, 0, 3]),
         beam_width=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        tenant=st.sampled_from([0, 0, 0, 1, 2]),
         data=st.data(),
     )
     def submit(
@@ -101,6 +103,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         resumed: int,
         beam_width: int,
+        tenant: int,
         data: st.DataObject,
     ) -> None:
         resumed = min(resumed, max_tokens - 1, len(prompt) - 1) if n == 1 and not beam_width else 0
@@ -111,7 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             media = tuple(span for span in media if span.position + span.length <= len(prompt) - resumed)
             identity = CacheIdentity(namespace, adapter, media, read, write)
             n = min(n, beam_width) if beam_width else n
-            more = self.sampling(data, beam_width, max_tokens)
+            more = self.sampling(data, beam_width, max_tokens) | {"tenant": Tenant(f"t{tenant}", tenant)}
             self.driver.submit(
                 prompt, max_tokens, priority, n, identity, stop, resumed=resumed, beam_width=beam_width, **more
             )

@@ -102,7 +102,9 @@ class Scheduler:
 
     def _plan(self) -> StepPlan | None:
         running = self._running
-        step = StepBuilder(running, self._tables)
+        if self.waiting.served.several:
+            self._make_room()
+        step = StepBuilder(running, self._tables, self.waiting.served)
         if running.returning:
             self._beams.allocate_slots()
         self._plan_decodes(step)
@@ -112,9 +114,7 @@ class Scheduler:
             self._admission.plan_returns(step)
         if self.waiting.forking:
             self._admission.plan_forks(step)
-        for sequence in under_way:
-            step.add_chunk(sequence)
-        self._admission.plan_admissions(step)
+        self._admission.plan_prefills(step, under_way)
         if running.returning and first:
             self._admission.plan_returns(step)
         self.pool.table.map.sweep()
@@ -122,6 +122,12 @@ class Scheduler:
         if plan is not None:
             plan.preempted = self.preemption.take_preempted()
         return plan
+
+    def _make_room(self) -> None:
+        """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""
+        refused = self._admission.refused
+        if refused is not None and refused.group[0] is self.waiting.head():
+            self.preemption.make_room(refused.group, refused.slots, refused.free_blocks)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
         """One token for every sequence whose last token is known or promised. The budget is enough for all: a sequence
@@ -223,6 +229,8 @@ class Scheduler:
             kept, sampled = rows.tolist(), tokens.tolist()
         known = batch.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
+        if self.waiting.served.several:
+            self.waiting.served.charge_outputs(batch.tenants[rows])
         sequences = batch.sequences(rows)
         endings = batch.check_stop(rows, tokens, known, self._eos)
         for position in endings:

@@ -9,13 +9,15 @@ from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
+from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
 
 
 class StepBuilder:
     """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
 
-    def __init__(self, running: RunningQueue, tables: BlockTables) -> None:
+    def __init__(self, running: RunningQueue, tables: BlockTables, served: VirtualTokens) -> None:
         self.plan = StepPlan()
+        self._served = served
         self._running = running
         self._tables = tables
         # Tokens left of the budget.
@@ -79,6 +81,8 @@ class StepBuilder:
             plan.scheduled_seq_ids.append(seq_id)
             plan.scheduled_tokens.append(chunk)
         sequence.num_computed += chunk
+        if self._served.several:
+            self._charge(sequence, chunk)
         plan.num_tokens += chunk
         self.room -= chunk
         if chunk == remaining:
@@ -89,6 +93,14 @@ class StepBuilder:
         # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
         # this chunk can be hit by the very next admission, even within this step.
         self._tables.publish(sequence, computed_now=True)
+
+    def _charge(self, sequence: Seq, chunk: int) -> None:
+        """Counts the chunk's tokens of the prompt that were not counted before."""
+        end = min(sequence.num_computed, len(sequence.request.command.prompt_ids))
+        start = max(sequence.num_computed - chunk, sequence.num_charged)
+        if start < end:
+            self._served.charge_prompt(sequence.tenant, end - start)
+            sequence.num_charged = end
 
     def finish(self) -> StepPlan | None:
         """The plan; None when there is nothing to do."""

@@ -15,8 +15,9 @@ def test_sequences_come_out_by_priority_and_then_by_arrival() -> None:
         queue.push(sequence)
     assert len(queue) == 3
     out = []
-    while queue.head() is not None:
-        out.append(queue.pop())
+    while (head := queue.head()) is not None:
+        queue.take(head)
+        out.append(head)
     assert out == [urgent, late, early]
     assert len(queue) == 0
 
