@@ -3,6 +3,8 @@
 The victim is the last of the running order, never one before the sequence in need. The sequences of one request, or the
 beams of one search, are preempted together, and what they share is copied once. Only sequences that have not fitted
 together before are preempted one by one.
+
+Of another tenant that has no more than its floor nobody is preempted: what it gave back would be kept for it.
 """
 
 from __future__ import annotations
@@ -35,7 +37,11 @@ class Preemption:
         which then waits.
         """
         while sequence.state is SeqStatus.RUNNING:
-            blocks = self._tables.allocate(1)
+            # Alone it goes on as it is admitted alone, over floors that were not there when it was accepted.
+            alone = len(self._running.order) == 1
+            blocks = self._tables.allocate(1, sequence.request.tenant)
+            if blocks is None and alone and self._tables.pool.tenants is not None:
+                blocks = self._tables.allocate(1, sequence.request.tenant, over_floors=True)
             if blocks is not None:
                 return int(blocks[0])
             if not self.preempt_behind(sequence):
@@ -46,11 +52,13 @@ class Preemption:
         """Preempts the last request behind this sequence's, passing over requests preempted often enough while there is
         another. False when none is behind. The front of the order is never preempted so.
         """
-        last = None
+        last, tenants = None, self._tables.pool.tenants
         for other in reversed(self._running.order):
             if other.request is sequence.request or other.key < sequence.key:
                 break
             if _may_be_preempted(other):
+                if tenants is not None and not tenants.yields(other.request.tenant, sequence.request.tenant):
+                    continue
                 if other.request.preemptions < self._tables.limits.preemption_limit:
                     last = other
                     break
@@ -67,7 +75,7 @@ class Preemption:
         candidates = [s for s in self._running.order if _may_be_preempted(s)]
         if candidates[0].request is request and request.search is None:
             request.apart = True
-        self.preempt(candidates[-1], apart=request.apart)
+        self.preempt([s for s in candidates if s.request is request][-1], apart=request.apart)
 
     def preempt(self, sequence: Seq, *, apart: bool = False) -> None:
         """Frees every block of a request, or of the one sequence `apart`; its sequences wait, and go on from what they
