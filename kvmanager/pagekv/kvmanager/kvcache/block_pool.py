@@ -27,6 +27,7 @@ from pagekv.kvmanager.kvcache.tenant_order import TenantOrder
 
 # Evictions of at least so many blocks at once retire them, see `digest_map`.
 RETIRED_TOGETHER = 1024
+_NO_BLOCKS = np.empty(0, np.int32)
 
 
 def _ignore(digests: Sequence[bytes]) -> None:
@@ -108,9 +109,8 @@ class BlockPool:
         """Blocks that can be allocated for this tenant, once these blocks, none named twice, are touched."""
         if self.tenants is None:
             return len(self._free) - (0 if touched is None else self.num_unheld(touched))
-        if touched is None:
-            touched = np.empty(0, np.int32)
-        return self.tenants.num_free_for(tenant, touched[self.ref_counts[touched] == 0])
+        unheld = _NO_BLOCKS if touched is None else touched[self.ref_counts[touched] == 0]
+        return self.tenants.num_free_for(tenant, unheld)
 
     # -- prefix table
 

@@ -23,6 +23,13 @@ def eviction_quotas(count: int, footprints: Counts, weights: Weights, allowed: C
         quotas[numbers] = count
         return quotas
     blocks, weight, most = footprints[numbers], weights[numbers], allowed[numbers]
+    if count == 1:
+        # A sequence goes on, as almost always.
+        levels = blocks / weight
+        at = int(levels.argmax())
+        own = allowed[taker] and footprints[taker] / weights[taker] >= levels[at]
+        quotas[taker if own else numbers[at]] = 1
+        return quotas
     # Beyond these nothing can go: a few too many, for the level is not exact.
     looked_at = np.clip(np.floor(blocks - weight * _level(count, blocks, weight, most)) + 2, 0, most).astype(np.int64)
     whose = np.repeat(np.arange(len(numbers)), looked_at)

@@ -67,6 +67,7 @@ class TenantOrder:
         self._cached = np.zeros(0, np.int64)
         self._weight = np.zeros(0)
         self._floor = np.zeros(0, np.int64)
+        self._has_floors = False
         self._reach(0)
         self._footprint[0] = num_blocks
         self._num_cached = 0
@@ -102,6 +103,7 @@ class TenantOrder:
         self._floor[:] = 0
         self._weight[[*weights]] = [*weights.values()]
         self._floor[[*floors]] = [*floors.values()]
+        self._has_floors = bool(self._floor.any())
 
     def _reach(self, number: int) -> None:
         """Makes room for tenants up to this one."""
@@ -131,11 +133,16 @@ class TenantOrder:
 
     def num_free_for(self, tenant: int, touched: Blocks) -> int:
         """Blocks that can be allocated for this tenant, once these free blocks, none named twice, are held."""
-        counts = self._counts(touched)
-        cached, held = self._cached - counts, self._footprint - self._cached + counts
+        free = len(self) - len(touched)
+        if not self._has_floors:
+            return free
+        cached, held = self._cached, self._footprint - self._cached
+        if len(touched):
+            counts = self._counts(touched)
+            cached, held = cached - counts, held + counts
         protected = np.minimum(cached, np.maximum(self._floor - held, 0))
         own = int(protected[tenant]) if tenant < len(protected) else 0
-        return len(self) - len(touched) - int(protected.sum()) + own
+        return free - int(protected.sum()) + own
 
     def most_for(self, tenant: int, held: Blocks) -> int:
         """Blocks that one request of this tenant can come to hold while others hold these alone, whatever is cached."""
