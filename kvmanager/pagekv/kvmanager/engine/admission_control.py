@@ -12,7 +12,7 @@ from pagekv.kvmanager.request.command import GenerateCommand
 def check_admissible(command: GenerateCommand, state: EngineState, num_entering: int = 0) -> None:
     """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it.
     Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when the request can never fit, or LimitExceeded when
-    it cannot beside what is pinned.
+    it cannot beside what is pinned, or kept for other tenants.
     """
     if state.draining:
         raise draining()
@@ -39,7 +39,7 @@ def check_admissible(command: GenerateCommand, state: EngineState, num_entering:
         raise InvalidRequest(
             "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
         )
-    state.cache.check_room(blocks_needed(total, model.block_size, width))
+    state.cache.check_room(blocks_needed(total, model.block_size, width), command.tenant.number)
     waiting = scheduler.num_waiting + num_entering
     if waiting + command.n > config.max_queue:
         full = f"the queue is full: {waiting} sequences wait, at most {config.max_queue}"

@@ -26,6 +26,7 @@ from pagekv.kvmanager.replay.trace import shown
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
@@ -130,6 +131,7 @@ class _Replay:
             "free": lambda blocks: self._now().pool.free(np.frombuffer(blocks, np.int32)),
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
+            "tenants": lambda weights, floors: self._now().set_tenants(dict(weights), dict(floors)),
         }
 
     def apply(self, record: Any) -> None:
@@ -188,6 +190,7 @@ class _Replay:
             fields["resumed_tokens"],
             CacheIdentity(media=media, read=fields["read"], write=fields["write"]),
             fields["priority"],
+            tenant=Tenant("", fields.get("tenant", 0)),
         )
         # The stream has no reader, and nothing is written to it.
         stream = RequestStream(command.request_id, command.n)

@@ -81,7 +81,9 @@ class Admission:
                 continue  # its prompt is under way
             children = self._waiting.take_children(request)
             room = min(step.room, self._tables.limits.max_running - len(running.order))
-            fits = len(children) <= room and tables.pool.num_free - len(children) >= self._watermark(request)
+            fits = len(children) <= room and tables.pool.num_free_for(request.tenant) - len(
+                children
+            ) >= self._watermark(request)
             fits = fits and step.takes(parent, len(children))
             may = children and parent.state in HOLDING and fits and self._tables.limits.fork_sharing
             # Each computes the last prompt position for itself.
@@ -196,7 +198,8 @@ class Admission:
         if blocked is not None and blocked.sequence is head and blocked.count == len(group):
             blocked.steps_left -= 1
             # With nothing planned there may be no later step to look again in.
-            if step.plan.num_tokens and blocked.steps_left and pool.num_free < blocked.free_needed + watermark:
+            looks_again = not step.plan.num_tokens or not blocked.steps_left
+            if not looks_again and pool.num_free_for(request.tenant) < blocked.free_needed + watermark:
                 return []
         self._blocked = None
         if len(request.sequences) == 1 or not self._tables.limits.fork_sharing:
@@ -204,9 +207,13 @@ class Admission:
         else:
             arrivals = pair_arrivals(group, pool.block_size)
         missing = self._tables.admit(arrivals, watermark)
+        if missing and pool.tenants is not None and len(group) == 1 and not self._running.order:
+            # Nobody is left to wait for: floors were raised, or the pool has shrunk, since the request was accepted.
+            missing = self._tables.admit(arrivals, watermark, over_floors=True)
         if missing:
-            self._blocked = _Blocked(head, len(group), pool.num_free + missing - watermark, RETRY_STEPS)
-            self.refused = Refused(group, slots, pool.num_free + missing)
+            free = pool.num_free_for(request.tenant) + missing
+            self._blocked = _Blocked(head, len(group), free - watermark, RETRY_STEPS)
+            self.refused = Refused(group, slots, free)
             return []
         self.refused = None
         return arrivals

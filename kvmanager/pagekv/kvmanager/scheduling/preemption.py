@@ -4,6 +4,8 @@ The victim is the last of the running order, never one before the sequence in ne
 is the last of the one that holds most for its weight, and a tenant that holds less takes from it, whatever came first.
 The sequences of one request, or the beams of one search, are preempted together, and what they share is copied once.
 Only sequences that have not fitted together before are preempted one by one.
+
+Of another tenant that has no more than its floor nobody is preempted: what it gave back would be kept for it.
 """
 
 from __future__ import annotations
@@ -36,7 +38,11 @@ class Preemption:
         which then waits.
         """
         while sequence.state is SeqStatus.RUNNING:
-            blocks = self._tables.allocate(1)
+            # Alone it goes on as it is admitted alone, over floors that were not there when it was accepted.
+            alone = len(self._running.order) == 1
+            blocks = self._tables.allocate(1, sequence.request.tenant)
+            if blocks is None and alone and self._tables.pool.tenants is not None:
+                blocks = self._tables.allocate(1, sequence.request.tenant, over_floors=True)
             if blocks is not None:
                 return int(blocks[0])
             if not self.preempt_behind(sequence):
@@ -47,10 +53,11 @@ class Preemption:
         """Preempts the last request behind this sequence's, passing over requests preempted often enough while there is
         another. False when none is behind. The front of the order is never preempted so.
         """
-        tenant = sequence.tenant
-        if self._waiting.served.several:
-            tenant = max(shares := self._shares(), key=shares.__getitem__)
-        last = self._last_of(tenant, sequence if tenant == sequence.tenant else None)
+        own, last = sequence.tenant, None
+        for tenant in self._most_first(own):
+            last = self._last_of(tenant, sequence if tenant == own else None)
+            if last is not None or tenant == own:
+                break
         if last is not None:
             self.preempt(last, apart=last.request.apart)
         return last is not None
@@ -84,6 +91,14 @@ class Preemption:
         most = max(slots / self._tables.limits.max_running, blocks / self._tables.pool.num_blocks)
         return most / self._waiting.served.weight(tenant)
 
+    def _most_first(self, taker: int) -> list[int]:
+        """Tenants whose running sequences may be preempted for one of the `taker`, the largest share first."""
+        if not self._waiting.served.several:
+            return [taker]
+        tenants, shares = self._tables.pool.tenants, self._shares()
+        may = [other for other in shares if other == taker or tenants is None or tenants.yields(other, taker)]
+        return sorted(may, key=shares.__getitem__, reverse=True)
+
     def make_room(self, group: list[Seq], slots: int, free_blocks: int) -> None:
         """Preempts requests of tenants whose shares are larger than that of a group's tenant would be with the group,
         until as many slots and blocks are free as it needs. So who comes does not wait for the long requests of those
@@ -96,10 +111,12 @@ class Preemption:
         blocks = sum(-(-sequence.num_tokens // pool.block_size) for sequence in group)
         own = [sequence for sequence in self._running.order if sequence.tenant == tenant]
         share = self._share(tenant, len(own) + slots, sum(len(sequence.block_table) for sequence in own) + blocks)
-        while len(self._running.order) + slots > limits.max_running or pool.num_free < (free_blocks or blocks):
-            shares = self._shares()
-            more = [other for other in shares if served.of(other) > served.of(tenant) and shares[other] > share]
-            last = self._last_of(max(more, key=shares.__getitem__)) if more else None
+        free_blocks = free_blocks or blocks
+        while len(self._running.order) + slots > limits.max_running or pool.num_free_for(tenant) < free_blocks:
+            shares, last = self._shares(), None
+            for other in self._most_first(tenant):
+                if served.of(other) > served.of(tenant) and shares[other] > share and last is None:
+                    last = self._last_of(other)
             if last is None:
                 return
             self.preempt(last, apart=last.request.apart)

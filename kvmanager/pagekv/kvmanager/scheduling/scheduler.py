@@ -12,13 +12,14 @@ where the head of the queue, behind them, found too few bytes in the step before
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.tenant_order import fitted_floors
 from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
@@ -52,6 +53,8 @@ class Scheduler:
         self._listener = SchedulerListener() if listener is None else listener
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
+        # Weights and floors by tenant.
+        self._tenants: tuple[dict[int, float], dict[int, int]] = {}, {}
         self._begin_epoch(pool, limits, eos_token_ids, host)
 
     def _begin_epoch(
@@ -61,6 +64,9 @@ class Scheduler:
         self.pool = pool
         self.host = HostPool(0, pool.block_size) if host is None else host
         self.limits = limits
+        weights, floors = self._tenants
+        # This pool may be a smaller one, and is shared all the same.
+        pool.set_tenants(weights, fitted_floors(floors, pool.num_blocks) if limits.prefix_cache else {})
         self._eos = tuple(eos_token_ids)
         self._tables = tables = BlockTables(pool, self.host, limits, self.counters)
         self._running = running = RunningQueue(pool.block_size)
@@ -86,6 +92,15 @@ class Scheduler:
         if request.command.sampling.beam_width:
             request.search = BeamSearch(request.command.sampling, request.command.n, self._eos)
         self.waiting.add(request)
+
+    def set_tenants(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
+        """As `BlockPool.set_tenants`, for later epochs, too; without a prefix cache there is nothing that floors could
+        keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
+        """
+        self.pool.set_tenants(weights, floors if self.limits.prefix_cache else {})
+        self.waiting.served.set_weights(weights)
+        self._tenants = dict(weights), dict(floors)
+        self._listener.tenants_set(*self._tenants)
 
     # -- planning
 
@@ -171,7 +186,7 @@ class Scheduler:
         """One more block for each of these sequences, in these rows, whose tables are full; True if that preempted
         any.
         """
-        blocks = self._tables.allocate(len(rows))
+        blocks = self._tables.allocate_each(sequences)
         preempts = blocks is None
         if blocks is None:
             found = self._allocate_one_by_one(sequences)

@@ -71,6 +71,11 @@ class LiveRequest:
         return self.command.sampling.logprobs if self.search is None else self.search.num_candidates
 
     @property
+    def tenant(self) -> int:
+        """The number of the tenant whose blocks its sequences take."""
+        return self.command.tenant.number
+
+    @property
     def names(self) -> tuple[str, str] | None:
         """Namespace and adapter of its blocks; None where there is neither."""
         names = self.command.identity.namespace, self.command.identity.adapter_id

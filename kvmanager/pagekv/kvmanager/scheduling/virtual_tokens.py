@@ -8,7 +8,7 @@ credit; it is lowered never, so a burst is paid for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,12 @@ class VirtualTokens:
             self._weights = np.append(self._weights, np.ones(more))
         self._weights[tenant] = weight
         self.several = self.several or tenant > 0
+
+    def set_weights(self, weights: Mapping[int, float]) -> None:
+        """Weights instead of all that were set before; 1 where there is none."""
+        self._weights[:] = 1
+        for tenant, weight in weights.items():
+            self.know(tenant, weight)
 
     def of(self, tenant: int) -> float:
         """A tenant's counter."""
