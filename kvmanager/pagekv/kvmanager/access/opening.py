@@ -66,9 +66,10 @@ def open_access(config: AccessConfig) -> Access:
     gate: Gate | None = None
     try:
         if config.tls.tls_cert or config.executor_ca:
-            from pagekv.common.tls import Tls
+            from pagekv.common.tls import PairFiles, Tls
 
-            tls = Tls(config.tls, ("executor-ca", config.executor_ca))
+            own = PairFiles("executor-cert", config.executor_cert, "executor-key", config.executor_key)
+            tls = Tls(config.tls, ("executor-ca", config.executor_ca), own if config.executor_cert else None)
         if config.identities:
             from pagekv.kvmanager.access.audit_log import AuditLog
             from pagekv.kvmanager.access.gate import Gate
