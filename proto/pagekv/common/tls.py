@@ -178,7 +178,7 @@ def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
 
 
 def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
-    """Certificate, key, and the certificate's end. Raises TlsError unless it is valid now and its key is the one given."""
+    """Certificate, key, and the certificate's end. Raises TlsError unless it is valid now and that is its key."""
     chain = _read(files.cert_flag, files.cert)
     key = _read(files.key_flag, files.key, secret=True)
     certificate = _certificates(files.cert_flag, files.cert, chain)[0]

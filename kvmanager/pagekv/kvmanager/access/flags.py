@@ -16,8 +16,8 @@ class AccessConfig:
 
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     executor_ca: str = flag(
-        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --executor-cert, else "
-        "--tls-cert, as this manager's certificate there",
+        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --executor-cert, or "
+        "else --tls-cert, as this manager's certificate there",
         default="",
         metavar="FILE",
     )
