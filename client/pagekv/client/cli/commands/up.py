@@ -91,19 +91,13 @@ def add(commands: Subparsers) -> None:
     group = parser.add_argument_group("identity (see pagekv certs, pagekv keys)")
     add_flags(
         group,
-        ("certs", _directory, None, "DIR",
+        ("certs", Path, None, "DIR",
          "TLS on every port, with the files that pagekv certs DIR made; the executor serves its manager alone"),
         ("identities", Path, None, "FILE",
          "callers who are let in, and what each may do; where it knows some by certificate, each has to show one "
          "[with --certs: identities.toml there]"),
     )  # fmt: skip  # laid out as a table
     add_stack_flags(parser)
-
-
-def _directory(text: str) -> Path:
-    if not Path(text).is_dir():
-        raise argparse.ArgumentTypeError(f"must be a directory that pagekv certs made, got {text!r}")
-    return Path(text)
 
 
 def add_stack_flags(parser: CommandParser) -> None:
@@ -199,10 +193,13 @@ def _certificates(directory: Path, identities: str | None) -> StackCertificates:
     """Callers have to show certificates where the file knows one by it: a port asks all of them, or none. Raises
     UsageError where a file of the directory cannot be used, and PageKVError for the file of identities.
     """
-    known = list_identities(Path(identities)) if identities else []
-    found = StackCertificates(directory, mutual=any(each.kind == "certificate" for each in known))
+    found = StackCertificates(directory, mutual=False)
     try:
         found.check()
+        known = list_identities(Path(identities)) if identities else []
+        if any(each.kind == "certificate" for each in known):
+            found = StackCertificates(directory, mutual=True)
+            found.check()
     except InvalidRequest as error:
         raise UsageError(f"--certs: {error.description}; pagekv certs {directory} makes what is missing") from error
     return found
