@@ -267,7 +267,7 @@ def test_keys_and_certificates_are_rotated_under_load_and_no_stream_breaks(tmp_p
                 if turn:
                     assert status_of(channel, method, bearer(f"new-key-{turn - 1}")) == "UNAUTHENTICATED"
             until(lambda: len(results) >= done + 8)  # noqa: B023  # called here
-        # What cannot be read changes nothing, and is told.
+        # A file that cannot be read changes nothing, and that is told.
         protected.identities.write_text("[keys.alice]\nsha256 = 7\n")
         until(lambda: "cannot be used; what was read before stays" in protected.stack.manager.tail(400))
         done = len(results)

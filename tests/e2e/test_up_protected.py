@@ -38,7 +38,7 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def running_up(*flags: str) -> Iterator[dict[str, Any]]:
-    """What `up --json` says of the stack that runs."""
+    """The stack that runs, as `up --json` says it."""
     command = [*PAGEKV, "up", "--json", *ORACLE, "--port", "0", "--executor-port", "0", "--http-port", "0", *flags]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None

@@ -111,7 +111,7 @@ class Tls:
         return grpc.ssl_channel_credentials(now.peer_ca, now.peer_key or None, now.peer_chain or None)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port of HTTP. What this context itself has is used for no connection: authorities that a context was
+        """For a port of HTTP. This context's own files are used for no connection: authorities that a context was
         given once cannot be taken from it again, so each handshake takes the context of the latest files.
         """
         front = self._context(self._material)

@@ -1,4 +1,4 @@
-"""TLS and the gate of a manager, opened as its flags say. What no flag asks for is not imported."""
+"""TLS and the gate of a manager, opened as its flags say. Nothing is imported that no flag asks for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CannotProtect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """What a manager serves with. Without `tls` nothing is encrypted, without `gate` everybody may call everything."""
+    """TLS and gate of a manager. Without `tls` nothing is encrypted, without `gate` everybody may call everything."""
 
     tls: Tls | None = None
     gate: Gate | None = None

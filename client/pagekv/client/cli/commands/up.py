@@ -327,17 +327,18 @@ def _client_files(stack: Stack) -> dict[str, Path]:
     return {} if stack.certificates is None else stack.certificates.client_files()
 
 
-def _reached_at(stack: Stack) -> str:
+def _reached_at(stack: Stack, address: str) -> str:
     """The address for a client on this machine: no certificate bears the one of every interface."""
-    host, _, port = stack.target.rpartition(":")
-    return f"localhost:{port}" if stack.certificates is not None and host in ("0.0.0.0", "[::]") else stack.target
+    host, _, port = address.rpartition(":")
+    return f"localhost:{port}" if stack.certificates is not None and host in ("0.0.0.0", "[::]") else address
 
 
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     info = _model_info(stack)
     scheme = "http" if stack.certificates is None else "https"
     # An HTTP address that the manager's own flags set may be for metrics alone.
-    pages = [f"{scheme}://{address}/" for address in stack.listening("http")] if stack.has_page else []
+    served = [_reached_at(stack, address) for address in stack.listening("http")] if stack.has_page else []
+    pages = [f"{scheme}://{address}/" for address in served]
     events: list[dict[str, str]] = stack.listening("kv_events")
     recordings = [path for paths in stack.listening("recordings") for path in paths]
     listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
@@ -347,7 +348,7 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
-        found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
+        found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
         # The first manager's, and those of all.
         found |= {name: str(path) for name, path in _client_files(stack).items()}
@@ -356,7 +357,7 @@ def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> Non
         found |= {"recordings": recordings} if recordings else {}
         terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
         return
-    where = "" if stack.target == DEFAULT_TARGET else f" --target {_reached_at(stack)}"
+    where = "" if stack.target == DEFAULT_TARGET else f" --target {_reached_at(stack, stack.target)}"
     where += "".join(
         f" --{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in _client_files(stack).items()
     )

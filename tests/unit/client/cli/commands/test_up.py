@@ -359,9 +359,9 @@ def test_it_says_how_to_ask_a_manager_with_certificates(
     server.start()
     try:
         found = StackCertificates(certificates, mutual=known)
-        stack = Stack(StackConfig(host="0.0.0.0", port=0, executor_port=0, certificates=found))
+        stack = Stack(StackConfig(host="0.0.0.0", port=0, executor_port=0, page_port=0, certificates=found))
         stack.target = stack.targets[0] = f"0.0.0.0:{server.target.rpartition(':')[2]}"
-        monkeypatch.setattr(stack, "listening", lambda key: [])
+        monkeypatch.setattr(stack, "listening", lambda key: ["0.0.0.0:8080"] if key == "http" else [])
         for flags in ([], ["--json"]):
             answer: Any = pb.GetModelInfoResponse(model_id="demo", has_tokenizer=True)
             server.expect("GetModelInfo", answer if known else Fails(grpc.StatusCode.UNAUTHENTICATED))
@@ -378,5 +378,6 @@ def test_it_says_how_to_ask_a_manager_with_certificates(
     assert ("PAGEKV_API_KEY=KEY " in asked) == (not known)
     assert "without TLS" not in err
     said = json.loads(out.splitlines()[-1])
+    assert (said["target"], said["page"]) == (target.partition(" ")[2], "https://localhost:8080/")
     assert said["ca"] == f"{certificates}/ca.pem"
     assert ("client_key" in said) == known
