@@ -53,6 +53,10 @@ def generate(target: str, *flags: str) -> subprocess.CompletedProcess[str]:
     return pagekv("generate", "--target", target, "--token-ids", "1,2,3", "--max-tokens", "4", "--json", *flags)
 
 
+def error_code(refused: subprocess.CompletedProcess[str]) -> str:
+    return str(json.loads(refused.stderr.splitlines()[-1])["error"]["code"])
+
+
 def page_status(url: str, ca: str, *headers: tuple[str, str]) -> int:
     context = ssl.create_default_context(cafile=ca)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
@@ -82,7 +86,7 @@ def test_text_for_a_key_and_none_without(certificates: Path, tmp_path: Path) -> 
             ([], "UNAVAILABLE"),
         ):
             refused = generate(up["target"], *flags)
-            assert json.loads(refused.stderr)["error"]["code"] == code, (flags, refused.stderr)
+            assert error_code(refused) == code, (flags, refused.stderr)
         assert page_status(up["page"], up["ca"]) == 401
         assert page_status(up["page"], up["ca"], ("Authorization", f"Bearer {olga}")) == 200
         # The executor is its manager's: a certificate of the same authority is not enough.
@@ -99,7 +103,7 @@ def test_text_for_a_certificate_and_none_without(certificates: Path) -> None:
         answered = generate(up["target"], *files)
         assert answered.returncode == 0, answered.stderr
         refused = generate(up["target"], "--ca", up["ca"])
-        assert json.loads(refused.stderr)["error"]["code"] == "UNAVAILABLE"
+        assert error_code(refused) == "UNAVAILABLE", refused.stderr
         probe = [f"--client-cert={certificates}/probe.pem", f"--client-key={certificates}/probe.key"]
         refused = generate(up["target"], "--ca", up["ca"], *probe)
-        assert json.loads(refused.stderr)["error"]["code"] == "UNAUTHENTICATED"
+        assert error_code(refused) == "UNAUTHENTICATED", refused.stderr
