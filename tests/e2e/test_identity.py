@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.clients.certificates import Authority, Pair
+from support.clients.certificates import Authority, Pair, client_credentials
 from support.clients.protected_stack import (
     KEYS,
     ROLES,
@@ -267,7 +267,7 @@ def test_keys_and_certificates_are_rotated_under_load_and_no_stream_breaks(tmp_p
                 if turn:
                     assert status_of(channel, method, bearer(f"new-key-{turn - 1}")) == "UNAUTHENTICATED"
             until(lambda: len(results) >= done + 8)  # noqa: B023  # called here
-        # A file that cannot be read changes nothing, and is told.
+        # A file that cannot be read changes nothing, and that is told.
         protected.identities.write_text("[keys.alice]\nsha256 = 7\n")
         until(lambda: "cannot be used; what was read before stays" in protected.stack.manager.tail(400))
         done = len(results)
@@ -338,6 +338,22 @@ def test_tls_of_the_link_alone_needs_no_identities(tmp_path: Path) -> None:
         assert status_of(channel, "/pagekv.v1.InferenceService/GetModelInfo") == "OK"
 
 
+def test_the_link_has_a_certificate_of_its_own_where_clients_need_no_tls(tmp_path: Path) -> None:
+    """As in compose.yaml: a gateway that speaks no TLS is in front of the manager, and the executor is elsewhere."""
+    authority = Authority(tmp_path)
+    executor_pair, manager_pair = authority.pair("pagekv-executor"), authority.pair("pagekv-manager")
+    to_executor = client_credentials(authority.ca, authority.pair("pagekv-probe"))
+    link = [f"--executor-cert={manager_pair.cert}", f"--executor-key={manager_pair.key}"]
+    with (
+        running_executor(
+            [*ORACLE, *tls_flags(executor_pair, authority.ca)], tmp_path, credentials=to_executor
+        ) as executor,
+        running_manager(executor, [f"--executor-ca={authority.ca}", *link]) as stack,
+        stack.manager.channel() as channel,
+    ):
+        assert status_of(channel, "/pagekv.v1.InferenceService/GetModelInfo") == "OK"
+
+
 # -- what is wrong at the start
 
 
@@ -365,6 +381,8 @@ def test_a_start_that_cannot_protect_ends_with_one_line(tmp_path: Path) -> None:
     expired = refusal(tmp_path, f"--tls-cert={late.cert}", f"--tls-key={late.key}")
     assert f"--tls-cert {late.cert}: the certificate expired" in expired
     assert "needs --tls-key" in refusal(tmp_path, f"--tls-cert={pair.cert}")
+    link = [f"--executor-ca={authority.ca}", f"--executor-cert={pair.cert}"]
+    assert "--executor-cert: needs --executor-key, too" in refusal(tmp_path, *link)
     assert "needs --identities" in refusal(tmp_path, *files, f"--tls-client-ca={authority.ca}")
     identities.chmod(0o600)
     events = [f"--identities={identities}", "--kv-events"]

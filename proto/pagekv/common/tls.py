@@ -38,25 +38,44 @@ class _Material:
     key: bytes
     client_ca: bytes
     peer_ca: bytes
-    # When the process's certificate ends.
+    # Of this process as a client.
+    peer_chain: bytes
+    peer_key: bytes
+    # When the first of the process's certificates ends.
     not_after: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class PairFiles:
+    """A certificate and its key, by the flags, without dashes, that name the files."""
+
+    cert_flag: str
+    cert: str
+    key_flag: str
+    key: str
 
 
 class Tls:
     """The files of one process."""
 
-    def __init__(self, config: TlsConfig, peer_ca: tuple[str, str] = ("", "")) -> None:
+    def __init__(
+        self, config: TlsConfig, peer_ca: tuple[str, str] = ("", ""), peer_pair: PairFiles | None = None
+    ) -> None:
         """`peer_ca`: the flag, without dashes, and the file of the authorities that sign the certificate of a server
-        that this process connects to. Raises TlsError.
+        that this process connects to. `peer_pair`: the certificate to show there, where it is not the one to serve
+        with. Raises TlsError.
         """
         self._config = config
         self._peer_ca = peer_ca
-        paths = (config.tls_cert, config.tls_key, config.tls_client_ca, peer_ca[1])
+        self._peer_pair = peer_pair
+        paths = [config.tls_cert, config.tls_key, config.tls_client_ca, peer_ca[1]]
+        if peer_pair is not None:
+            paths += [peer_pair.cert, peer_pair.key]
         self.files = WatchedFiles("TLS", [Path(path) for path in paths if path], self._load)
         self._load()
 
     def _load(self) -> None:
-        material = _read_all(self._config, self._peer_ca)
+        material = _read_all(self._config, self._peer_ca, self._peer_pair)
         grpc_latest = http_latest = None
         if material.chain:
             pairs, roots = [(material.key, material.chain)], material.client_ca or None
@@ -72,7 +91,7 @@ class Tls:
 
     @property
     def not_after(self) -> datetime | None:
-        """When the process's certificate ends; None without one."""
+        """When the first of the process's certificates ends; None without one."""
         return self._material.not_after
 
     def server_credentials(self) -> grpc.ServerCredentials:
@@ -89,11 +108,13 @@ class Tls:
         client's; None where there is no such authority, and nothing is encrypted.
         """
         now = self._material
-        return grpc.ssl_channel_credentials(now.peer_ca, now.key or None, now.chain or None) if now.peer_ca else None
+        if not now.peer_ca:
+            return None
+        return grpc.ssl_channel_credentials(now.peer_ca, now.peer_key or None, now.peer_chain or None)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port of HTTP. The files of this context itself are used for no connection: authorities that a context
-        was given once cannot be taken from it again, so each handshake takes the context of the latest files.
+        """For a port of HTTP. This context's own files are used for no connection: authorities that a context was
+        given once cannot be taken from it again, so each handshake takes the context of the latest files.
         """
         front = self._context(self._material)
 
@@ -125,16 +146,20 @@ class Tls:
         return context
 
 
-def _read_all(config: TlsConfig, peer_ca: tuple[str, str]) -> _Material:
+def _read_all(config: TlsConfig, peer_ca: tuple[str, str], peer_pair: PairFiles | None) -> _Material:
     chain = key = client_ca = b""
-    not_after = None
+    ends = []
     if config.tls_cert:
-        chain = _read("tls-cert", config.tls_cert)
-        key = _read("tls-key", config.tls_key, secret=True)
-        not_after = _check_pair(config, chain, key)
+        chain, key, end = _read_pair(PairFiles("tls-cert", config.tls_cert, "tls-key", config.tls_key))
+        ends.append(end)
     if config.tls_client_ca:
         client_ca = _authorities("tls-client-ca", config.tls_client_ca)
-    return _Material(chain, key, client_ca, _authorities(*peer_ca) if peer_ca[1] else b"", not_after)
+    peer_chain, peer_key = chain, key
+    if peer_pair is not None:
+        peer_chain, peer_key, end = _read_pair(peer_pair)
+        ends.append(end)
+    authorities = _authorities(*peer_ca) if peer_ca[1] else b""
+    return _Material(chain, key, client_ca, authorities, peer_chain, peer_key, min(ends, default=None))
 
 
 def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
@@ -164,23 +189,25 @@ def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
         raise TlsError(f"--{flag} {path}: must be certificates in PEM") from error
 
 
-def _check_pair(config: TlsConfig, chain: bytes, key: bytes) -> datetime:
-    """The end of the certificate. Raises TlsError unless it is valid now and its key is the one given."""
-    certificate = _certificates("tls-cert", config.tls_cert, chain)[0]
+def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
+    """Certificate, key, and the certificate's end. Raises TlsError unless it is valid now and that is its key."""
+    chain = _read(files.cert_flag, files.cert)
+    key = _read(files.key_flag, files.key, secret=True)
+    certificate = _certificates(files.cert_flag, files.cert, chain)[0]
     try:
         found = load_pem_private_key(key, None)
     except TypeError as error:
-        raise TlsError(f"--tls-key {config.tls_key}: must have no passphrase") from error
+        raise TlsError(f"--{files.key_flag} {files.key}: must have no passphrase") from error
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"--tls-key {config.tls_key}: must be a private key in PEM") from error
+        raise TlsError(f"--{files.key_flag} {files.key}: must be a private key in PEM") from error
     try:
         same = found.public_key() == certificate.public_key()
     except (ValueError, UnsupportedAlgorithm) as error:
-        raise TlsError(f"--tls-cert {config.tls_cert}: has a key of a kind that is not known here") from error
+        raise TlsError(f"--{files.cert_flag} {files.cert}: has a key of a kind that is not known here") from error
     if not same:
-        raise TlsError(f"--tls-key {config.tls_key}: is not the key of the certificate in {config.tls_cert}")
-    _check_time("tls-cert", config.tls_cert, certificate)
-    return certificate.not_valid_after_utc
+        raise TlsError(f"--{files.key_flag} {files.key}: is not the key of the certificate in {files.cert}")
+    _check_time(files.cert_flag, files.cert, certificate)
+    return chain, key, certificate.not_valid_after_utc
 
 
 def _authorities(flag: str, path: str) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 import ssl
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from support.event_loop import in_event_loop, until, until_true
 
 from pagekv.common import health
 from pagekv.common.server import GrpcServer
-from pagekv.common.tls import Tls, TlsError
+from pagekv.common.tls import PairFiles, Tls, TlsError
 from pagekv.common.tls_flags import TlsConfig
 
 CHECK = f"/{health.SERVICE_NAME}/Check"
@@ -298,3 +298,18 @@ def test_without_an_authority_of_the_peer_a_connection_is_not_encrypted(authorit
     assert alone.channel_credentials() is not None
     assert not alone.serves
     assert os.path.exists(authority.ca)
+
+
+def test_a_certificate_of_its_own_is_for_the_peer(authority: Authority, tmp_path: Path) -> None:
+    """Beside the one to serve with, or where nothing is served with TLS; the end told is that of the first to end."""
+    short = authority.pair("link", until=timedelta(days=2))
+    peer = PairFiles("executor-cert", str(short.cert), "executor-key", str(short.key))
+    for config in (TlsConfig(), config_of(authority.pair("server"))):
+        tls = Tls(config, ("executor-ca", str(authority.ca)), peer)
+        assert tls.serves == bool(config.tls_cert)
+        assert tls.channel_credentials() is not None
+        assert tls.not_after is not None
+        assert (tls.not_after - datetime.now(UTC)).days <= 2
+    stranger = PairFiles("executor-cert", str(short.cert), "executor-key", str(tmp_path / "gone"))
+    with pytest.raises(TlsError, match=f"^--executor-key {tmp_path}/gone: No such file"):
+        Tls(TlsConfig(), ("executor-ca", str(authority.ca)), stranger)

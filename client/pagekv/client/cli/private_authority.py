@@ -45,6 +45,8 @@ ROLES = (
     # A client of its executor, too.
     CertificateRole("manager", (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3")),
     CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3")),
+    # Of health checks, where a process asks every connection for a certificate: nobody's identity.
+    CertificateRole("probe", (_CLIENT,)),
     CertificateRole("client", (_CLIENT,)),
 )
 

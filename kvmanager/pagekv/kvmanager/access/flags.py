@@ -16,11 +16,18 @@ class AccessConfig:
 
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     executor_ca: str = flag(
-        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --tls-cert as this "
-        "manager's certificate there, too",
+        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --executor-cert, or "
+        "else --tls-cert, as this manager's certificate there",
         default="",
         metavar="FILE",
     )
+    executor_cert: str = flag(
+        "certificate to show the executor (PEM), where it is not that of --tls-cert",
+        default="",
+        metavar="FILE",
+        needs="executor-ca",
+    )
+    executor_key: str = flag("its private key, without a passphrase", default="", metavar="FILE", needs="executor-cert")
     identities: str = flag(
         "API keys, client certificates and the issuer of tokens that are let in, and what each may do (TOML); whatever "
         "is not in it is refused; read again when it changes",
@@ -49,6 +56,10 @@ class AccessConfig:
 def check_access(parser: FlagParser, config: AccessConfig, events: Mapping[str, str]) -> None:
     """Ends the process with status 2, and one line, where flags do not go together."""
     check_tls(parser, config.tls)
+    if bool(config.executor_cert) != bool(config.executor_key):
+        names = ("executor-cert", "executor-key")
+        there, missing = names if config.executor_cert else names[::-1]
+        parser.error(f"argument --{there}: needs --{missing}, too")
     if config.tls.tls_client_ca and not config.identities:
         parser.error("argument --tls-client-ca: needs --identities, which says what each certificate may do")
     for name, endpoint in events.items():

@@ -1,4 +1,4 @@
-"""TLS and the gate of a manager, opened as its flags say. Modules that no flag asks for are not imported."""
+"""TLS and the gate of a manager, opened as its flags say. Nothing is imported that no flag asks for."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class CannotProtect(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """TLS and gate that a manager serves with. Without `tls` nothing is encrypted, without `gate` everybody may call
-    everything.
-    """
+    """TLS and gate of a manager. Without `tls` nothing is encrypted, without `gate` everybody may call everything."""
 
     tls: Tls | None = None
     gate: Gate | None = None
@@ -73,9 +71,10 @@ def open_access(config: AccessConfig) -> Access:
     gate: Gate | None = None
     try:
         if config.tls.tls_cert or config.executor_ca:
-            from pagekv.common.tls import Tls
+            from pagekv.common.tls import PairFiles, Tls
 
-            tls = Tls(config.tls, ("executor-ca", config.executor_ca))
+            own = PairFiles("executor-cert", config.executor_cert, "executor-key", config.executor_key)
+            tls = Tls(config.tls, ("executor-ca", config.executor_ca), own if config.executor_cert else None)
         if config.identities:
             from pagekv.kvmanager.access.audit_log import AuditLog
             from pagekv.kvmanager.access.gate import Gate

@@ -50,7 +50,7 @@ class WaitingQueue:
         insort(self._orders.setdefault(sequence.tenant, []), sequence, key=key)
 
     def __iter__(self) -> Iterator[Seq]:
-        """Those that wait for admission; of one tenant the next first."""
+        """Sequences that wait for admission; of one tenant the next first."""
         return chain.from_iterable(self._orders.values())
 
     def head(self) -> Seq | None:

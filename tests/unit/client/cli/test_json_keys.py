@@ -102,6 +102,9 @@ def _of_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
         "recordings": [["a"]],
     }
     monkeypatch.setattr(stack, "listening", listening.__getitem__)
+    # As with --certs.
+    files = {name: Path(name) for name in ("ca", "client_cert", "client_key")}
+    monkeypatch.setattr(up, "_client_files", lambda stack: files)
     server.expect("GetModelInfo", INFO)
     up._announce(stack, make_parser().parse(["up", "--json"]), Terminal())
 

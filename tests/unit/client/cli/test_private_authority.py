@@ -16,7 +16,7 @@ from pagekv.client.cli import private_authority as pki
 from pagekv.client.errors import PageKVError
 
 ROOT = Path(__file__).resolve().parents[4]
-MANAGER, EXECUTOR, CLIENT = pki.ROLES
+MANAGER, EXECUTOR, PROBE, CLIENT = pki.ROLES
 
 
 @pytest.fixture
@@ -59,9 +59,7 @@ def test_a_certificate_is_for_its_role(
     assert found.subject.rfc4514_string() == f"CN=pagekv-{role.name}"
     assert found.not_valid_after_utc == end
     assert days_of(found) == 30
-    uses = {"manager": {"SERVER_AUTH", "CLIENT_AUTH"}, "executor": {"SERVER_AUTH"}, "client": {"CLIENT_AUTH"}}[
-        role.name
-    ]
+    uses = {"manager": {"SERVER_AUTH", "CLIENT_AUTH"}, "executor": {"SERVER_AUTH"}}.get(role.name, {"CLIENT_AUTH"})
     extensions = found.extensions
     assert {*extensions.get_extension_for_class(x509.ExtendedKeyUsage).value} == {
         getattr(ExtendedKeyUsageOID, use) for use in uses
@@ -76,9 +74,9 @@ def test_a_certificate_is_for_its_role(
     key = serialization.load_pem_private_key((tmp_path / f"{role.name}.key").read_bytes(), password=None)
     assert key.public_key() == found.public_key()
     assert (tmp_path / f"{role.name}.key").stat().st_mode & 0o777 == 0o600
-    if role is CLIENT:
+    if role in (PROBE, CLIENT):
         with pytest.raises(x509.ExtensionNotFound):
-            names_of(tmp_path / "client.pem")
+            names_of(tmp_path / f"{role.name}.pem")
     else:
         here = {f"pagekv-{role.name}", role.name, "localhost", "127.0.0.1", "::1", "gpu-7.example.org", "10.0.0.7"}
         assert here <= {*names_of(tmp_path / f"{role.name}.pem")}

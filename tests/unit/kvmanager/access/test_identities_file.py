@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.documentation import ROOT, fenced
 
 from pagekv.kvmanager.access.identities_file import (
     MAX_FILE_BYTES,
@@ -51,6 +52,16 @@ def test_the_whole_file(tmp_path: Path) -> None:
     assert found.certificates == {"CN=prometheus": Identity("prometheus", frozenset({Role.OBSERVE}))}
     settings = JwtSettings("https://login.example", "pagekv", tmp_path / "jwks.json", "roles", 60)
     assert found.jwt == settings
+
+
+def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
+    (example,) = fenced(ROOT / "docs" / "deployment.md", "toml")
+    found = read_identities(written(tmp_path, example))
+    assert [identity.name for identity in (*found.keys.values(), *found.certificates.values())] == [
+        "alice",
+        "prometheus",
+    ]
+    assert found.jwt is not None
 
 
 def test_optional_fields_of_tokens(tmp_path: Path) -> None:

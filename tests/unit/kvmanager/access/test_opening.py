@@ -47,7 +47,9 @@ def test_without_flags_no_package_of_theirs_is_imported() -> None:
 
 def test_with_all_flags(tmp_path: Path, identities: Path) -> None:
     tls, authority = tls_of(tmp_path)
-    access = open_access(AccessConfig(tls, str(authority.ca), str(identities), str(tmp_path / "audit")))
+    access = open_access(
+        AccessConfig(tls, str(authority.ca), identities=str(identities), audit_log=str(tmp_path / "audit"))
+    )
     assert [files.what for files in access.files] == ["TLS", "identities"]
     assert access.gate is not None
     assert (access.admit_call, access.admit_request) == (access.gate.admit_call, access.gate.admit_request)

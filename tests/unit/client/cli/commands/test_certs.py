@@ -12,7 +12,7 @@ import pytest
 
 from pagekv.client.cli.main import main, make_parser
 
-FILES = {f"{name}.{end}" for name in ("ca", "manager", "executor", "client") for end in ("pem", "key")}
+FILES = {f"{name}.{end}" for name in ("ca", "manager", "executor", "probe", "client") for end in ("pem", "key")}
 
 
 def test_files_and_commands_for_a_first_deployment(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
