@@ -20,11 +20,12 @@ _State = tuple[tuple[int, int, int] | None, ...]
 class WatchedFiles:
     """Several files that are one configuration, such as a certificate and its key."""
 
-    def __init__(self, what: str, paths: Iterable[Path], reload: Callable[[], None]) -> None:
+    def __init__(self, what: str, paths: Iterable[Path], reload: Callable[[], Callable[[], None] | None]) -> None:
         """To be made before the files are read for the first time, so that no change is missed.
 
         `what` names the configuration in logs and metrics. `reload` reads the files and takes what they say; it raises
-        ValueError or OSError, and changes nothing, where they cannot be used. It is called on another thread.
+        ValueError or OSError, and changes nothing, where they cannot be used. It is called on another thread; a
+        function that it returns is called on the event loop, and may raise and do the same.
         """
         self.what = what
         self.failures = 0
@@ -44,7 +45,9 @@ class WatchedFiles:
             if now == seen and now != self._read:
                 self._read = now
                 try:
-                    await asyncio.to_thread(self._reload)
+                    apply = await asyncio.to_thread(self._reload)
+                    if apply is not None:
+                        apply()
                 except Exception as error:
                     # Of any kind: a watch that ended would go on with old keys and certificates for ever.
                     self.failures += 1
