@@ -33,6 +33,7 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_re
 from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 # A record has one prompt or one step; a larger one is no record.
 _MAX_RECORD_BYTES = 2**30
@@ -131,8 +132,11 @@ class _Replay:
             "free": lambda blocks: self._now().pool.free(np.frombuffer(blocks, np.int32)),
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
-            "tenants": lambda weights, floors: self._now().set_tenants(dict(weights), dict(floors)),
+            "tenants": self._set_tenants,
         }
+
+    def _set_tenants(self, weights: Any, floors: Any, caps: Any = ()) -> None:
+        self._now().set_tenants(dict(weights), dict(floors), {tenant: Cap(*cap) for tenant, cap in caps})
 
     def apply(self, record: Any) -> None:
         """Does what a record says, and compares."""

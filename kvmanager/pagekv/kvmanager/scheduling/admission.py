@@ -121,6 +121,7 @@ class Admission:
         goes_first, self._crowded_out, self.refused = self._crowded_out, False, None
         self._ended = False
         served = self._waiting.served
+        self._waiting.hold_back(self._running.order, self._tables.pool.block_size)
         if served.several:
             under_way = sorted(under_way, key=lambda sequence: (served.of(sequence.tenant), sequence.key))
         for sequence in under_way:
@@ -146,6 +147,7 @@ class Admission:
             for arrival in arrivals:
                 waiting.take(arrival.sequence)
                 running.add(arrival.sequence)
+            waiting.hold_back(running.order, self._tables.pool.block_size)
             if len(arrivals) == 1 and running.shared_prefill.is_ready(head):
                 step.add_new(head)
             else:

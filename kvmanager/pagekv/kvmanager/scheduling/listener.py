@@ -10,6 +10,7 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 
 class SchedulerListener:
@@ -27,7 +28,7 @@ class SchedulerListener:
     def adding(self, request: LiveRequest) -> None:
         """`Scheduler.add` was called."""
 
-    def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
+    def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
         """`Scheduler.set_tenants` was called; holds for later epochs, too."""
 
     def scheduled(self, plan: StepPlan | None) -> None:

@@ -14,6 +14,7 @@ from itertools import chain
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
+from pagekv.kvmanager.scheduling.tenant_caps import Cap, held_back
 from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
 
 
@@ -28,6 +29,9 @@ class WaitingQueue:
         self._orders: dict[int, list[Seq]] = {}
         # Which tenant is next.
         self.served = VirtualTokens()
+        # By tenant; and those tenants whose next request would be above theirs.
+        self.caps: dict[int, Cap] = {}
+        self._held_back: frozenset[int] = frozenset()
         # Sequences in the state FORKING.
         self.num_forking = 0
         # Requests whose sequence 0 was admitted while others wait for its prompt.
@@ -40,7 +44,7 @@ class WaitingQueue:
         """Queues sequence 0 of a new request; the others wait for a fork."""
         tenant = request.command.tenant.number
         if tenant not in self._orders:
-            self.served.joined(tenant, self._orders)
+            self.served.joined(tenant, self._orders.keys() - self._held_back)
         self.push(request.sequences[0])
         self.num_forking += len(request.sequences) - 1
 
@@ -54,13 +58,23 @@ class WaitingQueue:
         return chain.from_iterable(self._orders.values())
 
     def head(self) -> Seq | None:
-        """The next to admit, or None: of the tenant that was served least."""
-        if len(self._orders) < 2:
+        """The next to admit, or None: of the tenant that was served least, none of those held back."""
+        if len(self._orders) < 2 and not self._held_back:
             for order in self._orders.values():
                 return order[0]
             return None
-        heads = (order[0] for order in self._orders.values())
-        return min(heads, key=lambda head: (self.served.of(head.tenant), head.key))
+        heads = (order[0] for tenant, order in self._orders.items() if tenant not in self._held_back)
+        return min(heads, key=lambda head: (self.served.of(head.tenant), head.key), default=None)
+
+    def hold_back(self, running: Iterable[Seq], block_size: int) -> None:
+        """Looks which tenants are at their caps with these sequences. For the time that it was, none has a credit."""
+        before, self._held_back = self._held_back, frozenset()
+        if self.caps:
+            heads = {tenant: order[0].request for tenant, order in self._orders.items()}
+            self._held_back = held_back(self.caps, heads, running, block_size)
+        for tenant in before - self._held_back:
+            if tenant in self._orders:
+                self.served.joined(tenant, self._orders.keys() - self._held_back - {tenant})
 
     def take(self, sequence: Seq) -> None:
         """A sequence that waits is admitted."""

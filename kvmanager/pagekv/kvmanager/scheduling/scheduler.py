@@ -34,6 +34,7 @@ from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 
 class Scheduler:
@@ -93,14 +94,17 @@ class Scheduler:
             request.search = BeamSearch(request.command.sampling, request.command.n, self._eos)
         self.waiting.add(request)
 
-    def set_tenants(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
+    def set_tenants(
+        self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap] | None = None
+    ) -> None:
         """As `BlockPool.set_tenants`, for later epochs, too; without a prefix cache there is nothing that floors could
         keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
         """
         self.pool.set_tenants(weights, floors if self.limits.prefix_cache else {})
         self.waiting.served.set_weights(weights)
+        self.waiting.caps = dict(caps or {})
         self._tenants = dict(weights), dict(floors)
-        self._listener.tenants_set(*self._tenants)
+        self._listener.tenants_set(*self._tenants, self.waiting.caps)
 
     # -- planning
 

@@ -39,6 +39,7 @@ from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 FORMAT, VERSION = "pagekv steps", 2
 # Fields of SamplingParams that the scheduler looks at.
@@ -136,8 +137,8 @@ class StepRecorder(Observer):
             },
         )
 
-    def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
-        self._add("tenants", list(weights.items()), list(floors.items()))
+    def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
+        self._add("tenants", *(list(each.items()) for each in (weights, floors, caps)))
 
     def scheduled(self, plan: StepPlan | None) -> None:
         self._add("plan", None if plan is None else plan_columns(plan))
