@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,8 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.tenants.accounts import Accounts
+from pagekv.kvmanager.tenants.tenants_file import TenantsError
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import (
@@ -70,7 +73,7 @@ class Manager:
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None) -> None:
         """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. `access`: what
-        `config.access` names, opened. Raises ExtraMissing.
+        `config.access` names, opened. Raises ExtraMissing and TenantsError.
         """
         self._config = config
         self._given_tokenizer = tokenizer
@@ -84,8 +87,11 @@ class Manager:
         # The tokenizer of the model served, and the task that warms it: the event loop forgets tasks that nobody holds.
         self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None
-        self._access = access or Access()
-        self.engine = EngineLoop(config.engine, self._on_attached, self._access.executor_credentials)
+        accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
+        self._access = replace(access or Access(), tenants=accounts.files)
+        self.engine = EngineLoop(
+            config.engine, self._on_attached, self._access.executor_credentials, accounts, self._access.secret
+        )
         self._exporters = Exporters(config.observe, config.engine)
         # Closes what `_start` opened besides gRPC and the exporters.
         self._opened = AsyncExitStack()
@@ -178,7 +184,7 @@ class Manager:
         """Whether a task has ended with an error, which is logged then."""
         if task.cancelled() or (error := task.exception()) is None:
             return False
-        if isinstance(error, AttachRefused):
+        if isinstance(error, (AttachRefused, TenantsError)):
             log.error("cannot serve with these flags", reason=error)
             add_to_port_file(self._config.port_file, cannot_start=str(error))
         else:
@@ -363,7 +369,7 @@ async def serve(config: ManagerConfig) -> int:
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
         tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
-    except (OSError, ExtraMissing, CannotProtect) as error:
+    except (OSError, ExtraMissing, CannotProtect, TenantsError) as error:
         if manager is not None and manager.started:
             log.error("stopped by an error", exc_info=error)
         else:

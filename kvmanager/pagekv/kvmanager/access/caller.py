@@ -16,13 +16,8 @@ def tenant_of_call() -> str:
     return known.tenant if known is not None else ""
 
 
-def owner_of_call() -> str:
-    """The owner of requests that the present call makes: its tenant, whichever of its identities has sent it."""
-    return tenant_of_call()
-
-
-def owner_to_abort() -> str | None:
-    """The owner of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
+def tenant_to_abort() -> str | None:
+    """The tenant of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
     requests of this tenant alone, not its own and not those of others that it may act for.
     """
     known = caller.get()

@@ -41,6 +41,21 @@ class AccessConfig:
         needs="identities",
     )
 
+    tenants: str = flag(
+        "limits of each tenant, and namespaces that several share (TOML); tenants that are not in it, nor in its "
+        "[default], are refused; read again when it changes",
+        default="",
+        metavar="FILE",
+        needs="identities",
+    )
+    cluster_secret: str = flag(
+        "file with 32 random bytes or more, from which the digests of tenants' blocks are made: the same one for all "
+        "managers behind a gateway; without it each start draws its own",
+        default="",
+        metavar="FILE",
+        needs="identities",
+    )
+
     @property
     def protected(self) -> bool:
         """Whether gRPC and HTTP are encrypted and let in only callers who are known."""

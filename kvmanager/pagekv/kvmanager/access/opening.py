@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +22,9 @@ if TYPE_CHECKING:
     from pagekv.common.watched_files import WatchedFiles
     from pagekv.kvmanager.access.gate import Gate
 
+# Of the cluster's secret.
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 1024
+
 
 class CannotProtect(Exception):
     """A file of TLS or of identities cannot be used; the message is one line that names file and field."""
@@ -31,11 +36,16 @@ class Access:
 
     tls: Tls | None = None
     gate: Gate | None = None
+    # Digests of blocks are made with it; empty where nobody is asked for an identity.
+    secret: bytes = b""
+    # The file of tenants, where there is one.
+    tenants: WatchedFiles | None = None
 
     @property
     def files(self) -> list[WatchedFiles]:
         """The files to be watched while the manager runs."""
-        return [each.files for each in (self.tls, self.gate) if each is not None]
+        read_here = [each.files for each in (self.tls, self.gate) if each is not None]
+        return read_here if self.tenants is None else [*read_here, self.tenants]
 
     @property
     def admit_call(self) -> Admit | None:
@@ -69,6 +79,7 @@ def open_access(config: AccessConfig) -> Access:
     """Reads the files that the flags name. Raises CannotProtect."""
     tls: Tls | None = None
     gate: Gate | None = None
+    secret = b""
     try:
         if config.tls.tls_cert or config.executor_ca:
             from pagekv.common.tls import PairFiles, Tls
@@ -80,8 +91,22 @@ def open_access(config: AccessConfig) -> Access:
             from pagekv.kvmanager.access.gate import Gate
 
             gate = Gate(Path(config.identities), AuditLog(Path(config.audit_log)) if config.audit_log else None)
+            secret = _read_secret(Path(config.cluster_secret)) if config.cluster_secret else secrets.token_bytes(32)
     except ImportError as error:
         raise CannotProtect(f"TLS and --identities need {error.name}: pip install 'pagekv[manager]'") from error
     except (OSError, ValueError) as error:
         raise CannotProtect(str(error)) from error
-    return Access(tls, gate)
+    return Access(tls, gate, secret)
+
+
+def _read_secret(path: Path) -> bytes:
+    """Raises CannotProtect."""
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if mode & 0o037:
+            raise CannotProtect(f"--cluster-secret {path}: others can read or change it (mode {mode & 0o777:o})")
+        secret = file.read(MAX_SECRET_BYTES + 1)
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        words = f"must have from {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, has {len(secret)}"
+        raise CannotProtect(f"--cluster-secret {path}: {words}")
+    return secret

@@ -37,9 +37,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         if request.pin_id:
             check_request_id("pin_id", request.pin_id)
-        prompt, identity = await read_lookup(request, self._served_model.served())
+        served = self._served_model.served()
+        prompt, identity = await read_lookup(request, served)
         prepared = await self._queries.prepare(prompt, identity)
-        return self._queries.pin_prefix(prompt, identity, lease, request.pin_id, prepared)
+        return self._queries.pin_prefix(
+            prompt, identity, lease, request.pin_id, prepared, account=served.asking.account
+        )
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
         return self._queries.list_pins()

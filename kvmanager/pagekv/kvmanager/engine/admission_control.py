@@ -6,19 +6,20 @@ from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unav
 from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, check_prompt_fits, total_tokens
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def check_admissible(command: GenerateCommand, state: EngineState, num_entering: int = 0) -> None:
     """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it.
     Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when the request can never fit, or LimitExceeded when
-    it cannot beside what is pinned, or kept for other tenants.
+    it cannot beside what is pinned, or is more than its tenant may have.
     """
     if state.draining:
         raise draining()
     scheduler, model, config = state.serving(), state.model, state.config
     assert model is not None
-    if state.live.get(command.request_id) is not None:
+    if state.live.get(command.request_id, command.tenant.name) is not None:
         raise AlreadyExists(
             "request_id", f"{command.request_id!r} is in use by a running request", "request", command.request_id
         )
@@ -39,16 +40,36 @@ def check_admissible(command: GenerateCommand, state: EngineState, num_entering:
         raise InvalidRequest(
             "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
         )
+    _check_tenant(command, state, model)
     state.cache.check_room(blocks_needed(total, model.block_size, width), command.tenant.number)
     waiting = scheduler.num_waiting + num_entering
-    if waiting + command.n > config.max_queue:
+    # A tenant below its share of the queue finds room in a full one: it has not filled it.
+    tenant = command.tenant
+    share = config.max_queue // max(1, state.live.num_tenants(tenant.name)) if tenant.name else 0
+    own = scheduler.waiting.count(tenant.number) if share else 0
+    if waiting + command.n > config.max_queue and own + command.n > share:
         full = f"the queue is full: {waiting} sequences wait, at most {config.max_queue}"
         raise Overloaded(full, RETRY_DELAY_S, config.max_queue, "--max-queue")
     unread = state.live.num_unread
-    if unread >= config.max_unread:
+    share = config.max_unread // max(1, state.live.num_tenants(tenant.name)) if tenant.name else 0
+    if unread >= config.max_unread and state.live.unread_of(tenant.name) >= share:
         raise Overloaded(
             f"{unread} sequences have ended whose readers have not taken them, at most {config.max_unread}",
             RETRY_DELAY_S,
             config.max_unread,
             "--max-unread",
         )
+
+
+def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInfo) -> None:
+    """Raises Overloaded and LimitExceeded where the request is more than its tenant may have now."""
+    if not command.tenant.name:
+        return
+    account = state.accounts.of(command.tenant.name)
+    account.check_tokens()
+    width = command.sampling.beam_width
+    needed = blocks_needed(total_tokens(command), model.block_size, width) * (1 if width else command.n)
+    account.check_count("max_blocks", 0, needed)
+    if account.limits.max_waiting is not None:
+        running = state.serving().num_running_requests(command.tenant.number)
+        account.check_count("max_waiting", max(0, account.live - running))

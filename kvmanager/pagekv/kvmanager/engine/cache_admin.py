@@ -24,6 +24,7 @@ from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import NO_BLOCKS
 from pagekv.kvmanager.scheduling.step_plan import Admitted
+from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -43,10 +44,12 @@ class CacheAdmin:
         max_pinned_share: float,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        secret: bytes = b"",
     ) -> None:
         """`prefix_cache`: whether blocks are reused across requests. `wake` is called when blocks became free or the
-        table was cleared outside of a step.
+        table was cleared outside of a step. `secret`: what digests are made with, so that nobody can guess them.
         """
+        self._secret = secret
         self.log = TableLog(clock)
         # Blocks of prompts that hit at first admission, and why others missed; cumulative.
         self.counters = operator_pb.GetStatsResponse()
@@ -181,7 +184,7 @@ class CacheAdmin:
         return self._root(identity, identity.adapter_id)
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
-        return root_digest(self._fingerprint, identity.namespace, adapter_id)
+        return root_digest(self._fingerprint, identity.namespace, adapter_id, self._secret, identity.tenant)
 
     # -- pins
 
@@ -193,16 +196,21 @@ class CacheAdmin:
         live: Iterable[GenerateCommand],
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
+        account: Account | None = None,
     ) -> pb.PinPrefixResponse:
         """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
         held. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and
-        LimitExceeded.
+        LimitExceeded, also where pins of the tenant of this account would hold too much.
         """
         self.pins.check_id(pin_id, identity)
         blocks = self._match(token_ids, identity, prepared).hits
         if not len(blocks):
             self.unpin(pin_id)
             return pb.PinPrefixResponse()
+        if account is not None:
+            others = (pin for pin in self.pins.leases() if pin.pin_id != pin_id)
+            held = sum(len(pin.blocks) for pin in others if pin.identity.tenant == identity.tenant)
+            account.check_count("max_pinned_blocks", held, len(blocks))
         size, before = self.pool.block_size, len(self.pins)
         needs = [
             blocks_needed(total_tokens(command), size, command.sampling.beam_width) + self._kept_beside(command)

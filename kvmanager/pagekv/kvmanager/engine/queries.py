@@ -27,6 +27,7 @@ from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
@@ -138,6 +139,10 @@ class EngineQueries:
         finally:
             self._asked_tokens -= counted
 
+    def root(self, identity: CacheIdentity) -> bytes:
+        """Parent digest of the first block of this identity's prompts."""
+        return self._cache.root(identity)
+
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
     ) -> pb.LookupPrefixResponse:
@@ -172,12 +177,13 @@ class EngineQueries:
         lease_s: int,
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
+        account: Account | None = None,
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises AlreadyExists and LimitExceeded, with nothing changed.
+        Raises AlreadyExists and LimitExceeded, with nothing changed. `account`: of the tenant whose pin it is.
         """
         live = (request.command for request in self._state.live.all())
-        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared)
+        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account)
 
     def list_pins(self) -> pb.ListPinsResponse:
         """The pins whose lease runs, the one that expires first standing first."""
@@ -222,9 +228,11 @@ class EngineQueries:
 
     def _block_tables(self, request_id: str, answer: operator_pb.GetBlockTableResponse) -> Iterator[None]:
         """Writes the tables, slice by slice; nothing where there is no such request."""
-        request, size = self._state.live.get(request_id), self._state.config.block_size
-        if request is None:
+        requests, size = self._state.live.named(request_id), self._state.config.block_size
+        if not requests:
             return
+        # Two tenants may use one id; the one that came first is shown.
+        request = requests[0]
         parts: list[tuple[operator_pb.SequenceBlocks, array[int], list[bytes]]] = []
         for sequence in request.sequences:
             if sequence.state is SeqStatus.FINISHED:

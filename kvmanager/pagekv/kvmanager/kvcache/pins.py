@@ -29,8 +29,8 @@ class PinLease:
     identity: CacheIdentity
 
 
-def _names(identity: CacheIdentity) -> tuple[str, str]:
-    return identity.namespace, identity.adapter_id
+def _names(identity: CacheIdentity) -> tuple[str, str, str]:
+    return identity.tenant, identity.namespace, identity.adapter_id
 
 
 def _ignore(blocks: Blocks) -> None:

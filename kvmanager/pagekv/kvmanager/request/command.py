@@ -62,6 +62,5 @@ class GenerateCommand:
     model_fingerprint: str = ""
     # W3C traceparent of the caller's span; unchecked, and empty where there is none.
     trace_parent: str = ""
-    # The caller, who may abort it; empty where nobody is asked for an identity.
-    owner: str = ""
+    # The one for whom it is made, whose identities may abort it.
     tenant: Tenant = NO_TENANT

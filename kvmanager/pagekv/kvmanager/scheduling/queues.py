@@ -40,6 +40,10 @@ class WaitingQueue:
     def __len__(self) -> int:
         return sum(map(len, self._orders.values()))
 
+    def count(self, tenant: int) -> int:
+        """Sequences of a tenant that wait for admission."""
+        return len(self._orders.get(tenant, ()))
+
     def add(self, request: LiveRequest) -> None:
         """Queues sequence 0 of a new request; the others wait for a fork."""
         tenant = request.command.tenant.number

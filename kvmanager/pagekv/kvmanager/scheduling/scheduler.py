@@ -82,6 +82,10 @@ class Scheduler:
         """Sequences that hold blocks, first to be served first. Not to be changed."""
         return self._running.order
 
+    def num_running_requests(self, tenant: int) -> int:
+        """Requests of a tenant that hold blocks."""
+        return len({sequence.request for sequence in self.running if sequence.tenant == tenant})
+
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no blocks: those in the queue and those that wait for a fork."""

@@ -30,6 +30,8 @@ class VirtualTokens:
     def __init__(self) -> None:
         self._counters = np.zeros(1)
         self._weights = np.ones(1)
+        # Output tokens of each tenant in all, [number].
+        self.outputs = np.zeros(1, np.int64)
         # The counter of the last tenant that had nothing waiting any more.
         self._floor = 0.0
         # Whether there is more than one tenant.
@@ -41,6 +43,7 @@ class VirtualTokens:
             more = 2 * tenant - len(self._counters)
             self._counters = np.append(self._counters, np.zeros(more))
             self._weights = np.append(self._weights, np.ones(more))
+            self.outputs = np.append(self.outputs, np.zeros(more, np.int64))
         self._weights[tenant] = weight
         self.several = self.several or tenant > 0
 
@@ -84,8 +87,10 @@ class VirtualTokens:
         """So many tokens of a tenant's output are being computed."""
         if self.several:
             self._counters[tenant] += OUTPUT_COST * tokens / self._weights[tenant]
+            self.outputs[tenant] += tokens
 
     def charge_outputs(self, tenants: NDArray[np.int32]) -> None:
         """One token of output for each of these, [n]: a tenant as often as it decodes."""
         counts = np.bincount(tenants, minlength=len(self._counters))
         self._counters += OUTPUT_COST * counts / self._weights
+        self.outputs += counts

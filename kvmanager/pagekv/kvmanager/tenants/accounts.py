@@ -115,6 +115,10 @@ class Accounts:
             raise PermissionDenied(f"the tenant {name} is not known")
         return self._by_name.get(name) or self._open(name)
 
+    def known(self, name: str) -> Account | None:
+        """The account of a tenant that has, or had, requests; None: of nobody."""
+        return self._by_name.get(name, self._others) if name else None
+
     def tenant(self, name: str) -> Tenant:
         """The tenant of this name, whose number is that of its account. Raises as `of`."""
         number = self.of(name).tenant.number

@@ -47,6 +47,7 @@ class TenantsFile:
     tenants: Mapping[str, TenantLimits]
     default: TenantLimits | None
     namespaces: Mapping[str, SharedNamespace]
+    path: str = ""
 
     @property
     def num_floor_blocks(self) -> int:
@@ -77,7 +78,7 @@ def read_tenants(path: Path) -> TenantsFile:
         if default is None and not tenants:
             raise TenantsError("must have one tenant at least: a table [tenants.NAME] or [default]")
         namespaces = {name: _namespace(f"namespaces.{name[:64]}", table) for name, table in shared.items()}
-        return TenantsFile(tenants, default, namespaces)
+        return TenantsFile(tenants, default, namespaces, str(path))
     except TenantsError as error:
         raise TenantsError(f"{path}: {error}") from error
 

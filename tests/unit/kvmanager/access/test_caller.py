@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from dataclasses import replace
 
-from pagekv.kvmanager.access.caller import caller, owner_of_call, owner_to_abort, tenant_of_call
+from pagekv.kvmanager.access.caller import caller, tenant_of_call, tenant_to_abort
 from pagekv.kvmanager.access.identity import Identity, Role
 
 ALICE = Identity("alice", frozenset({Role.GENERATE}), "team-a")
@@ -17,28 +17,28 @@ OLGA = Identity("olga", frozenset({Role.GENERATE, Role.OPERATE}))
 GATEWAY = Identity("gateway", frozenset({Role.GENERATE, Role.ACT_FOR}), act_for=frozenset({"*"}))
 
 
-def asked(known: Identity | None) -> tuple[str, str, str | None]:
-    def answer() -> tuple[str, str, str | None]:
+def asked(known: Identity | None) -> tuple[str, str | None]:
+    def answer() -> tuple[str, str | None]:
         caller.set(known)
-        return tenant_of_call(), owner_of_call(), owner_to_abort()
+        return tenant_of_call(), tenant_to_abort()
 
     return contextvars.copy_context().run(answer)
 
 
 def may_abort(known: Identity, owner: Identity) -> bool:
     """As the engine decides it."""
-    return asked(known)[2] in (None, asked(owner)[1])
+    return asked(known)[1] in (None, asked(owner)[0])
 
 
 def test_where_nobody_is_asked_everything_is_everybodys() -> None:
-    assert asked(None) == ("", "", None)
+    assert asked(None) == ("", None)
     assert contextvars.Context().run(tenant_of_call) == ""
 
 
 def test_requests_belong_to_the_tenant() -> None:
-    assert asked(ALICE) == ("team-a", "team-a", "team-a")
-    assert asked(BOB) == ("bob", "bob", "bob")
-    assert asked(OLGA) == ("olga", "olga", None)
+    assert asked(ALICE) == ("team-a", "team-a")
+    assert asked(BOB) == ("bob", "bob")
+    assert asked(OLGA) == ("olga", None)
 
 
 def test_who_may_abort_whose() -> None:
