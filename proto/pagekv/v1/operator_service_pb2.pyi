@@ -850,7 +850,9 @@ class ListTenantsResponse(google.protobuf.message.Message):
     TENANTS_FIELD_NUMBER: builtins.int
     @property
     def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantInfo]:
-        """By name, at most 1001. Empty where callers have no identities, and so no tenants."""
+        """By name, at most 1001; of more than 256 the totals of each 256 are a snapshot. Empty where callers have no
+        identities, and so no tenants.
+        """
 
     def __init__(
         self,

@@ -74,4 +74,4 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
             yield message
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
-        return self._queries.list_tenants()
+        return await self._queries.list_tenants()

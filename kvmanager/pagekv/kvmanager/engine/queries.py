@@ -264,9 +264,9 @@ class EngineQueries:
             answer.requests.extend(map(_request_info, some))
         return answer
 
-    def list_tenants(self) -> operator_pb.ListTenantsResponse:
+    async def list_tenants(self) -> operator_pb.ListTenantsResponse:
         """The tenants by name, with limits and use; none where callers have no identities."""
-        return tenant_list(self._state)
+        return await tenant_list(self._state)
 
     def tenant_blocks(self) -> list[tuple[Account, int]]:
         """Every tenant's account, and blocks that are its own; never raises."""
