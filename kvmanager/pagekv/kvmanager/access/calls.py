@@ -53,6 +53,7 @@ ROLE_OF_ROUTE: Mapping[tuple[str, str], Role] = MappingProxyType(
         ("GET", "/api/host-block/{block_id}"): Role.OPERATE,
         ("GET", "/api/requests"): Role.OPERATE,
         ("GET", "/api/request"): Role.OPERATE,
+        ("GET", "/api/tenants"): Role.OPERATE,
         ("POST", "/api/explain"): Role.OPERATE,
     }
 )
