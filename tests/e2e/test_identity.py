@@ -51,7 +51,7 @@ NEEDS = {
     "observe": ("GetStats",),
     "operate": (
         "PinPrefix", "ListPins", "UnpinPrefix", "ListRequests", "GetBlockTable", "ListBlocks", "ResetPrefixCache",
-        "WatchEvents",
+        "WatchEvents", "ListTenants",
     ),
 }  # fmt: skip  # several names a line
 ROLE_OF = {name: role for role, names in NEEDS.items() for name in names}

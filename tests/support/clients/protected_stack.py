@@ -65,14 +65,17 @@ def tls_flags(pair: Pair, ca: Path) -> list[str]:
 
 @contextmanager
 def protected_stack(
-    folder: Path, executor_args: Sequence[str] = ORACLE, manager_args: Sequence[str] = ()
+    folder: Path,
+    executor_args: Sequence[str] = ORACLE,
+    manager_args: Sequence[str] = (),
+    more_identities: Sequence[str] = (),
 ) -> Iterator[ProtectedStack]:
     """Both processes, serving."""
     authority = Authority(folder)
     executor_pair, manager_pair = authority.pair("pagekv-executor"), authority.pair("pagekv-manager")
     client_pair = authority.pair("nobody")
     ca, identities = authority.ca, folder / "identities.toml"
-    write_identities(identities)
+    write_identities(identities, *more_identities)
     to_executor = client_credentials(ca, manager_pair)
     to_manager = client_credentials(ca, client_pair)
     flags = [*tls_flags(manager_pair, ca), f"--executor-ca={ca}", f"--identities={identities}", *manager_args]

@@ -175,6 +175,9 @@ class FakeEngine(EngineLoop, EngineQueries):
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0
 
+    async def list_tenants(self) -> operator_pb.ListTenantsResponse:
+        return operator_pb.ListTenantsResponse(tenants=[operator_pb.TenantInfo(name="a", weight=2, max_waiting=0)])
+
     async def block_tables_in_slices(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         if request_id not in self.live:
             return None

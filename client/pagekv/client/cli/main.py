@@ -25,6 +25,7 @@ from pagekv.client.cli.commands import (
     plan,
     prefix,
     replay,
+    tenants,
     top,
     up,
 )
@@ -50,7 +51,8 @@ GROUPS = {
     "run": ("demo", "up"),
     "use": ("generate", "chat", "tokenize", "detokenize"),
     "look": (
-        "health", "version", "model", "stats", "top", "requests", "blocks", "block-table", "lookup", "explain", "watch",
+        "health", "version", "model", "stats", "top", "requests", "tenants", "blocks", "block-table", "lookup",
+        "explain", "watch",
     ),
     "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
     "secure": ("certs", "keys"),
@@ -67,7 +69,7 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     commands = parser.add_subparsers(
         prog="pagekv", metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS
     )
-    for module in (demo, up, generate, chat, inspect, top, prefix, certs, keys, bench, plan, replay):
+    for module in (demo, up, generate, chat, inspect, top, prefix, tenants, certs, keys, bench, plan, replay):
         module.add(commands)
     completion.add(commands, parser)
     for each in _parsers(parser):

@@ -28,7 +28,9 @@ ROLE_OF_CALL: Mapping[str, Role | None] = MappingProxyType(
     | _methods(_CACHE, "LookupPrefix ExplainPrefix", Role.GENERATE)
     | _methods(_CACHE, "PinPrefix ListPins UnpinPrefix", Role.OPERATE)
     | _methods(_OPERATOR, "GetStats", Role.OBSERVE)
-    | _methods(_OPERATOR, "ListRequests GetBlockTable ListBlocks ResetPrefixCache WatchEvents", Role.OPERATE)
+    | _methods(
+        _OPERATOR, "ListRequests GetBlockTable ListBlocks ResetPrefixCache WatchEvents ListTenants", Role.OPERATE
+    )
     | _methods(_GATEWAY, "HealthCheck GetModelInfo GetServerInfo GetTokenizer Generate Abort Embed", Role.GENERATE)
     | _methods(_GATEWAY, "GetLoads", Role.OBSERVE)
     | _methods(_GATEWAY, "FlushCache SubscribeKvEvents StartProfile StopProfile", Role.OPERATE)
@@ -51,6 +53,7 @@ ROLE_OF_ROUTE: Mapping[tuple[str, str], Role] = MappingProxyType(
         ("GET", "/api/host-block/{block_id}"): Role.OPERATE,
         ("GET", "/api/requests"): Role.OPERATE,
         ("GET", "/api/request"): Role.OPERATE,
+        ("GET", "/api/tenants"): Role.OPERATE,
         ("POST", "/api/explain"): Role.OPERATE,
     }
 )

@@ -80,3 +80,6 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         context.add_done_callback(lambda _: close())
         async for message in watch_messages(request, watch, instance_id):
             yield message
+
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
+        return await self._queries.list_tenants()

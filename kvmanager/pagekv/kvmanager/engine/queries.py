@@ -20,6 +20,7 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.state import EngineState, draining
+from pagekv.kvmanager.engine.tenant_list import tenant_blocks, tenant_list
 from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -269,6 +270,14 @@ class EngineQueries:
         async for some in _in_slices(found):
             answer.requests.extend(map(_request_info, some))
         return answer
+
+    async def list_tenants(self) -> operator_pb.ListTenantsResponse:
+        """The tenants by name, with limits and use; none where callers have no identities."""
+        return await tenant_list(self._state)
+
+    def tenant_blocks(self) -> list[tuple[Account, int]]:
+        """Every tenant's account, and blocks that are its own; never raises."""
+        return tenant_blocks(self._state)
 
     def _first_place(self, token: str) -> int:
         self._state.serving()

@@ -31,6 +31,7 @@ class EngineState:
     config: EngineConfig
     cache: CacheAdmin
     live: LiveRequests
+    # Of the tenants: limits, and what each took.
     accounts: Accounts = field(default_factory=Accounts)
     # Steps, tokens, times and requests, cumulative since the manager started.
     totals: GetStatsResponse = field(default_factory=GetStatsResponse)

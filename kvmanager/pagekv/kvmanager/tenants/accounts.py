@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pagekv.common.errors import LimitExceeded, Overloaded, PermissionDenied
 from pagekv.common.watched_files import WatchedFiles
 from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
-from pagekv.kvmanager.tenants.tenants_file import MAX_TENANTS, NO_FILE, TenantsFile, read_tenants
+from pagekv.kvmanager.tenants.tenants_file import (
+    MAX_TENANTS,
+    NO_FILE,
+    TenantsError,
+    TenantsFile,
+    read_tenants,
+)
 from pagekv.kvmanager.tenants.token_bucket import TokenBucket
 
-# What a bucket holds: a minute's tokens, two seconds' text.
+# A bucket holds a minute's tokens, or two seconds' text.
 TOKENS_BURST_S, TEXT_BURST_S = 60.0, 2.0
 # Tenants that nobody named, beyond so many, are counted together under this name, which no tenant can have.
 OTHERS = "*"
@@ -85,13 +91,13 @@ class Accounts:
     def __init__(self, path: Path | None = None) -> None:
         """`path`: the file of tenants, read again when it changes. Raises TenantsError where it cannot be used."""
         self._path = path
-        self._file = NO_FILE if path is None else read_tenants(path)
         self.files = None if path is None else WatchedFiles("tenants", [path], self._reload)
+        self._file = NO_FILE if path is None else read_tenants(path)
         self._by_name: dict[str, Account] = {}
         self._others: Account | None = None
-        # Called after limits have changed.
+        # Called after limits have changed, or an account was added.
         self.on_change: Callable[[], None] = lambda: None
-        # Raises ValueError for a file that goes not with the pool.
+        # Raises ValueError for a file that does not go with the pool.
         self.check: Callable[[TenantsFile], None] = lambda file: None
         self._none = Account(NO_TENANT)
         for name in self._file.tenants:
@@ -113,7 +119,11 @@ class Accounts:
             return self._none
         if self._limits(name) is None:
             raise PermissionDenied(f"the tenant {name} is not known")
-        return self._by_name.get(name) or self._open(name)
+        known = len(self._by_name), self._others
+        account = self._by_name.get(name) or self._open(name)
+        if (len(self._by_name), self._others) != known:
+            self.on_change()
+        return account
 
     def known(self, name: str) -> Account | None:
         """The account of a tenant that has, or had, requests; None: of nobody."""
@@ -125,21 +135,21 @@ class Accounts:
         return Tenant(name, number) if name else NO_TENANT
 
     def shared(self, namespace: str) -> SharedNamespace | None:
-        """Who may use a namespace that is shared; None: it is each tenant's own."""
+        """The tenants that share a namespace; None: it is each tenant's own."""
         return self._file.namespaces.get(namespace)
 
     def _limits(self, name: str) -> TenantLimits | None:
         return self._file.tenants.get(name, self._file.default)
 
     def _open(self, name: str) -> Account:
+        """A new account, or the one of those beyond the bound; the caller tells of it."""
         if len(self._by_name) >= MAX_TENANTS:
             if self._others is None:
-                self._others = Account(Tenant(OTHERS, MAX_TENANTS + 1), self._file.default or TenantLimits())
-                self._others.set_limits(self._others.limits)
+                self._others = Account(Tenant(OTHERS, MAX_TENANTS + 1))
+                self._others.set_limits(self._file.default or TenantLimits())
             return self._others
         account = self._by_name[name] = Account(Tenant(name, len(self._by_name) + 1))
         account.set_limits(self._limits(name) or TenantLimits())
-        self.on_change()
         return account
 
     def _reload(self) -> Callable[[], None]:
@@ -148,11 +158,22 @@ class Accounts:
         return lambda: self._replace(file)
 
     def _replace(self, file: TenantsFile) -> None:
+        """Takes another file, whole or, where it raises, not at all. A tenant that is known no more keeps its limits
+        for the requests that it has, but no floor: only those of the file were checked.
+        """
         self.check(file)
+        new = [name for name in file.tenants if name not in self._by_name]
+        # Counted together with those that nobody named, a tenant would have their limits and not its own.
+        if len(self._by_name) + len(new) > MAX_TENANTS:
+            raise TenantsError(
+                f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts, which live as long "
+                f"as the manager; there can be {MAX_TENANTS}: start the manager again"
+            )
         self._file = file
-        for name in file.tenants:
-            if name not in self._by_name:
-                self._open(name)
         for name, account in self._by_name.items():
-            account.set_limits(self._limits(name) or account.limits)
+            account.set_limits(self._limits(name) or replace(account.limits, floor_blocks=0))
+        if self._others is not None:
+            self._others.set_limits(file.default or self._others.limits)
+        for name in new:
+            self._open(name)
         self.on_change()

@@ -1,4 +1,4 @@
-"""What one tenant may take."""
+"""Limits of one tenant, and of a namespace that several share."""
 
 from __future__ import annotations
 

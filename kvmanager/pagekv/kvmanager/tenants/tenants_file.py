@@ -6,7 +6,8 @@ The file is read as a whole and checked field by field. Errors name the file and
 from __future__ import annotations
 
 import difflib
-import math
+import os
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -77,7 +78,7 @@ def read_tenants(path: Path) -> TenantsFile:
             raise TenantsError("default.floor_blocks: must be 0, for nobody knows how many tenants there will be")
         if default is None and not tenants:
             raise TenantsError("must have one tenant at least: a table [tenants.NAME] or [default]")
-        namespaces = {name: _namespace(f"namespaces.{name[:64]}", table) for name, table in shared.items()}
+        namespaces = {name: _namespace(f"namespaces.{_named(name)}", table) for name, table in shared.items()}
         return TenantsFile(tenants, default, namespaces, str(path))
     except TenantsError as error:
         raise TenantsError(f"{path}: {error}") from error
@@ -85,8 +86,15 @@ def read_tenants(path: Path) -> TenantsFile:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(MAX_FILE_BYTES + 1)
+        # Without O_NONBLOCK a named pipe would hold up the process here.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise TenantsError("must be a regular file")
+            with os.fdopen(file, "rb", closefd=False) as reader:
+                text = reader.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(file)
     except OSError as error:
         raise TenantsError(f"cannot be read: {error.strerror}") from error
     if len(text) > MAX_FILE_BYTES:
@@ -95,8 +103,11 @@ def _parse(path: Path) -> dict[str, Any]:
         return tomllib.loads(text.decode())
     except UnicodeDecodeError as error:
         raise TenantsError(f"must be UTF-8, has another byte at {error.start}") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise TenantsError(f"must be TOML: {' '.join(str(error).split())[:200]}") from error
+    except RecursionError as error:
+        raise TenantsError("must be TOML of few levels") from error
+    except ValueError as error:
+        # Of any kind: Python refuses numbers of thousands of digits by an error of its own.
+        raise TenantsError(f"must be TOML: {_one_line(str(error))[:200]}") from error
 
 
 def _limits(field: str, value: Any) -> TenantLimits:
@@ -108,8 +119,7 @@ def _limits(field: str, value: Any) -> TenantLimits:
             found[name] = _count(f"{field}.{name}", table[name], least, MAX_NUMBER)
     if "weight" in table:
         weight = table["weight"]
-        number = type(weight) in (int, float) and math.isfinite(weight)
-        if not number or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+        if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
             raise TenantsError(f"{field}.weight: must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, got {_shown(weight)}")
         found["weight"] = float(weight)
     if "priorities" in table:
@@ -166,9 +176,26 @@ def _check_names(field: str, table: dict[str, Any], known: tuple[str, ...]) -> N
         if name not in known:
             near = difflib.get_close_matches(name[:64], known, n=1)
             advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise TenantsError(f"{field + '.' if field else ''}{name[:64]}: is not known; {advice}")
+            if type(table[name]) is dict and field:
+                # TOML takes [tenants.a.b] for a table b in the table of a.
+                advice = f'a tenant with a dot in its name stands in quotes, as [tenants."a.b"]; {advice}'
+            raise TenantsError(f"{field + '.' if field else ''}{_named(name)}: is not known; {advice}")
+
+
+def _named(name: str) -> str:
+    """A name of the file, which may have any characters, as a part of one line."""
+    return name if TENANT_NAME.fullmatch(name) else repr(name[:64])
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no numbers of thousands of digits.
+        return "a number that is too long to be shown"
     return text if len(text) <= 64 else f"{text[:64]}..."
+
+
+def _one_line(text: str) -> str:
+    """The text of an error, without control characters that it quotes from the file."""
+    return "".join(each if each.isprintable() else " " for each in text)

@@ -57,6 +57,10 @@ ASKING: dict[str, tuple[str, Calls]] = {
         "requests",
         [("ListRequests", [operator_pb.ListRequestsResponse(requests=[operator_pb.RequestInfo()])])],
     ),
+    "tenants": (
+        "tenants",
+        [("ListTenants", [operator_pb.ListTenantsResponse(tenants=[operator_pb.TenantInfo()])])],
+    ),
     "blocks": ("blocks", [("ListBlocks", [operator_pb.ListBlocksResponse(blocks=[operator_pb.BlockInfo()])])]),
     "block-table": (
         "block-table r",

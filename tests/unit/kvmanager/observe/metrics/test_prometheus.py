@@ -31,6 +31,7 @@ from pagekv.kvmanager.observe.http_server import HttpServer
 from pagekv.kvmanager.observe.metrics.access_metrics import AccessCollector
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
 from pagekv.kvmanager.observe.metrics.request_metrics import MAX_ADAPTERS, RequestMetrics
+from pagekv.kvmanager.observe.metrics.tenant_metrics import TenantCollector
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
@@ -242,7 +243,14 @@ def test_every_metric_is_explained_and_every_explained_one_is_there(
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
         await read(engine.submit(command("a", PROMPT)))
         served = {}
-        families = [*EngineCollector(engine, requests, prefix_cache=True).collect(), *AccessCollector(access).collect()]
+        accounts = engine._state.accounts
+        accounts.of("a").usage.refusals["max_running"] += 1
+        collectors = (
+            EngineCollector(engine, requests, prefix_cache=True),
+            AccessCollector(access),
+            TenantCollector(engine.queries, accounts),
+        )
+        families = [family for collector in collectors for family in collector.collect()]
         for family in families:
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = f"{family.name}_total" if family.type == "counter" else family.name
