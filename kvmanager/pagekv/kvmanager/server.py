@@ -255,13 +255,15 @@ class Manager:
             from pagekv.kvmanager.observe.http_server import HttpServer
             from pagekv.kvmanager.observe.metrics.access_metrics import AccessCollector
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
+            from pagekv.kvmanager.observe.metrics.tenant_metrics import TenantCollector
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(
             self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
         )
-        metrics = metrics_routes(collector, AccessCollector(self._access))
+        tenants = TenantCollector(self.engine.queries, self.engine.accounts)
+        metrics = metrics_routes(collector, AccessCollector(self._access), tenants)
         routes = [*metrics, *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(
             observe.http_listen,
