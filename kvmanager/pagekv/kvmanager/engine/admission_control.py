@@ -10,8 +10,11 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 
-def check_admissible(command: GenerateCommand, state: EngineState, num_entering: int = 0) -> None:
-    """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it.
+def check_admissible(
+    command: GenerateCommand, state: EngineState, num_entering: int = 0, own_entering: int = 0
+) -> None:
+    """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it;
+    `own_entering`: those of the same tenant among them.
     Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when the request can never fit, or LimitExceeded when
     it cannot beside what is pinned, or is more than its tenant may have.
     """
@@ -42,19 +45,26 @@ def check_admissible(command: GenerateCommand, state: EngineState, num_entering:
         )
     _check_tenant(command, state, model)
     state.cache.check_room(blocks_needed(total, model.block_size, width), command.tenant.number)
+    _check_queue(command, state, num_entering, own_entering)
+
+
+def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int, own_entering: int) -> None:
+    """Raises Overloaded where too many wait, or too many have ended that nobody has read. A tenant that has less than
+    its share of either gets in, for others have filled it; and no tenant is told counts, which are also of others.
+    """
+    scheduler, config, live, tenant = state.serving(), state.config, state.live, command.tenant
+    tenants = live.num_tenants(tenant.name)
     waiting = scheduler.num_waiting + num_entering
-    # A tenant below its share of the queue finds room in a full one: it has not filled it.
-    tenant = command.tenant
-    share = config.max_queue // max(1, state.live.num_tenants(tenant.name)) if tenant.name else 0
-    own = scheduler.waiting.count(tenant.number) if share else 0
-    if waiting + command.n > config.max_queue and own + command.n > share:
-        full = f"the queue is full: {waiting} sequences wait, at most {config.max_queue}"
-        raise Overloaded(full, RETRY_DELAY_S, config.max_queue, "--max-queue")
-    unread = state.live.num_unread
-    share = config.max_unread // max(1, state.live.num_tenants(tenant.name)) if tenant.name else 0
-    if unread >= config.max_unread and state.live.unread_of(tenant.name) >= share:
+    if waiting + command.n > config.max_queue:
+        own = scheduler.waiting.count(tenant.number) + own_entering
+        if not tenant.name or own + command.n > config.max_queue // tenants:
+            counts = "" if tenant.name else f": {waiting} sequences wait, at most {config.max_queue}"
+            raise Overloaded(f"the queue is full{counts}", RETRY_DELAY_S, config.max_queue, "--max-queue")
+    unread = live.num_unread
+    if unread >= config.max_unread and not (tenant.name and live.unread_of(tenant.name) < config.max_unread // tenants):
+        what = "too many" if tenant.name else unread
         raise Overloaded(
-            f"{unread} sequences have ended whose readers have not taken them, at most {config.max_unread}",
+            f"{what} sequences have ended whose readers have not taken them, at most {config.max_unread}",
             RETRY_DELAY_S,
             config.max_unread,
             "--max-unread",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from pagekv.common.turns import let_others_run
@@ -20,8 +21,9 @@ class LongPrompts:
         self._pack = pack
         # Held by the call that is entering; given in the order in which it is asked for, so calls keep theirs.
         self.turn = asyncio.Lock()
-        # Sequences of the calls that hold it or wait for it.
+        # Sequences of the calls that hold it or wait for it, and those of each tenant by its name.
         self.num_entering = 0
+        self.entering: Counter[str] = Counter()
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -330,6 +330,7 @@ class EngineLoop:
         self._check_admissible(command)
         waits = prompts.num_entering > 0
         prompts.num_entering += command.n
+        prompts.entering[command.tenant.name] += command.n
         try:
             async with prompts.turn:
                 if waits:
@@ -338,6 +339,9 @@ class EngineLoop:
                 prepared = await prompts.prepare(command.prompt_ids, media, self._root(command), table)
         finally:
             prompts.num_entering -= command.n
+            prompts.entering[command.tenant.name] -= command.n
+            if not prompts.entering[command.tenant.name]:
+                del prompts.entering[command.tenant.name]
         # Before the next call runs, whose turn it is from now on.
         return self.submit(command, prepared)
 
@@ -360,7 +364,8 @@ class EngineLoop:
     def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
         """`counted`: sequences of this request that count as entering by now."""
         try:
-            check_admissible(command, self._state, self._long_prompts.num_entering - counted)
+            own = self._long_prompts.entering[command.tenant.name]
+            check_admissible(command, self._state, self._long_prompts.num_entering - counted, own - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()

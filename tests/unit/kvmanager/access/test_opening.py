@@ -93,3 +93,25 @@ def test_a_package_that_is_missing_is_named(identities: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "pagekv.kvmanager.access.gate", None)
     with pytest.raises(CannotProtect, match=r"pip install 'pagekv\[manager\]'"):
         open_access(AccessConfig(identities=str(identities)))
+
+
+def test_the_cluster_secret(tmp_path: Path, identities: Path) -> None:
+    """Drawn anew for each start, unless a file has it; nobody is asked for one where nobody is asked who they are."""
+    assert open_access(AccessConfig()).secret == b""
+    drawn = [open_access(AccessConfig(identities=str(identities))).secret for _ in range(2)]
+    assert len(set(drawn)) == 2
+    assert {len(secret) for secret in drawn} == {32}
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    secret.write_bytes(bytes(range(40)))
+    config = AccessConfig(identities=str(identities), cluster_secret=str(secret))
+    assert open_access(config).secret == bytes(range(40))
+    for content, mode, words in (
+        (bytes(31), 0o600, "must have from 32 to 1024 bytes, has 31"),
+        (bytes(1025), 0o600, "must have from 32 to 1024 bytes, has 1025"),
+        (bytes(32), 0o604, "others can read or change it"),
+    ):
+        secret.write_bytes(content)
+        secret.chmod(mode)
+        with pytest.raises(CannotProtect, match=words):
+            open_access(config)
