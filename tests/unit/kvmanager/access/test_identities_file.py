@@ -55,11 +55,12 @@ def test_the_whole_file(tmp_path: Path) -> None:
 
 
 def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
-    (example,) = fenced(ROOT / "docs" / "deployment.md", "toml")
+    example, _ = fenced(ROOT / "docs" / "deployment.md", "toml")
     found = read_identities(written(tmp_path, example))
-    assert [identity.name for identity in (*found.keys.values(), *found.certificates.values())] == [
-        "alice",
-        "prometheus",
+    assert [(each.name, each.tenant) for each in (*found.keys.values(), *found.certificates.values())] == [
+        ("alice", "research"),
+        ("gateway", "gateway"),
+        ("prometheus", "prometheus"),
     ]
     assert found.jwt is not None
 

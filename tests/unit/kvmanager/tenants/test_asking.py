@@ -1,4 +1,4 @@
-"""What a tenant may ask for."""
+"""Priorities, adapters, texts and namespaces that a tenant may ask for."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.documentation import ROOT, fenced
 
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 from pagekv.kvmanager.tenants.tenants_file import (
@@ -270,3 +271,15 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         with pytest.raises(TenantsError) as caught:
             read_tenants(wrong)
         assert str(caught.value) == f"{wrong}: must be a regular file"
+
+
+def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
+    """It shows every limit there is."""
+    _, example = fenced(ROOT / "docs" / "deployment.md", "toml")
+    (tmp_path / "tenants.toml").write_text(example)
+    found = read_tenants(tmp_path / "tenants.toml")
+    assert found.default == TenantLimits(max_waiting=100)
+    alice = found.tenants["alice"]
+    changed = [field.name for field in fields(TenantLimits) if getattr(alice, field.name) != field.default]
+    assert changed == [field.name for field in fields(TenantLimits)]
+    assert found.namespaces == {"manuals": SharedNamespace(frozenset({"*"}), frozenset({"alice"}))}
