@@ -16,6 +16,8 @@ from pagekv.client.cli.private_file import replace_file
 from pagekv.client.errors import PageKVError
 
 ROLES = ("generate", "observe", "operate")
+# The role of those who name other tenants.
+ACT_FOR = "act-for"
 # Sections of the file, one table each for every caller by name.
 KEYS, CERTIFICATES = "keys", "certificates"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
@@ -41,14 +43,19 @@ def list_identities(path: Path) -> list[ListedIdentity]:
     return list(_identities(path, _parse(path, _read(path))))
 
 
-def add_key(path: Path, name: str, key: str, roles: Sequence[str]) -> None:
-    """Adds a key to the file, which is made where it is not there; all else in it stays as it is. Raises PageKVError,
-    also where a caller has the name already.
+def add_key(
+    path: Path, name: str, key: str, roles: Sequence[str], tenant: str = "", act_for: Sequence[str] = ()
+) -> None:
+    """Adds a key to the file, which is made where it is not there; all else in it stays as it is. `tenant`: for whom
+    the caller's calls are, one of its own name where it is empty; `act_for`: tenants that it may name instead. Raises
+    PageKVError, also where a caller has the name already.
     """
     text = _read(path) if path.exists() else ""
     if any(each.name == name for each in _identities(path, _parse(path, text))):
         raise PageKVError(f"{path}: has a caller {name!r} already: remove its section first, or choose another name")
     lines = [f"[{KEYS}.{name}]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', f"roles = {_listed(roles)}"]
+    lines += [f'tenant = "{tenant}"'] if tenant else []
+    lines += [f"act_for = {_quoted(act_for)}"] if act_for else []
     _write(path, text, lines)
 
 
@@ -59,7 +66,11 @@ def add_certificate(path: Path, name: str, subject: str, roles: Sequence[str]) -
 
 
 def _listed(roles: Sequence[str]) -> str:
-    return "[" + ", ".join(f'"{role}"' for role in ROLES if role in roles) + "]"
+    return _quoted([role for role in (*ROLES, ACT_FOR) if role in roles])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
 
 
 def _write(path: Path, text: str, lines: list[str]) -> None:

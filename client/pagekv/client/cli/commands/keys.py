@@ -6,7 +6,7 @@ import argparse
 import secrets
 from pathlib import Path
 
-from pagekv.client.cli.identities_file import ROLES, add_key, is_name, list_identities
+from pagekv.client.cli.identities_file import ACT_FOR, ROLES, add_key, is_name, list_identities
 from pagekv.client.cli.parser import CommandParser, Run, Subparsers, add_command
 from pagekv.client.cli.terminal import Terminal, table
 
@@ -36,6 +36,15 @@ def add(commands: Subparsers) -> None:
         help="what the caller may do: generate, with all about its own prompts; observe all that is served; operate, "
         "which changes what belongs to all. Repeatable",
     )
+    adding.add_argument("--tenant", type=_name, metavar="NAME", help="for whom the calls are [NAME itself]")
+    adding.add_argument(
+        "--act-for",
+        action="append",
+        default=[],
+        type=lambda text: text if text == "*" else _name(text),
+        metavar="TENANT",
+        help="a tenant that calls may name instead, with the role act-for; * for any. Repeatable",
+    )
     listing = _add_own(own, "list", "list callers and their roles", list_)
     for each in (adding, listing):
         each.add_argument("--file", type=Path, required=True, metavar="FILE", help="identities.toml of the manager")
@@ -57,9 +66,9 @@ def _name(text: str) -> str:
 
 def add_(args: argparse.Namespace, terminal: Terminal) -> int:
     """Prints the key only once the file has its hash. Raises PageKVError."""
-    roles = [role for role in ROLES if role in args.roles]
+    roles = [role for role in ROLES if role in args.roles] + ([ACT_FOR] if args.act_for else [])
     key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
-    add_key(args.file, args.name, key, roles)
+    add_key(args.file, args.name, key, roles, args.tenant or "", args.act_for)
     if args.json:
         terminal.json({"name": args.name, "roles": roles, "key": key})
         return 0

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from pagekv.client.cli.main import main
+from pagekv.kvmanager.access.identities_file import read_identities
+from pagekv.kvmanager.access.identity import Role
 
 
 @pytest.fixture
@@ -102,3 +104,20 @@ def test_wrong_usage_is_json_for_scripts(capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit):
         main(["keys", "list", "--json"])
     assert json.loads(capsys.readouterr().err)["error"]["code"] == "USAGE"
+
+
+def test_tenants_of_a_key(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The manager takes what is written."""
+    add = ["keys", "add", "--role", "generate", "--file", str(path)]
+    assert main([*add, "alice", "--tenant", "research"]) == 0
+    assert main([*add, "gateway", "--act-for", "research", "--act-for", "sales"]) == 0
+    assert main([*add, "any", "--act-for", "*"]) == 0
+    found = {each.name: each for each in read_identities(path).keys.values()}
+    assert found["alice"].tenant == "research"
+    assert found["gateway"].tenant == "gateway"
+    assert found["gateway"].act_for == {"research", "sales"}
+    assert found["gateway"].roles == {Role.GENERATE, Role.ACT_FOR}
+    assert found["any"].act_for == {"*"}
+    with pytest.raises(SystemExit):
+        main([*add, "bad", "--tenant", "not a name"])
+    assert "must be 1 to 64 letters" in capsys.readouterr().err
