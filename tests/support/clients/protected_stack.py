@@ -84,4 +84,6 @@ def protected_stack(
             running_executor([*executor_args, *tls_flags(executor_pair, ca)], folder, credentials=to_executor)
         )
         stack = opened.enter_context(running_manager(executor, flags, credentials=to_manager))
+        stack.callers = grpc.composite_channel_credentials(to_manager, grpc.access_token_call_credentials(KEYS["olga"]))
+        stack.secured = flags
         yield ProtectedStack(stack, folder, authority, identities, manager_pair, client_pair)

@@ -164,6 +164,9 @@ class Stack:
 
     executor: Process
     manager: Process
+    # Of callers with every role, and the flags of another manager for this executor; of a stack with TLS.
+    callers: grpc.ChannelCredentials | None = None
+    secured: Sequence[str] = ()
 
     @property
     def target(self) -> str:
