@@ -55,9 +55,16 @@ def sequence_of(prompt: list[int], prepared: PreparedPrompt | None = None) -> Se
 
 
 def tables_of(
-    pool: BlockPool, host_blocks: int, *, write_back: bool = True, max_step_bytes: int = MAX_RECEIVE_BYTES
+    pool: BlockPool,
+    host_blocks: int,
+    *,
+    write_back: bool = True,
+    max_step_bytes: int = MAX_RECEIVE_BYTES,
+    fork_sharing: bool = True,
 ) -> BlockTables:
-    limits = SchedulerLimits(64, 4, watermark=0, write_back=write_back, max_step_bytes=max_step_bytes)
+    limits = SchedulerLimits(
+        64, 4, watermark=0, write_back=write_back, max_step_bytes=max_step_bytes, fork_sharing=fork_sharing
+    )
     return BlockTables(pool, HostPool(host_blocks, 2), limits, SchedulerCounters())
 
 

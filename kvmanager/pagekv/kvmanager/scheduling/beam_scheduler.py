@@ -90,11 +90,12 @@ class BeamScheduler:
             kept.add(continuation.parent)
             following.append(sequence)
         forked = False
-        if self._tables.may_fork(children, recomputed=0):
-            while not (forked := self._tables.fork(parents, children, recomputed=0)):
-                # Like decodes, a search takes blocks from those behind it.
-                if not self._preemption.preempt_behind(beams[0]):
-                    break
+        # Asked again after each victim, whose blocks are copied out and may leave no room for the copies of the fork.
+        while self._tables.may_fork(children, recomputed=0):
+            forked = self._tables.fork(parents, children, recomputed=0)
+            # Like decodes, a search takes blocks from those behind it.
+            if forked or not self._preemption.preempt_behind(beams[0]):
+                break
         for continuation, sequence in zip(continuing, following, strict=True):
             sequence.token_ids.append(continuation.token_id)
             sequence.candidates = None

@@ -62,7 +62,8 @@ class BlockTables:
         self.counters = counters
         self.room = StepRoom(limits.max_step_bytes, limits.max_running, limits.id_bytes)
         self.swapper = Swapper(pool, host, self.room, counters, shared=limits.prefix_cache)
-        self._on_evict = self.swapper.write_back if limits.write_back and limits.prefix_cache else None
+        writes_back = limits.write_back and limits.prefix_cache and host.num_blocks
+        self._on_evict = self.swapper.write_back if writes_back else None
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
@@ -116,7 +117,7 @@ class BlockTables:
             # At least one token is computed, or there would be no logits to sample from.
             arrival.hits = self._match(sequence, (known - 1) // size)
         elif self.host.num_blocks:
-            # It computes everything anew, under objects of its own.
+            # All that it computes anew has objects of its own; those of blocks kept for it come back with them.
             self._disown(sequence, 0)
         if arrival.shared < len(arrival.hits):
             arrival.shared = 0
@@ -128,7 +129,7 @@ class BlockTables:
         # Each of these blocks may be evicted for it, and written back.
         evicted = arrival.num_fresh if self._on_evict else 0
         if self.host.num_blocks:
-            arrival.host_blocks, computed = self.swapper.match(sequence, first, max(0, room - evicted))
+            arrival.host_blocks, computed = self.swapper.match(sequence, first, room - evicted)
             if arrival.host_blocks:
                 arrival.num_computed = computed
         copies = reads and self.limits.partial_hits and not identity.media

@@ -10,7 +10,9 @@ from pagekv.kvmanager.scheduling.step_plan import CopyList
 
 @dataclass(slots=True)
 class StepRoom:
-    """Bytes of a step beside its columns, which have a copy for each sequence."""
+    """Bytes of a step beside its columns, which have a copy for each sequence. Copies of partial hits are listed
+    without asking: there is at most one for each sequence that enters, and the columns have bytes to spare for it.
+    """
 
     max_step_bytes: int
     max_running: int

@@ -67,7 +67,8 @@ class Swapper:
 
     def swap_out(self, group: Sequence[Seq]) -> None:
         """Keeps what these sequences have computed, as far as host pool and step have room, before their blocks are
-        freed. A block held by several is copied once, and all of them hold the copy.
+        freed. A block held by several is copied once, and all of them hold the copy. Room is asked for every block,
+        also for those that the host pool has already.
         """
         # Host block by device block.
         kept = dict.fromkeys(self._elsewhere(group), NO_BLOCK)
@@ -145,14 +146,14 @@ class Swapper:
         if own is not None and first < len(kept) and kept[-1] != NO_BLOCK and own.num_computed % size:
             # The last block is a partial one, which nothing follows.
             end = min(end, own.num_computed)
-        reads = self._shared and sequence.request.command.identity.read
-        known = sequence.digests[: limit // size] if reads else []
+        known = sequence.digests[: limit // size] if self._shared else []
+        reads = sequence.request.command.identity.read
         blocks: list[int] = []
         by_digest: list[int] = []
         for place in range(first, min(first + most, -(-end // size))):
             block = kept[place] if place < len(kept) else NO_BLOCK
             if block == NO_BLOCK:
-                if place >= len(known) or self.host.lookup(known[place]) is None:
+                if not reads or place >= len(known) or self.host.lookup(known[place]) is None:
                     break
                 by_digest.append(place)
             elif place < len(known):

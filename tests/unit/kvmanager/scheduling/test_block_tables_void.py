@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from support.engine.tables_alone import ROOT, cache, complete, drain, request_of, sequence_of, tables_of
 
@@ -89,3 +90,25 @@ def test_a_block_by_digest_follows_the_one_kept_for_the_sequence() -> None:
     sequence.swapped = Swapped(host, [blocks[0], NO_BLOCK], 4)
     assert tables.admit([Arrival(sequence)], 0) == 0
     assert sequence.num_computed == 4
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_what_was_kept_for_a_sequence_stays_findable_when_it_is_back(read: bool) -> None:
+    """It publishes under the objects by which the host pool knows what follows, so others find that there."""
+    pool = BlockPool(8, 2)
+    tables = tables_of(pool, 12)
+    sequence = request_of(PROMPT, identity=CacheIdentity(read=read)).sequences[0]
+    compute(tables, sequence, 7)
+    tables.swapper.swap_out([sequence])
+    tables.free(sequence)
+    drain(tables)
+    assert tables.admit([Arrival(sequence)], 0) == 0
+    assert sequence.num_computed >= 6
+    tables.publish(sequence)
+    first = np.array([sequence.block_table[0]], np.int32)
+    pool.share(first)
+    tables.free(sequence)
+    drain(tables)
+    other = Arrival(sequence_of([*PROMPT, 8]))
+    assert tables.admit([other], 0) == 0
+    assert (len(other.hits), len(other.host_blocks)) == (1, 2)

@@ -12,6 +12,7 @@ from support.engine.tables_alone import cache, sequence_of, tables_of
 from pagekv.kvmanager.engine.executor_wire import step_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.scheduling.block_tables import Arrival
+from pagekv.kvmanager.scheduling.sequence import HOLDING
 from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
 from pagekv.kvmanager.scheduling.step_room import StepRoom
@@ -139,3 +140,57 @@ def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> N
     assert finished(search)
     assert output(behind) == expected_output(list(range(30)), 10, VOCAB)
     assert behind.preemptions
+
+
+def test_a_fork_takes_no_more_victims_once_the_first_has_used_up_the_room() -> None:
+    driver = Measured(
+        block_size=1,
+        num_blocks=120,
+        max_running=8,
+        max_step_bytes=50 * COPY_BYTES + 8 * COLUMNS_BYTES,
+        depth=1,
+        fork_sharing=False,
+        prefix_cache=False,
+        host_blocks=200,
+        preemption="swap",
+        priority_aging=4,
+    )
+    lengths = (6, 6, 6, 6, 30)
+    behind = [driver.submit([50 + at] * length, max_tokens=16, priority=1) for at, length in enumerate(lengths)]
+    while not all(request.sequences[0].state in HOLDING for request in behind):
+        driver.step()
+    search = driver.submit(list(range(14)), max_tokens=4, n=4, beam_width=4)
+    driver.step()
+    assert search.preemptions
+    assert [request.preemptions for request in behind] == [0, 0, 0, 0, 1]
+    driver.drain()
+    assert finished(search)
+    assert all(map(finished, behind))
+
+
+@pytest.mark.parametrize("write_back", [False, True])
+@pytest.mark.parametrize("fork_sharing", [False, True])
+@pytest.mark.parametrize("recomputed", [0, 1])
+def test_a_fork_may_be_made_as_long_as_there_is_room_for_each_of_its_copies(
+    write_back: bool, fork_sharing: bool, recomputed: int
+) -> None:
+    """Three children of 8 tokens in blocks of 2. A child shares the full blocks of all but the tokens that it computes
+    itself, where sharing is on; each other block is a copy, and another one where what it held is written back.
+    """
+    shared = (3 if recomputed else 4) if fork_sharing else 0
+    most = 3 * (4 - shared) * (2 if write_back else 1)
+    children = [sequence_of(list(range(8))) for _ in range(3)]
+    for room in range(max(0, most - 1), most + 1):
+        step = room * COPY_BYTES + 4 * COLUMNS_BYTES
+        tables = tables_of(BlockPool(48, 2), 16, max_step_bytes=step, write_back=write_back, fork_sharing=fork_sharing)
+        # The columns have a copy for each sequence.
+        tables.room.copies.add(CopyKind.COPY, [0] * 4, [1] * 4)
+        assert tables.may_fork(children, recomputed=recomputed) == (room >= most), room
+
+
+def test_without_a_host_pool_nothing_is_set_aside_for_evicted_blocks() -> None:
+    children = [sequence_of(list(range(8))) for _ in range(3)]
+    step = 12 * COPY_BYTES + 4 * COLUMNS_BYTES
+    tables = tables_of(BlockPool(48, 2), 0, max_step_bytes=step, write_back=True, fork_sharing=False)
+    tables.room.copies.add(CopyKind.COPY, [0] * 4, [1] * 4)
+    assert tables.may_fork(children, recomputed=0)
