@@ -32,12 +32,12 @@ tokens_per_minute = 100000
 [tenants.olga]
 
 [tenants.carol]
-tokens_per_minute = 40
+tokens_per_minute = 64
 max_blocks = 4
 
 [namespaces.public]
 read = ["alice", "bob"]
-write = ["alice"]
+write = ["alice", "carol"]
 """
 CAROL = key_section("carol", "carol-key", ["generate"])
 DAVE = key_section("dave", "dave-key", ["generate"])
@@ -75,8 +75,8 @@ class Caller:
     def cached(self, prompt: list[int], **fields: Any) -> int:
         return int(self.generate(prompt, **fields).cached_tokens)
 
-    def looked_up(self, prompt: list[int]) -> int:
-        request = cache_service_pb2.LookupPrefixRequest(prompt=as_prompt(prompt))
+    def looked_up(self, prompt: list[int], **fields: Any) -> int:
+        request = cache_service_pb2.LookupPrefixRequest(prompt=as_prompt(prompt), **fields)
         return int(self._cache.LookupPrefix(request, metadata=self._metadata, timeout=60).device_tokens)
 
     def abort(self, request_id: str) -> list[str]:
@@ -117,7 +117,11 @@ def test_a_shared_namespace_is_read_and_written_by_those_who_may(callers: dict[s
     assert bob.cached(prompt, cache=public) > 0
     write = types_pb2.CacheControls(namespace="public", write=True)
     refused(lambda: bob.generate(prompt, cache=write), "PERMISSION_DENIED", "may not write the shared namespace")
-    refused(lambda: carol.generate([1], cache=public), "PERMISSION_DENIED", "may not use the shared namespace")
+    # Carol writes only: no call of hers tells what is in it.
+    assert carol.cached(prompt[:20], cache=public) == 0
+    refused(lambda: carol.looked_up(prompt, cache=public), "PERMISSION_DENIED", "may not read the shared namespace")
+    olga = callers["olga"]
+    refused(lambda: olga.generate([1], cache=public), "PERMISSION_DENIED", "may not use the shared namespace")
 
 
 def test_two_tenants_may_use_one_request_id(callers: dict[str, Caller]) -> None:

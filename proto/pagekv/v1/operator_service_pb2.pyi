@@ -954,7 +954,7 @@ class TenantInfo(google.protobuf.message.Message):
     output_tokens_total: builtins.int
     """Tokens generated."""
     block_seconds_total: builtins.float
-    """Blocks held times the seconds for which they were."""
+    """Blocks that are its own, held or cached, times the seconds for which they were."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Otherwise those that it may use, by name."""

@@ -145,7 +145,8 @@ async def read_lookup(
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
-    identity, model = _read_identity(request, served.asking), served.model
+    # Questions are about blocks that the caller may read.
+    identity, model = _read_identity(request, served.asking, read=True), served.model
     count_text(request.prompt, served.asking)
     prompt = await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, _context(model)).read(
         request.prompt
@@ -271,6 +272,7 @@ def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[
 def _read_identity(
     request: inference_service_pb2.GenerateRequest | LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest,
     asking: Asking,
+    read: bool | None = None,
 ) -> CacheIdentity:
     """The cache identity of a request, without adapter and media: no model served here has either, and an answer of the
     base model is not what was asked for.
@@ -286,7 +288,9 @@ def _read_identity(
         )
     asking.check_adapter(request.adapter)
     check_adapter(request.adapter)
-    read, write = (getattr(cache, name) if cache.HasField(name) else None for name in ("read", "write"))
+    if cache.HasField("read"):
+        read = cache.read
+    write = cache.write if cache.HasField("write") else None
     return asking.cache_identity(cache.namespace, read, write)
 
 

@@ -20,7 +20,8 @@ class LiveRequests:
         """`priority_aging` as `live_request` takes it."""
         self._priority_aging = priority_aging
         self._wakeups = Wakeups()
-        self._requests: dict[tuple[str, str], LiveRequest] = {}
+        # By id and then by tenant.
+        self._requests: dict[str, dict[str, LiveRequest]] = {}
         self._by_stream: dict[RequestStream, LiveRequest] = {}
         self._arrivals = 0
         # By stream that its reader has not released: how many sequences have ended.
@@ -36,11 +37,11 @@ class LiveRequests:
         self.idle.set()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._by_stream)
 
     def all(self) -> list[LiveRequest]:
         """All requests by arrival, in a new list: requests may end while the caller goes through it."""
-        return list(self._requests.values())
+        return list(self._by_stream.values())
 
     def add(self, command: GenerateCommand, root: bytes, prepared: PreparedPrompt | None = None) -> LiveRequest:
         """Adds a request whose id is free; `root` is the parent digest of its first block, `prepared` of its prompt."""
@@ -48,7 +49,8 @@ class LiveRequests:
         request = live_request(command, stream, self._arrivals, root, self._priority_aging, prepared)
         request.created = time.time()
         self._arrivals += 1
-        self._requests[_key(command)] = self._by_stream[stream] = request
+        self._by_stream[stream] = request
+        self._requests.setdefault(command.request_id, {})[command.tenant.name] = request
         self._being_read[stream] = 0
         self._tenant_of[stream] = command.tenant.name
         self._tenants[command.tenant.name] += 1
@@ -57,14 +59,11 @@ class LiveRequests:
 
     def get(self, request_id: str, tenant: str = "") -> LiveRequest | None:
         """The live request of this id and tenant."""
-        return self._requests.get((tenant, request_id))
+        return self._requests.get(request_id, {}).get(tenant)
 
     def named(self, request_id: str) -> list[LiveRequest]:
         """The live requests of this id, whosever they are."""
-        request = self._requests.get(("", request_id))
-        if request is not None:
-            return [request]
-        return [request for (_, name), request in self._requests.items() if name == request_id]
+        return list(self._requests.get(request_id, {}).values())
 
     def of(self, stream: RequestStream) -> LiveRequest | None:
         """The live request of this stream; never another request that has its id by now."""
@@ -96,12 +95,16 @@ class LiveRequests:
             self._being_read[request.stream] = ended
         if not all(finished):
             return False
-        del self._requests[_key(request.command)], self._by_stream[request.stream]
+        del self._by_stream[request.stream]
+        of_id = self._requests[request.command.request_id]
+        del of_id[request.command.tenant.name]
+        if not of_id:
+            del self._requests[request.command.request_id]
         tenant = request.command.tenant.name
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
-        if not self._requests:
+        if not self._by_stream:
             self.idle.set()
         return True
 
@@ -112,7 +115,3 @@ class LiveRequests:
     def unread_of(self, tenant: str) -> int:
         """Ended sequences of a tenant whose readers have not taken them."""
         return self._unread[tenant]
-
-
-def _key(command: GenerateCommand) -> tuple[str, str]:
-    return command.tenant.name, command.request_id

@@ -379,9 +379,8 @@ class EngineLoop:
         """Ends a request of this tenant, or of every tenant that has one of this id; streams get finish ABORT. False
         when there is none. Blocks are free at once.
         """
-        requests = self._live.named(request_id)
-        if tenant is not None:
-            requests = [request for request in requests if request.command.tenant.name == tenant]
+        own = None if tenant is None else self._live.get(request_id, tenant)
+        requests = self._live.named(request_id) if tenant is None else [own] if own is not None else []
         for request in requests:
             self._abort(request)
         return bool(requests)

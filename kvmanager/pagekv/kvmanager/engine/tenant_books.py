@@ -25,6 +25,8 @@ class TenantBooks:
         self._clock = clock
         # Output tokens by number that are in the accounts.
         self._booked = np.zeros(1, np.int64)
+        # Blocks by number, at the latest look.
+        self._blocks: dict[int, int] = {}
         self._looked_at = clock()
 
     def configure(self, wake: Callable[[], None]) -> None:
@@ -103,8 +105,12 @@ class TenantBooks:
             self._booked[:] = outputs
         now = self._clock()
         if now - self._looked_at >= BLOCKS_LOOKED_AT_S:
+            # Those of the look before: nothing has changed since the last step, however long that was ago.
+            for account in accounts:
+                before = self._blocks.get(account.tenant.number, 0)
+                account.usage.block_seconds += before * (now - self._looked_at)
             tenants = self._state.serving().pool.tenants
-            for account in accounts if tenants is not None else ():
-                assert tenants is not None
-                account.usage.block_seconds += tenants.footprint(account.tenant.number) * (now - self._looked_at)
+            if tenants is not None:
+                numbers = [account.tenant.number for account in accounts]
+                self._blocks = {number: tenants.footprint(number) for number in numbers}
             self._looked_at = now

@@ -97,9 +97,13 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
-        model, stats = self._served_model.served().model, self._engine.queries.stats()
+        served = self._served_model.served()
+        model, asking = served.model, served.asking
+        stats = self._engine.queries.stats()
+        everybodys = stats.running_sequences + stats.waiting_sequences
         return vllm.GetServerInfoResponse(
-            active_requests=stats.running_sequences + stats.waiting_sequences,
+            # A tenant is told of its own.
+            active_requests=asking.account.live if asking.tenant.name else everybodys,
             uptime_seconds=time.monotonic() - self._started,
             server_type="pagekv",
             data_parallel_size=1,

@@ -29,7 +29,7 @@ async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str
         raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
     if ("text" in asked) == ("token_ids" in asked):
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
-    identity = served.asking.cache_identity(_name(asked, "namespace"))
+    identity = served.asking.cache_identity(_name(asked, "namespace"), read=True)
     check_adapter(_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
     prepared = await engine.queries.prepare(prompt, identity)

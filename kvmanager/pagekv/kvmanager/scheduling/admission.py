@@ -209,7 +209,8 @@ class Admission:
         else:
             arrivals = pair_arrivals(group, pool.block_size)
         missing = self._tables.admit(arrivals, watermark)
-        if missing and pool.tenants is not None and len(group) == 1 and not self._running.order:
+        nobody = len(group) == 1 if not self._running.order else self._is_stuck(step)
+        if missing and pool.tenants is not None and nobody:
             # Nobody is left to wait for: floors were raised, or the pool has shrunk, since the request was accepted.
             missing = self._tables.admit(arrivals, watermark, over_floors=True)
         if missing:
@@ -219,6 +220,14 @@ class Admission:
             return []
         self.refused = None
         return arrivals
+
+    def _is_stuck(self, step: StepBuilder) -> bool:
+        """Whether nothing is computed, now or by steps in flight, so nobody will ever free a block: beams hold theirs
+        while others of their search wait.
+        """
+        running = self._running
+        under_way = step.plan.num_tokens or running.prefilling or running.returning
+        return not under_way and not running.batch.pending.any()
 
     def _watermark(self, request: LiveRequest) -> int:
         """Blocks that an admission of this request leaves free."""

@@ -8,6 +8,7 @@ the executor.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import chain
 
@@ -32,8 +33,8 @@ class WaitingQueue:
         # By tenant; and those tenants whose next request would be above theirs.
         self.caps: dict[int, Cap] = {}
         self._held_back: frozenset[int] = frozenset()
-        # Sequences in the state FORKING.
-        self.num_forking = 0
+        # Sequences in the state FORKING, by tenant.
+        self._forking: Counter[int] = Counter()
         # Requests whose sequence 0 was admitted while others wait for its prompt.
         self.forking: list[LiveRequest] = []
 
@@ -41,8 +42,13 @@ class WaitingQueue:
         return sum(map(len, self._orders.values()))
 
     def count(self, tenant: int) -> int:
-        """Sequences of a tenant that wait for admission."""
-        return len(self._orders.get(tenant, ()))
+        """Sequences of a tenant that wait, for admission or for a fork."""
+        return len(self._orders.get(tenant, ())) + self._forking[tenant]
+
+    @property
+    def num_forking(self) -> int:
+        """Sequences in the state FORKING."""
+        return self._forking.total()
 
     def add(self, request: LiveRequest) -> None:
         """Queues sequence 0 of a new request; the others wait for a fork."""
@@ -50,7 +56,7 @@ class WaitingQueue:
         if tenant not in self._orders:
             self.served.joined(tenant, self._orders.keys() - self._held_back)
         self.push(request.sequences[0])
-        self.num_forking += len(request.sequences) - 1
+        self._forking[tenant] += len(request.sequences) - 1
 
     def push(self, sequence: Seq) -> None:
         """Makes a sequence that holds nothing wait for admission."""
@@ -91,7 +97,7 @@ class WaitingQueue:
     def remove(self, sequence: Seq) -> None:
         """Ends a sequence that waits."""
         if sequence.state is SeqStatus.FORKING:
-            self.num_forking -= 1
+            self._forking[sequence.tenant] -= 1
         else:
             self.take(sequence)
         sequence.state = SeqStatus.FINISHED
@@ -108,7 +114,7 @@ class WaitingQueue:
         if request in self.forking:
             self.forking.remove(request)
         children = [sequence for sequence in request.sequences if sequence.state is SeqStatus.FORKING]
-        self.num_forking -= len(children)
+        self._forking[request.tenant] -= len(children)
         return children
 
 

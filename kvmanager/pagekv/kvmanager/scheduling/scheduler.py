@@ -104,7 +104,12 @@ class Scheduler:
         """As `BlockPool.set_tenants`, for later epochs, too; without a prefix cache there is nothing that floors could
         keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
         """
-        self.pool.set_tenants(weights, floors if self.limits.prefix_cache else {})
+        if sum(floors.values()) > self.pool.num_blocks and self._tenants[1] == dict(floors):
+            # They were set for a larger pool.
+            fitted = fitted_floors(floors, self.pool.num_blocks)
+        else:
+            fitted = dict(floors)
+        self.pool.set_tenants(weights, fitted if self.limits.prefix_cache else {})
         self.waiting.served.set_weights(weights)
         self.waiting.caps = dict(caps or {})
         self._tenants = dict(weights), dict(floors)

@@ -34,7 +34,7 @@ class TenantUsage:
     cached_tokens: int = 0
     output_tokens: int = 0
     requests: int = 0
-    # Blocks held times seconds.
+    # Blocks that are its own, held or cached, times seconds.
     block_seconds: float = 0.0
     # By reason: the name of the limit.
     refusals: Counter[str] = field(default_factory=Counter)

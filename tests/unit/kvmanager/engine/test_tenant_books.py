@@ -156,3 +156,42 @@ def test_floors_that_do_not_go_into_the_pool(monkeypatch: pytest.MonkeyPatch, tm
         assert tenants.floors_beside(0) == 3
 
     engine_harness.run(monkeypatch, body, accounts=accounts)
+
+
+def test_blocks_are_booked_for_the_time_that_they_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle hour costs what was cached in it, and whoever comes next nothing."""
+    accounts, now = Accounts(), [0.0]
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        engine._tenants._clock = lambda: now[0]
+        engine._tenants._looked_at = 0.0
+        pool = engine._state.serving().pool
+        for at, tenant in enumerate(("alice", "bob", "bob")):
+            now[0] += 1.0
+            if at == 2:
+                now[0] += 3600.0
+            stream = engine.submit(of(accounts, tenant, str(at), [at] * (pool.block_size * 3 + 1), 2))
+            await read(stream)
+            engine.release(stream)
+        cached = {name: accounts.of(name).usage.block_seconds for name in ("alice", "bob")}
+        # Three blocks each from then on. Bob's of the last request are not there yet at the look that ends the hour.
+        assert 3 * 3600 <= cached["alice"] <= 4 * 3605
+        assert cached["bob"] <= 4 * 3605
+
+    engine_harness.run(monkeypatch, body, accounts=accounts)
+
+
+def test_requests_of_an_id_are_found_without_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    accounts = Accounts()
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        streams = [engine.submit(of(accounts, name, "same", [1])) for name in ("bob", "alice")]
+        live = engine._state.live
+        assert [request.command.tenant.name for request in live.named("same")] == ["bob", "alice"]
+        assert live.named("other") == []
+        assert live.get("same", "carol") is None
+        for stream in streams:
+            await read(stream)
+        assert (live.named("same"), len(live)) == ([], 0)
+
+    engine_harness.run(monkeypatch, body, accounts=accounts)

@@ -37,6 +37,7 @@ def test_children_wait_for_a_fork_until_they_are_taken() -> None:
     queue = WaitingQueue()
     queue.add(request)
     assert (len(queue), queue.num_forking) == (1, 3)
+    assert (queue.count(0), queue.count(1)) == (4, 0)
     queue.remove(request.sequences[2])
     assert (request.sequences[2].state, queue.num_forking) == (SeqStatus.FINISHED, 2)
     queue.expect_fork(request)

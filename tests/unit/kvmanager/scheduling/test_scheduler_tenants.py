@@ -153,3 +153,34 @@ def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
     driver = Driver(num_blocks=10, block_size=2, prefix_cache=False)
     driver.scheduler.set_tenants({}, {1: 4})
     assert driver.pool.num_free_for(2) == 10
+
+
+@pytest.mark.parametrize(("width", "max_tokens"), [(2, 12), (3, 9)])
+def test_floors_that_rose_under_a_search_stop_nobody(width: int, max_tokens: int) -> None:
+    """Beams of a search hold blocks while others of it wait for some, which no other request is to give back."""
+    driver = Driver(num_blocks=20, block_size=2, max_running=8)
+    driver.scheduler.set_tenants({1: 1.0, 2: 1.0}, {})
+    driver.submit(list(range(1, 72, 3)), max_tokens=1, tenant=Tenant("", 2))
+    driver.drain()
+    search = driver.submit([1, 4, 7, 10], max_tokens=max_tokens, beam_width=width, tenant=Tenant("", 1))
+    for _ in range(6):
+        driver.step()
+    driver.scheduler.set_tenants({1: 1.0, 2: 1.0}, {2: 14})
+    later = driver.submit([1, 4, 7], max_tokens=3, tenant=Tenant("", 2))
+    driver.drain()
+    assert finished(search)
+    assert finished(later)
+    assert driver.pool.num_active == 0
+
+
+def test_a_configuration_that_stays_is_fitted_to_a_smaller_pool() -> None:
+    """As when a tenant comes that was not there before: weights change, floors do not."""
+    driver = Driver(num_blocks=20, block_size=2)
+    driver.scheduler.set_tenants({}, {1: 12})
+    driver._new_pool(10)
+    driver.scheduler.lose_executor(driver.pool, driver.scheduler.limits, (), driver.host)
+    driver.scheduler.set_tenants({1: 2.0, 2: 1.0}, {1: 12})
+    assert driver.pool.tenants is not None
+    assert driver.pool.tenants.floors_beside(2) == 10
+    with pytest.raises(ValueError, match="13 blocks together, the pool has 10"):
+        driver.scheduler.set_tenants({}, {1: 13})

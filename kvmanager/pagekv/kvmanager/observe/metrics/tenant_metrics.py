@@ -46,7 +46,7 @@ _COUNTERS = (
     ("cached_tokens", "Of those, found in the prefix cache"),
     ("output_tokens", "Tokens generated"),
     ("requests", "Requests accepted"),
-    ("block_seconds", "Blocks held times the seconds for which they were"),
+    ("block_seconds", "Blocks, held or cached, times the seconds for which they were the tenant's"),
 )
 
 
