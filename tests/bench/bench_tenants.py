@@ -3,10 +3,10 @@
 Both processes with the demo model on the CPU, and TLS, which keys travel by. The tenant `quiet` sends a prompt of 512
 tokens that are always the same and 32 that are new, 16 tokens of output, one request after the other: alone, beside 4
 flooders and beside 32, each a tenant of weight 1 that keeps 8 requests of 256 random tokens and 64 tokens of output
-going. The pool is smaller than what 32 flooders want at once. So it is done on three stacks: every caller a tenant, with
-a floor for `quiet` besides, and all of them one tenant, as without tenants. They are measured in turns. Flooders are one
-process of their own and are told of a request's end alone, for reading is not what is measured; all of it shares this
-machine's cores, so what counts is the comparison with `alone` in the same run.
+going. The pool is smaller than what 32 flooders want at once. So it is done on three stacks: every caller a tenant,
+with a floor for `quiet` besides, and all of them one tenant, as without tenants. The stacks are measured in turns.
+Flooders are one process of their own and are told of a request's end alone, for reading is not what is measured; all
+of it shares this machine's cores, so what counts is the comparison with `alone` in the same run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from typing import cast
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -110,7 +112,8 @@ def flood(target: str, ca: bytes, key: bytes, cert: bytes, flooders: int) -> Non
     async def all_of_them() -> None:
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
         async with grpc.aio.secure_channel(target, credentials) as channel:
-            inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            stub = inference_service_pb2_grpc.InferenceServiceStub(channel)
+            inference = cast("inference_service_pb2_grpc.InferenceServiceAsyncStub", stub)
             await asyncio.gather(
                 *(
                     stream(inference, f"flooder{number}", f"{time.time()} {number} {nth}")
@@ -172,7 +175,7 @@ class Quiet:
         cell.prompt_tokens += PREFIX + OWN
         cell.first_s.append(times[0] - begin)
         # The last two messages come together.
-        cell.gaps_s += [after - before for before, after in zip(times[:-2], times[1:-1], strict=True)]
+        cell.gaps_s += [after - before for before, after in pairwise(times[:-1])]
 
     def measure(self, cell: Cell, requests: int) -> None:
         """So many requests, behind one that is not measured."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import grpc
 import pytest
@@ -62,8 +61,8 @@ class Sides:
         return self._first_s(self._observer, sent if cached else self._prompt())
 
     def area(self, samples: int) -> float:
-        """The area under the curve of who tells the two kinds apart by time: 0.5 is by chance alone. In random order,
-        so that whatever else the machine does meets both alike.
+        """The chance that of one sample of each kind the cached one was faster (the area under the ROC curve): 0.5
+        where time says nothing. In random order, so that whatever else the machine does meets both alike.
         """
         kinds = [True, False] * (samples // 2)
         self._chance.shuffle(kinds)
@@ -76,7 +75,7 @@ class Sides:
 
 def test_time_to_first_token_does_not_tell_what_another_tenant_has_cached(stack: ProtectedStack) -> None:
     with stack.channel() as channel:
-        # Its own hits are told apart: the clock would show others.
+        # Its own hits are told apart: the clock would show those of others.
         assert Sides(channel, "bob", "bob").area(TRIAL) > 0.8
         area = Sides(channel, "alice", "bob").area(SAMPLES)
     print(f"AUC {area:.3f}")
