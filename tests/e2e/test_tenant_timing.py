@@ -39,7 +39,7 @@ class Sides:
     def __init__(self, channel: grpc.Channel, victim: str, observer: str) -> None:
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
         self._victim, self._observer = victim, observer
-        self._chance = random.Random(f"{victim} {observer}")
+        self._chance = random.Random()
 
     def _prompt(self) -> list[int]:
         return [self._chance.randrange(3, 250) for _ in range(PROMPT)]
@@ -56,9 +56,10 @@ class Sides:
 
     def _sample(self, *, cached: bool) -> float:
         """Seconds to the observer's first token, for a prompt that the victim has just sent or one that nobody has."""
-        sent = self._prompt()
+        # Both are made before, so that as much time lies between the calls either way.
+        sent, unknown = self._prompt(), self._prompt()
         self._first_s(self._victim, sent)
-        return self._first_s(self._observer, sent if cached else self._prompt())
+        return self._first_s(self._observer, sent if cached else unknown)
 
     def area(self, samples: int) -> float:
         """The chance that of one sample of each kind the cached one was faster (the area under the ROC curve): 0.5
