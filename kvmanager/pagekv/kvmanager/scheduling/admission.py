@@ -136,6 +136,8 @@ class Admission:
         while step.room and not self._ended and (head := waiting.head()) is not None:
             if before is not None and not waiting.served.goes_before(head.tenant, before.tenant):
                 return
+            if not step.room_for(head.tenant):
+                return
             if not step.takes(head):
                 self._crowded_out = not goes_first
                 self._ended = True
