@@ -6,7 +6,7 @@ So it asks for a quarter of an equal share, and everything is decided by the tra
     alone   only the quiet tenant's requests
     one     all requests as one tenant's, first come first served
     fair    as tenants of equal weights
-    floor   the same, and an equal share of the pool is the quiet tenant's floor
+    floor   the same, and half of the pool is the quiet tenant's floor
 
 As in the manager tenants share no prefix, not even a system prompt; as one tenant they do.
 """
@@ -114,7 +114,7 @@ def replay_tenants(
     if num_blocks is None:
         parts = range(1, tenants + 1)
         num_blocks = sum(enough_blocks(_records_of(in_order, numbers, part), options) for part in parts)
-    floor = 0 if unbounded else num_blocks // tenants
+    floor = 0 if unbounded else num_blocks // 2
     # The same requests in every case.
     kept = [at for at, record in enumerate(in_order) if fits(record, num_blocks - floor, options.block_size)]
     fitting, owned = [in_order[at] for at in kept], [numbers[at] for at in kept]
