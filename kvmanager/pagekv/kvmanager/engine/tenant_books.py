@@ -105,7 +105,7 @@ class TenantBooks:
             self._booked[:] = outputs
         now = self._clock()
         if now - self._looked_at >= BLOCKS_LOOKED_AT_S:
-            # Those of the look before: nothing has changed since the last step, however long that was ago.
+            # With the blocks of the look before: nothing has changed since the last step, however long ago that was.
             for account in accounts:
                 before = self._blocks.get(account.tenant.number, 0)
                 account.usage.block_seconds += before * (now - self._looked_at)

@@ -105,7 +105,7 @@ class Scheduler:
         keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
         """
         if sum(floors.values()) > self.pool.num_blocks and self._tenants[1] == dict(floors):
-            # They were set for a larger pool.
+            # The floors were set for a larger pool.
             fitted = fitted_floors(floors, self.pool.num_blocks)
         else:
             fitted = dict(floors)

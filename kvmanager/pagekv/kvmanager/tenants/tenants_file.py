@@ -26,7 +26,7 @@ MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
 MAX_PRIORITY = 2**20
 _COUNTS = {
     "max_running": 1,
-    "max_waiting": 0,
+    "max_waiting": 1,
     "tokens_per_minute": 1,
     "max_blocks": 1,
     "max_pinned_blocks": 0,

@@ -30,7 +30,7 @@ max_running = 2
 [tenants.team-a]
 weight = 4
 max_running = 8
-max_waiting = 0
+max_waiting = 1
 tokens_per_minute = 100_000
 max_blocks = 500
 max_pinned_blocks = 0
@@ -49,7 +49,7 @@ write = ["team-a"]
 """
 COUNTS = {
     "max_running": 1,
-    "max_waiting": 0,
+    "max_waiting": 1,
     "tokens_per_minute": 1,
     "max_blocks": 1,
     "max_pinned_blocks": 0,
@@ -82,7 +82,7 @@ def test_every_field(tmp_path: Path) -> None:
     assert found.default == TenantLimits(weight=0.5, max_running=2)
     assert found.tenants == {
         "team-a": TenantLimits(
-            weight=4.0, max_running=8, max_waiting=0, tokens_per_minute=100_000, max_blocks=500, max_pinned_blocks=0,
+            weight=4.0, max_running=8, max_waiting=1, tokens_per_minute=100_000, max_blocks=500, max_pinned_blocks=0,
             max_watchers=0, tokenized_bytes_per_second=1_000_000, priorities=(-1, 3),
             adapters=frozenset({"", "formal"}), floor_blocks=100,
         ),
