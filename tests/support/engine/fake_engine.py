@@ -117,7 +117,9 @@ class FakeEngine(EngineLoop, EngineQueries):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
 
-    async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
+    async def prepare(
+        self, token_ids: Sequence[int], identity: CacheIdentity, tenant: str = ""
+    ) -> PreparedPrompt | None:
         return None
 
     def lookup_prefix(

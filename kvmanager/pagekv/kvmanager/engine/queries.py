@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 
@@ -56,7 +57,7 @@ class EngineQueries:
         # Other than those of requests, which wait for no question.
         self._long_prompts = LongPrompts(None)
         # Tokens of the prompts that are looked up now or wait for that.
-        self._asked_tokens = 0
+        self._asked_tokens: Counter[str] = Counter()
 
     @property
     def _cache(self) -> CacheAdmin:
@@ -121,24 +122,32 @@ class EngineQueries:
         """
         return self._state.serving().pool.ref_counts
 
-    async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
+    async def prepare(
+        self, token_ids: Sequence[int], identity: CacheIdentity, tenant: str = ""
+    ) -> PreparedPrompt | None:
         """The work that grows with a prompt, for the three questions about one: a long prompt is hashed and looked up
-        in slices, one prompt at a time, and None is returned at once for a short one. Raises Overloaded when prompts of
-        too many tokens wait.
+        in slices, one prompt of a tenant at a time, and None is returned at once for a short one. Raises Overloaded
+        when prompts of too many tokens wait, and those of this tenant are more than its share of so many.
         """
         cache = self._cache
         # Short ones wait too, and hold a message each.
         counted = max(len(token_ids), LEAST_COUNTED)
-        if self._asked_tokens and self._asked_tokens + counted > MAX_ASKED_TOKENS:
-            what = f"prompts of {self._asked_tokens} tokens wait to be looked up"
+        asked, own = self._asked_tokens.total(), self._asked_tokens[tenant]
+        share = MAX_ASKED_TOKENS // len(self._asked_tokens.keys() | {tenant}) if tenant else 0
+        within_share = bool(tenant) and (not own or own + counted <= share)
+        if asked and asked + counted > MAX_ASKED_TOKENS and not within_share:
+            # A tenant is told of its own.
+            what = f"prompts of {own if tenant else asked} tokens wait to be looked up"
             raise Overloaded(f"{what}, with this one at most {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
-        self._asked_tokens += counted
+        self._asked_tokens[tenant] += counted
         try:
-            async with self._long_prompts.turn:
+            async with self._long_prompts.turn(tenant):
                 table = cache.pool.table
                 return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
         finally:
-            self._asked_tokens -= counted
+            self._asked_tokens[tenant] -= counted
+            if not self._asked_tokens[tenant]:
+                del self._asked_tokens[tenant]
 
     def root(self, identity: CacheIdentity) -> bytes:
         """Parent digest of the first block of this identity's prompts."""

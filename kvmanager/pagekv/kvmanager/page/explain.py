@@ -32,7 +32,7 @@ async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str
     identity = served.asking.cache_identity(_name(asked, "namespace"), read=True)
     check_adapter(_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
-    prepared = await engine.queries.prepare(prompt, identity)
+    prepared = await engine.queries.prepare(prompt, identity, served.asking.tenant.name)
     found = await engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS, prepared=prepared)
     blocks = []
     for index, block in enumerate(found.blocks):
