@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 
 from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt, slice_blocks
+from pagekv.kvmanager.tenants.turns import TenantTurns
 
 
 class LongPrompts:
@@ -22,26 +21,11 @@ class LongPrompts:
     def __init__(self, pack: Callable[[array[int]], bytes] | None) -> None:
         """`pack` as in `PreparedPrompt.slices`."""
         self._pack = pack
-        # By tenant, with how many calls hold it or wait for it.
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        # Held by the call of a tenant that is entering.
+        self.turns = TenantTurns()
         # Sequences of the calls that have a turn or wait for it, and those of each tenant by its name.
         self.num_entering = 0
         self.entering: Counter[str] = Counter()
-
-    @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """The turn of a tenant, held by its call that is entering: given in the order in which it is asked for, so the
-        calls of a tenant keep theirs, and none waits for those of another tenant.
-        """
-        lock, calls = self._turns.get(tenant) or (asyncio.Lock(), 0)
-        self._turns[tenant] = lock, calls + 1
-        try:
-            async with lock:
-                yield
-        finally:
-            lock, calls = self._turns.pop(tenant)
-            if calls > 1:
-                self._turns[tenant] = lock, calls - 1
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -332,7 +332,7 @@ class EngineLoop:
         prompts.num_entering += command.n
         prompts.entering[command.tenant.name] += command.n
         try:
-            async with prompts.turn(command.tenant.name):
+            async with prompts.turns.of(command.tenant.name):
                 if waits:
                     self._check_admissible(command, counted=command.n)
                 table, media = self._state.serving().pool.table, command.identity.media

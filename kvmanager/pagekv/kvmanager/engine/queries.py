@@ -141,7 +141,7 @@ class EngineQueries:
             raise Overloaded(f"{what}, with this one at most {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
         self._asked_tokens[tenant] += counted
         try:
-            async with self._long_prompts.turn(tenant):
+            async with self._long_prompts.turns.of(tenant):
                 table = cache.pool.table
                 return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
         finally:

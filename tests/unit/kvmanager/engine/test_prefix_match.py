@@ -176,7 +176,7 @@ def test_questions_of_one_tenant_hold_up_and_refuse_no_other(monkeypatch: pytest
         assert not flood[1].done()
         await asyncio.gather(*flood)
         assert engine.queries._asked_tokens.total() == 0
-        assert engine.queries._long_prompts._turns == {}
+        assert engine.queries._long_prompts.turns._turns == {}
 
     run(monkeypatch, body)
 
