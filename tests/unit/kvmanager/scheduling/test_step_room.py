@@ -121,18 +121,22 @@ def test_a_fork_of_beams_that_a_step_has_no_room_for_is_refused(depth: int) -> N
     assert outputs[0] == outputs[1]
 
 
-def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> None:
-    driver = Measured(
+def short_of_room(**options: Any) -> Measured:
+    """Beams share nothing, victims are swapped, and a step has room for 58 copies."""
+    return Measured(
         block_size=1,
-        num_blocks=80,
         max_running=8,
         max_step_bytes=50 * COPY_BYTES + 8 * COLUMNS_BYTES,
         depth=1,
         fork_sharing=False,
         prefix_cache=False,
-        host_blocks=80,
         preemption="swap",
+        **options,
     )
+
+
+def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> None:
+    driver = short_of_room(num_blocks=80, host_blocks=80)
     behind = driver.submit(list(range(30)), max_tokens=10, priority=1)
     driver.step()
     search = driver.submit(list(range(14)), max_tokens=4, n=4, beam_width=4)
@@ -143,18 +147,7 @@ def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> N
 
 
 def test_a_fork_takes_no_more_victims_once_the_first_has_used_up_the_room() -> None:
-    driver = Measured(
-        block_size=1,
-        num_blocks=120,
-        max_running=8,
-        max_step_bytes=50 * COPY_BYTES + 8 * COLUMNS_BYTES,
-        depth=1,
-        fork_sharing=False,
-        prefix_cache=False,
-        host_blocks=200,
-        preemption="swap",
-        priority_aging=4,
-    )
+    driver = short_of_room(num_blocks=120, host_blocks=200, priority_aging=4)
     lengths = (6, 6, 6, 6, 30)
     behind = [driver.submit([50 + at] * length, max_tokens=16, priority=1) for at, length in enumerate(lengths)]
     while not all(request.sequences[0].state in HOLDING for request in behind):
