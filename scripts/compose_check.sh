@@ -108,6 +108,16 @@ if in_service kvmanager python -c 'import torch' 2> /dev/null; then fail "the ma
 [ -z "$(compose port executor 50052 2> /dev/null | grep -v ':0$' || true)" ] || fail "the executor's port is published"
 echo "user 10001, read-only, no capabilities, no new privileges; no torch in the manager"
 
+say "certificates"
+in_service executor python -m pagekv.common.probe 127.0.0.1:50052 --timeout-s 3 2> /dev/null && fail "the executor answers without TLS"
+in_service executor python -m pagekv.common.probe 127.0.0.1:50052 --timeout-s 3 --ca /tls/ca.pem 2> /dev/null &&
+  fail "the executor answers those who show no certificate"
+for service in kvmanager executor; do
+  if in_service $service touch /tls/x 2> /dev/null; then fail "$service can change its certificates"; fi
+  if in_service $service sh -c 'ls /tls/*.key' | grep -v -e probe -e "${service#kv}" ; then fail "$service has keys of others"; fi
+done
+echo "the link is mutual TLS; each container has its own key and that of health checks"
+
 say "an executor that restarts is found again"
 compose kill --signal KILL executor > /dev/null 2>&1
 compose up --detach --no-build --wait --wait-timeout 180 > /dev/null 2>&1 || fail "the stack did not recover"

@@ -13,10 +13,11 @@ compose() { env -i PATH="$PATH" HOME="${HOME:-/}" "$bin/docker-compose" "$@"; }
 
 compose -f compose.yaml config --quiet
 compose -f compose.yaml -f compose.gpu.yaml config --quiet
+compose -f compose.yaml -f compose.tls.yaml config --quiet
 compose -f compose.yaml --profile observe config --quiet
 compose -f compose.yaml --profile scale config --quiet
-echo "compose config: compose.yaml alone, with its profiles and with compose.gpu.yaml are valid"
-"$bin/check-jsonschema" --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml
+echo "compose config: compose.yaml alone, with its profiles, with compose.gpu.yaml and with compose.tls.yaml are valid"
+"$bin/check-jsonschema" --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml compose.tls.yaml
 "$bin/hadolint" kvmanager/Dockerfile executor/Dockerfile
 echo "hadolint: both Dockerfiles are clean"
 "$bin/python" scripts/pin_images.py --check

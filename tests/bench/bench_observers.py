@@ -126,7 +126,7 @@ class Runner:
     def __init__(self, *, turnover: bool, num_blocks: int, block_ages: bool) -> None:
         """`turnover`: requests are short, and for each that ends another begins. `block_ages`: as the page has them."""
         self.turnover = turnover
-        vars(engine_loop)["ExecutorLink"] = lambda target, wake: _Link(self)
+        vars(engine_loop)["ExecutorLink"] = lambda target, wake, credentials: _Link(self)
         self.engine = EngineLoop(config(num_blocks, block_ages))
         self.engine.observers.add(_Ends(self))
         self.running = self.submitted = 0

@@ -108,7 +108,7 @@ def floor(streams: int, seconds: float) -> Floor:
 
 def run(stack: Stack, order: Order, seconds: float) -> tuple[Report, dict[str, float]]:
     """Loads the stack for a while: what the clients saw, and by how much counters rose, "seconds" among them."""
-    with PageKVClient(stack.target, timeout=START_TIMEOUT_S) as client:
+    with PageKVClient(stack.target, timeout=START_TIMEOUT_S, credentials=stack.callers) as client:
         with streaming(order) as load:
             load.begin()
             before = _counters(stack, client)

@@ -42,6 +42,11 @@ class Order:
     target: str
     streams: int
     seed: int = 0
+    # Paths of PEM files for mutual TLS, and the keys that streams show in turns; empty for none.
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    bearers: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -79,7 +84,8 @@ class Load:
         # When each stream's messages came, perf_counter seconds.
         self._arrivals: list[list[float]] = [[] for _ in range(order.streams)]
         self._calls = [
-            _call(order.target, request(order.seed, number), arrivals) for number, arrivals in enumerate(self._arrivals)
+            _call(order, number, request(order.seed, number), arrivals)
+            for number, arrivals in enumerate(self._arrivals)
         ]
         for call in self._calls:
             self._multi.add_handle(call)
@@ -136,15 +142,21 @@ class Load:
         )
 
 
-def _call(target: str, message: bytes, arrivals: list[float]) -> pycurl.Curl:
+def _call(order: Order, number: int, message: bytes, arrivals: list[float]) -> pycurl.Curl:
     """A Generate call that notes when its messages come."""
     call = pycurl.Curl()
-    call.setopt(pycurl.URL, f"http://{target}{GENERATE}")
+    call.setopt(pycurl.URL, f"http{'s' if order.ca else ''}://{order.target}{GENERATE}")
     call.setopt(pycurl.PROXY, "")
     call.setopt(pycurl.HTTP_VERSION, pycurl.CURL_HTTP_VERSION_2_PRIOR_KNOWLEDGE)
+    headers = ["content-type: application/grpc", "te: trailers", "expect:"]
+    if order.ca:
+        call.setopt(pycurl.CAINFO, order.ca)
+        call.setopt(pycurl.SSLCERT, order.cert)
+        call.setopt(pycurl.SSLKEY, order.key)
+        headers.append(f"authorization: Bearer {order.bearers[number % len(order.bearers)]}")
     # Waits for the connection that there is instead of opening another.
     call.setopt(pycurl.PIPEWAIT, 1)
-    call.setopt(pycurl.HTTPHEADER, ["content-type: application/grpc", "te: trailers", "expect:"])
+    call.setopt(pycurl.HTTPHEADER, headers)
     call.setopt(pycurl.POSTFIELDS, PREFIX.pack(0, len(message)) + message)
     held = bytearray()
 

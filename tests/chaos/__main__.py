@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=32, help="clients at once [32]")
     parser.add_argument("--count", type=int, default=0, help="faults to inject, no fewer; 0: as time allows [0]")
     parser.add_argument("--faults", help="which ones, each at least once, with commas between [as they come, of all]")
+    parser.add_argument("--tls", action="store_true", help="mutual TLS and a key at every port")
     args = parser.parse_args()
     named = () if args.faults is None else tuple(dict.fromkeys(args.faults.split(",")))
     faults = named or tuple(FAULTS)
@@ -45,7 +46,9 @@ def main() -> int:
     seed = random.SystemRandom().randrange(2**31) if args.seed is None else args.seed
     print(f"seed {seed}, {args.lanes} clients, backend {args.backend}, {args.seconds:g} s at most", flush=True)
     begin = time.monotonic()
-    account = asyncio.run(chaos(Options(args.seconds, seed, args.backend, args.lanes, faults, args.count)))
+    account = asyncio.run(
+        chaos(Options(args.seconds, seed, args.backend, args.lanes, faults, args.count, tls=args.tls))
+    )
     print(f"\n{account.table()}\n\nseed {seed}, {time.monotonic() - begin:.0f} s in all")
     if short := account.short(named):
         print(f"error: {short}", file=sys.stderr)

@@ -12,6 +12,8 @@ from typing import Any, cast
 
 import grpc
 from chaos.requests import Answer, Answers, Spec, difference, take
+from support.clients.calls import aio_channel
+from support.clients.stack import Stack
 
 from pagekv.client import AsyncPageKVClient, PageKVError
 from pagekv.client.channel import channel_options
@@ -37,9 +39,9 @@ class Tally:
 class Clients:
     """`num_lanes` clients, each with one request after the other until `closing` is set."""
 
-    def __init__(self, target: str, specs: list[Spec], wanted: list[Answers], seed: int) -> None:
+    def __init__(self, stack: Stack, specs: list[Spec], wanted: list[Answers], seed: int) -> None:
         self._specs, self._wanted, self._seed = specs, wanted, seed
-        self._target = target
+        self._target, self._credentials = stack.target, stack.callers
         self.tally = Tally()
         self.closing = asyncio.Event()
         # Managers killed so far: what was under way may break off for callers without our library. And managers stopped
@@ -57,10 +59,12 @@ class Clients:
 
     async def run(self, num_lanes: int) -> None:
         """Returns when every lane has ended its last request."""
-        self._channel = grpc.aio.insecure_channel(self._target, options=channel_options(self._target))
+        self._channel = aio_channel(self._target, self._credentials, channel_options(self._target))
         stub: object = pb_grpc.InferenceServiceStub(self._channel)
         self._stub = cast("pb_grpc.InferenceServiceAsyncStub", stub)
-        client = self._client = AsyncPageKVClient(self._target, resume_timeout=PATIENCE_S)
+        client = self._client = AsyncPageKVClient(
+            self._target, resume_timeout=PATIENCE_S, credentials=self._credentials
+        )
         async with client, self._channel, asyncio.TaskGroup() as lanes:
             for number in range(num_lanes):
                 lanes.create_task(self._lane(random.Random(f"{self._seed} {number}")))
@@ -194,9 +198,9 @@ class Clients:
         self._stopping = False
 
 
-async def undisturbed(target: str, specs: list[Spec]) -> list[Answers]:
+async def undisturbed(stack: Stack, specs: list[Spec]) -> list[Answers]:
     """The answer to each request when nothing happens."""
-    async with grpc.aio.insecure_channel(target, options=channel_options(target)) as channel:
+    async with aio_channel(stack.target, stack.callers, channel_options(stack.target)) as channel:
         stub: object = pb_grpc.InferenceServiceStub(channel)
         inference = cast("pb_grpc.InferenceServiceAsyncStub", stub)
         answers = []

@@ -16,7 +16,7 @@ from typing import Any
 
 import grpc
 from chaos.clients import Clients
-from support.clients.calls import Caller, request_for
+from support.clients.calls import Caller, aio_channel, request_for
 from support.clients.stack import Process, Stack
 
 from pagekv.steps.v1 import executor_service_pb2 as executor_pb
@@ -112,7 +112,8 @@ class Chaos:
         step.memory_ops.add(kind=executor_pb.MEMORY_OP_KIND_COPY, sources=[0, 1], destinations=[2, 3])
         raw = step.SerializeToString()
         truncated = raw[: self.rng.randrange(1, len(raw))]
-        async with grpc.aio.insecure_channel(self.stack.executor.target) as channel:
+        executor = self.stack.executor
+        async with aio_channel(executor.target, executor.credentials) as channel:
             # No serialisers: bytes as they are.
             run: Any = channel.stream_stream("/pagekv.steps.v1.ExecutorService/Run")
             for data in (raw, truncated, bytes(self.rng.randrange(256) for _ in range(50))):
@@ -168,13 +169,14 @@ class Chaos:
         """A second manager takes the executor over for some requests of its own and is killed: the first one waits."""
         begin = await self._mark()
         args = ["--executor", self.stack.executor.target, "--take-over", "--num-device-blocks", "64"]
+        args += self.stack.secured
         directory = self.directory / "rival"
         directory.mkdir(exist_ok=True)
-        rival = Process("pagekv.kvmanager", args, directory)
+        rival = Process("pagekv.kvmanager", args, directory, credentials=self.stack.manager.credentials)
         await asyncio.to_thread(rival.start)
         try:
             await asyncio.to_thread(rival.wait_serving)
-            async with Caller(rival.target) as caller:
+            async with Caller(rival.target, credentials=self.stack.callers) as caller:
                 results = await caller.generate_many([request_for([5, 6, 7], 20, ignore_eos=True)] * 3)
             if len({tuple(result.tokens) for result in results}) != 1:
                 self.problems.append("the rival's own streams differ from each other")
@@ -191,7 +193,7 @@ class Chaos:
         """More calls at once than the queue takes: each is served, or refused with a delay to come back after."""
         request = request_for([self.rng.randrange(1, 3000) for _ in range(20)], 3, ignore_eos=True)
         outcomes = []
-        async with Caller(self.stack.target) as caller:
+        async with Caller(self.stack.target, credentials=self.stack.callers) as caller:
             calls = [caller.generate(request, PATIENCE_S) for _ in range(300)]
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
         tokens = {tuple(outcome.tokens) for outcome in outcomes if not isinstance(outcome, BaseException)}
@@ -209,7 +211,7 @@ class Chaos:
     async def reset_cache(self) -> Recovery:
         """Forgets the prefix table, for which everything running is preempted."""
         begin = await self._mark()
-        async with Caller(self.stack.target) as caller:
+        async with Caller(self.stack.target, credentials=self.stack.callers) as caller:
             await caller.operator.ResetPrefixCache(operator_pb.ResetPrefixCacheRequest(force=True), timeout=PATIENCE_S)
         return await self._recovered(begin)
 
@@ -221,7 +223,7 @@ class Chaos:
         process.popen.send_signal(signum)
 
     async def _stats(self) -> operator_pb.GetStatsResponse | None:
-        async with Caller(self.stack.target) as caller:
+        async with Caller(self.stack.target, credentials=self.stack.callers) as caller:
             try:
                 return await caller.operator.GetStats(operator_pb.GetStatsRequest(), timeout=5)
             except grpc.aio.AioRpcError:
@@ -257,7 +259,7 @@ class Chaos:
         from grpc_health.v1 import health_pb2, health_pb2_grpc
 
         deadline = time.monotonic() + PATIENCE_S
-        async with grpc.aio.insecure_channel(self.stack.target) as channel:
+        async with aio_channel(self.stack.target, self.stack.callers) as channel:
             stub: Any = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PATIENCE_S)

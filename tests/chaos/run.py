@@ -9,7 +9,8 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from chaos.clients import Clients, undisturbed
 from chaos.faults import FAULTS, Chaos
 from chaos.requests import difference, make_specs
 from support.clients.calls import Caller
+from support.clients.protected_stack import protected_stack
 from support.clients.stack import CPU, ORACLE, Stack, running_executor, running_manager
 
 # Words of a log that must not be in it: what both sides say when a promise of the other was broken.
@@ -39,6 +41,8 @@ class Options:
     count: int = 0
     # Different requests.
     requests: int = 48
+    # Mutual TLS and a key at every port.
+    tls: bool = False
 
 
 @dataclass
@@ -97,11 +101,10 @@ async def chaos(options: Options, say: bool = True) -> Account:
     manager_args += ["--step-timeout-s", str(step_timeout_s), "--grace-s", "200"]
     with (
         tempfile.TemporaryDirectory() as temporary,
-        running_executor(executor_args, Path(temporary)) as executor,
-        running_manager(executor, manager_args) as stack,
+        _stack(options, Path(temporary), executor_args, manager_args) as stack,
     ):
-        wanted = await undisturbed(stack.target, specs)
-        clients = Clients(stack.target, specs, wanted, options.seed)
+        wanted = await undisturbed(stack, specs)
+        clients = Clients(stack, specs, wanted, options.seed)
         bench = Chaos(stack, clients, rng, step_timeout_s, Path(temporary))
         running = asyncio.create_task(clients.run(options.lanes))
         try:
@@ -112,13 +115,23 @@ async def chaos(options: Options, say: bool = True) -> Account:
         account.streams = clients.tally.counts
         account.lost += clients.tally.lost + bench.problems
         await _settle(stack, account)
-        for spec, answers, before in zip(specs, await undisturbed(stack.target, specs), wanted, strict=True):
+        for spec, answers, before in zip(specs, await undisturbed(stack, specs), wanted, strict=True):
             if wrong := difference(spec, answers, before, whole=True):
                 account.lost.append(f"afterwards: {wrong}")
         account.manager_peak_mib = _peak_mib(stack)
         account.lost += _alarms(Path(temporary))
     account.manager_args = " ".join(manager_args)
     return account
+
+
+@contextmanager
+def _stack(options: Options, folder: Path, executor_args: list[str], manager_args: list[str]) -> Iterator[Stack]:
+    if options.tls:
+        with protected_stack(folder, executor_args, manager_args) as protected:
+            yield protected.stack
+    else:
+        with running_executor(executor_args, folder) as executor, running_manager(executor, manager_args) as stack:
+            yield stack
 
 
 async def _inject(bench: Chaos, account: Account, say: bool) -> None:
@@ -143,7 +156,7 @@ async def _inject(bench: Chaos, account: Account, say: bool) -> None:
 
 async def _settle(stack: Stack, account: Account) -> None:
     """Nothing runs any more: every block must be back."""
-    async with Caller(stack.target) as caller:
+    async with Caller(stack.target, credentials=stack.callers) as caller:
         stats = await caller.idle_stats()
     account.preemptions = stats.preemptions_total
     if stats.free_blocks != stats.num_device_blocks:

@@ -27,6 +27,12 @@ def test_every_fault_once() -> None:
     assert not account.short(FAULTS)
 
 
+def test_every_fault_once_with_tls_and_a_key() -> None:
+    account = asyncio.run(chaos(Options(seconds=1500, seed=3, count=len(FAULTS), tls=True), say=False))
+    nothing_was_lost(account)
+    assert not account.short(FAULTS)
+
+
 @pytest.mark.nightly  # tests/model/test_preemption_cpu.py loses this backend too, without the processes
 def test_the_model_on_the_cpu_loses_its_process() -> None:
     killed = ("executor-killed",)

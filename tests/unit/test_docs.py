@@ -106,7 +106,8 @@ def test_flags_exist(page: Path) -> None:
     """Of manager and executor in the generated list; of commands and scripts in what declares them, as a flag or as a
     dataclass field with its value's name.
     """
-    sources = ("client/pagekv/client", "kvmanager/pagekv/kvmanager/replay", "kernels/pagekv/kernels/bench", "tests")
+    replay, bench = "kvmanager/pagekv/kvmanager/replay", "kernels/pagekv/kernels/bench"
+    sources = ("client/pagekv/client", "proto/pagekv/common", replay, bench, "tests")
     code = "".join(path.read_text() for source in sources for path in (ROOT / source).rglob("*.py"))
     declared = set(re.findall(r"(?<=`)--[a-z-]+", (ROOT / "docs" / "flags.md").read_text()))
     declared |= {f"--{name}" for name in re.findall(r'"(?:--)?([a-z][a-z-]*)"', code)}
@@ -168,8 +169,9 @@ def check_make(args: list[str]) -> None:
 
 def check_python(args: list[str]) -> None:
     if args[0] == "-m":
-        package = ROOT / "kernels" / args[1].replace(".", "/")
-        file = package / "__main__.py" if package.is_dir() else package.with_suffix(".py")
+        packages = [ROOT / root / args[1].replace(".", "/") for root in SOURCE_ROOTS]
+        files = [each / "__main__.py" if each.is_dir() else each.with_suffix(".py") for each in packages]
+        file = next((each for each in files if each.is_file()), files[0])
     else:
         file = ROOT / args[0]
     assert file.is_file()

@@ -1,4 +1,4 @@
-"""docs/requirements.md: every test, script and target that it names exists."""
+"""docs/requirements.md: every test, script and target that it names exists, and every test of docs/security.md."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/requirements.md").read_text()
+ATTACKS = (ROOT / "docs/security.md").read_text()
 
 
 def defined(path: str) -> set[str]:
@@ -17,13 +20,24 @@ def defined(path: str) -> set[str]:
     return {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
 
 
-def test_every_test_that_is_named_exists() -> None:
+@pytest.mark.parametrize(("page", "least"), [(PAGE, 100), (ATTACKS, 30)], ids=["requirements", "security"])
+def test_every_test_that_is_named_exists(page: str, least: int) -> None:
     cited: dict[str, set[str]] = {}
-    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", PAGE):
+    for path, name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", page):
         cited.setdefault(path, set()).add(name)
-    assert sum(map(len, cited.values())) > 100
+    assert sum(map(len, cited.values())) > least
     missing = {path: sorted(names - defined(path)) for path, names in cited.items() if names - defined(path)}
-    assert missing == {}, "docs/requirements.md names tests that are not where it says"
+    assert missing == {}, "the page names tests that are not where it says"
+
+
+def test_every_attack_is_met_by_a_test_or_said_to_be_open() -> None:
+    """Or is none here, or a matter of versions or of its own words."""
+    rows = [line.split("|")[1:-1] for line in ATTACKS.splitlines() if line.startswith("| ") and "| ---" not in line]
+    rows = [row for row in rows if row[0].strip() != "attack"]
+    assert len(rows) > 30
+    for row in rows:
+        assert len(row) == 3, row
+        assert row[2].strip() or row[1].strip().startswith(("**open**", "none here", "met by the version")), row
 
 
 def test_every_script_and_target_that_is_named_exists() -> None:

@@ -32,6 +32,7 @@ from pagekv.client.types import (
     RequestList,
     SequenceBlocks,
     Stats,
+    TenantInfo,
 )
 from pagekv.client.wire import filled, flat, list_blocks_request, prompt_request
 from pagekv.v1 import cache_service_pb2 as cache_pb
@@ -181,6 +182,12 @@ class ClientCalls(Connection):
 
     def _requests(self) -> AsyncGenerator[RequestInfo]:
         return _entries("requests", partial(self._request_page, LARGEST_PAGE))
+
+    @for_both
+    async def list_tenants(self) -> tuple[TenantInfo, ...]:
+        """The tenants by name: limits, use now, and what each took; none where callers have no identities."""
+        answer = await self._ask(self._operator.ListTenants, operator_pb.ListTenantsRequest())
+        return tuple(flat(TenantInfo, tenant) for tenant in answer.tenants)
 
     @for_both
     async def block_table(self, request_id: str) -> tuple[SequenceBlocks, ...]:

@@ -23,7 +23,7 @@ _IDEMPOTENT = (
     (
         "pagekv.v1.OperatorService",
         # WatchEvents only until its first message has come.
-        ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents"),
+        ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents", "ListTenants"),
     ),
 )
 _RETRY = {

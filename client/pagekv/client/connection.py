@@ -12,6 +12,7 @@ import grpc
 
 from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
+from pagekv.client.identity import FilePath, authorization, for_tenant, tls_credentials
 from pagekv.client.option_help import with_options_of
 from pagekv.client.settings import CallOptions, CallSettings
 from pagekv.client.wire import flat
@@ -64,6 +65,11 @@ class Connection:
         self,
         target: str | None = None,
         *,
+        api_key: str | None = None,
+        act_for: str | None = None,
+        ca: FilePath | None = None,
+        client_cert: FilePath | None = None,
+        client_key: FilePath | None = None,
         credentials: grpc.ChannelCredentials | None = None,
         channel: Any = None,
         **options: Unpack[CallOptions],
@@ -71,8 +77,14 @@ class Connection:
         """Nothing is connected before the first call. Raises InvalidRequest for an argument out of bounds, by name.
 
         `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
-        `credentials`: for an encrypted connection, such as `grpc.ssl_channel_credentials()`. Without them nothing is
-        encrypted, metadata included.
+        `api_key`: 1 to 8,000 printable ASCII characters, sent with every call as "authorization: Bearer ..."; without
+        one PAGEKV_API_KEY. To another machine only with TLS.
+        `act_for`: the tenant whose calls these are, 1 to 64 characters of [A-Za-z0-9._-], for a caller that may name
+        one; without it they are the caller's own.
+        `ca`: for TLS, a PEM file of the authority that signed the manager's certificate; without one PAGEKV_CA.
+        `client_cert`, `client_key`: for TLS, PEM files of one's own certificate and its key, both or neither; without
+        them PAGEKV_CLIENT_CERT and PAGEKV_CLIENT_KEY. Without `ca` and these nothing is encrypted, metadata included.
+        `credentials`: TLS of one's own making instead, such as `grpc.ssl_channel_credentials()`.
         `channel`: an open channel of grpc (of grpc.aio for the asyncio client), perhaps with interceptors, to be used
         instead of one's own and not closed; `target` then only stands in messages.
         """
@@ -87,6 +99,13 @@ class Connection:
                 raise InvalidRequest("channel", f"must be a {self.library.__name__}.Channel, is {type(channel)!r:.80}")
             if credentials is not None:
                 raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
+        beside = "channel" if channel is not None else "credentials" if credentials is not None else ""
+        tls = tls_credentials(ca=ca, client_cert=client_cert, client_key=client_key, beside=beside)
+        encrypted = bool(beside) or tls is not None
+        entries = authorization(api_key, self._settings.metadata, self.target, encrypted=encrypted)
+        entries = for_tenant(act_for, entries)
+        self._settings = self._settings.changed(type(self).__name__, {"metadata": entries})
+        credentials = credentials or tls
         self._loop = self._running_loop()
         if channel is None:
             limits = channel_options(self.target)

@@ -28,9 +28,11 @@ from pagekv.common.errors import (
     OutOfMemory,
     Overloaded,
     PageKVError,
+    PermissionDenied,
     RevisionGone,
     SequenceFailed,
     StaleEpoch,
+    Unauthenticated,
     Unavailable,
 )
 from pagekv.common.statuses import ERROR_DOMAIN, STATUS_DETAILS_KEY, STATUS_TABLE
@@ -57,14 +59,6 @@ class Unreachable(Unavailable, ConnectionError):
 
 class ConnectionLost(Unavailable, ConnectionError):
     """The connection broke while the call was running."""
-
-
-class Unauthenticated(PageKVError):
-    """The server, or a proxy before it, does not know the caller."""
-
-
-class PermissionDenied(PageKVError):
-    """The server, or a proxy before it, does not allow the call to this caller."""
 
 
 class ServerError(PageKVError):
@@ -114,6 +108,28 @@ _NEVER_CONNECTED = (
     "errors resolving",
     "Failed to create secure",
 )
+# How gRPC words a handshake that failed, and what that means; the first that is found counts. A server that wants TLS,
+# or another certificate than the client's, tells no reason: it closes the connection before the first call, as a proxy
+# does behind which no manager listens.
+_HANDSHAKES = (
+    (
+        "WRONG_VERSION_NUMBER",
+        "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)",
+    ),
+    ("certificate has expired", "its certificate has expired, or that of its authority"),
+    ("certificate is not yet valid", "its certificate is not valid yet: compare the clocks"),
+    (
+        "local issuer certificate",
+        "its certificate is not signed by the authority trusted here: name its own with --ca (ca= in Python)",
+    ),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate was refused"),
+    ("Hostname Verification Check failed", "its certificate does not have the name by which it is called"),
+    (
+        "Socket closed",
+        "it closes every connection at once: does it want TLS (--ca; ca= in Python), or a client certificate of an "
+        "authority that it trusts (--client-cert; client_cert=)? Or does a proxy there find no manager?",
+    ),
+)
 # How gRPC's server words a message beyond its bound, which reaches no code that could name a field.
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 # How gRPC words a cancellation that began on this side.
@@ -153,6 +169,9 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
     match code, reason:
         case grpc.StatusCode.UNAVAILABLE, None:
             if any(words in message for words in _NEVER_CONNECTED):
+                for words, meaning in _HANDSHAKES:
+                    if words in message:
+                        return Unreachable(f"cannot reach PageKV at {target}: {meaning}")
                 return Unreachable(
                     f"cannot reach PageKV at {target}: is it running? Start it with `pagekv up` "
                     "or name another address with --target (target= in Python)"

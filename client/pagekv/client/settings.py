@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
 from pagekv.client.option_help import described
@@ -80,7 +80,8 @@ class CallSettings:
     timeout: float | None = DEFAULT_TIMEOUT_S
     resume_timeout: float = DEFAULT_RESUME_TIMEOUT_S
     max_retries: int = DEFAULT_MAX_RETRIES
-    metadata: tuple[tuple[str, str | bytes], ...] = ()
+    # Values may be credentials.
+    metadata: tuple[tuple[str, str | bytes], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         check_timeout(self.timeout)

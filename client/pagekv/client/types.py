@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal, TypeAlias
@@ -9,7 +10,8 @@ from typing import Literal, TypeAlias
 __all__ = [
     "BlockExplanation", "BlockInfo", "BlockList", "BlockOutcome", "BlockRemoved", "BlockState", "BlockStored",
     "CacheReset", "EventBatch", "HealthStatus", "ModelInfo", "Pin", "PinInfo", "PrefixExplanation", "PrefixLookup",
-    "RequestInfo", "RequestList", "SequenceBlocks", "SequenceState", "Stats", "TableCleared", "Tier", "UnknownEvent",
+    "RequestInfo", "RequestList", "SequenceBlocks", "SequenceState", "Stats", "TableCleared", "TenantInfo",
+    "Tier", "UnknownEvent",
 ]  # fmt: skip  # one name a line would fill a screen
 
 Tier: TypeAlias = Literal["device", "host"]
@@ -237,6 +239,39 @@ class PinInfo:
     adapter: str
     expire_time: datetime | None
     """In UTC."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantInfo:
+    """A tenant: its limits, None where it has none, its use now and counters (`_total`, since the manager started);
+    meanings and units as in the contract.
+    """
+
+    name: str
+    weight: float
+    max_running: int | None
+    max_waiting: int | None
+    tokens_per_minute: int | None
+    max_blocks: int | None
+    max_pinned_blocks: int | None
+    max_watchers: int | None
+    tokenized_bytes_per_second: int | None
+    min_priority: int | None
+    max_priority: int | None
+    any_adapter: bool
+    adapters: tuple[str, ...]
+    floor_blocks: int
+    running_requests: int
+    waiting_requests: int
+    blocks: int
+    watchers: int
+    requests_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    output_tokens_total: int
+    block_seconds_total: float
+    refusals_total: Mapping[str, int]
+    """By the limit that refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,9 +184,9 @@ def list_blocks_request(
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
     """A dataclass whose fields are the message's, by name, but for those that are given.
 
-    A message becomes the dataclass of its name, a repeated field a tuple, a time a datetime in UTC, a time or an
-    optional field that is not set None, and an enum's value its name in lower case without the prefix, "unknown" where
-    it has none here: later servers have more values.
+    A message becomes the dataclass of its name, a repeated field a tuple, a map a dict, a time a datetime in UTC, a
+    time or an optional field that is not set None, and an enum's value its name in lower case without the prefix,
+    "unknown" where it has none here: later servers have more values.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
@@ -210,6 +210,8 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
     repeated = field.default_value == []
     if field.message_type is Timestamp.DESCRIPTOR:
         return lambda message: get(message).ToDatetime(UTC) if message.HasField(name) else None
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        return lambda message: dict(get(message))
     if field.message_type is not None:
         kind = field.message_type.name
         made = _event if kind == "CacheEvent" else partial(flat, _CLASSES[kind])

@@ -20,6 +20,7 @@ from pagekv.common.flags import (
 )
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
 from pagekv.common.loopback import INSECURE_HELP, refuse_open
+from pagekv.common.tls_flags import TlsConfig, check_tls
 
 PROG = "pagekv-executor"
 
@@ -111,6 +112,12 @@ class ExecutorConfig:
         default="",
     )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
+    tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
+    manager_name: str = flag(
+        "name that the manager's certificate has to bear, as its common name or a DNS name, with --tls-client-ca",
+        default="pagekv-manager",
+        metavar="NAME",
+    )
     oracle: OracleConfig = field(default_factory=OracleConfig, metadata=flag_group("oracle"))
 
 
@@ -122,6 +129,8 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     add_version(parser)
     add_flags(parser, ExecutorConfig)
     config = from_args(ExecutorConfig, parser.parse(argv))
-    if not config.insecure:
+    check_tls(parser, config.tls)
+    # With mutual TLS nobody else than the manager can do anything here.
+    if not config.insecure and not config.tls.tls_client_ca:
         refuse_open(parser, {"listen": config.listen})
     return config if config.model or config.backend == "oracle" else replace(config, model="demo")

@@ -29,11 +29,13 @@ from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.machine import available_bytes, shorten_spinning
 from pagekv.executor.model.start_check import check_cpu_start
+from pagekv.executor.rpc.only_manager import only_manager
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
 
 if TYPE_CHECKING:
+    from pagekv.common.tls import Tls
     from pagekv.executor.cuda.preflight import Gpu
 
 log = Log(__name__)
@@ -162,16 +164,33 @@ def model_id(name: str) -> str:
     return str(path.resolve()) if name and name != "demo" and path.is_dir() else name
 
 
+def _read_tls(config: ExecutorConfig) -> Tls | None:
+    """None without --tls-cert. Raises ImportError without cryptography, ValueError for files that cannot be used."""
+    if not config.tls.tls_cert:
+        return None
+    from pagekv.common.tls import Tls
+
+    return Tls(config.tls)
+
+
 class Executor:
     """One executor process. States: listening (NOT_SERVING) → serving → draining (NOT_SERVING) → over."""
 
-    def __init__(self, config: ExecutorConfig, load: Callable[[], Backend]) -> None:
-        """`load` makes the backend, on the thread that calls it from then on."""
+    def __init__(self, config: ExecutorConfig, load: Callable[[], Backend], tls: Tls | None = None) -> None:
+        """`load` makes the backend, on the thread that calls it from then on. `tls`: what --tls-cert names."""
         self._config = config
         self._load_backend = load
         self._compute = WorkerThread()
         self.session = Session(self._compute)
-        self._grpc = GrpcServer(config.listen, [SERVICE_NAME], config.reflection)
+        self._tls = tls
+        self._watching: asyncio.Task[None] | None = None
+        self._grpc = GrpcServer(
+            config.listen,
+            [SERVICE_NAME],
+            config.reflection,
+            credentials=tls.server_credentials() if tls is not None else None,
+            admit=only_manager(config.manager_name) if config.tls.tls_client_ca else None,
+        )
         ExecutorService(self.session).add_to(self._grpc.server)
         # perf_counter when serving began.
         self.serving_since = math.inf
@@ -196,8 +215,11 @@ class Executor:
         if config.port_file:
             write_port_file(Path(config.port_file), {"listen": self.address})
         log.info("listening", address=config.listen, port=port)
-        if not is_local(config.listen):
+        if not is_local(config.listen) and not config.tls.tls_client_ca:
             log.warning("other machines can connect, without TLS or a login (--insecure)", listen=config.listen)
+        if self._tls is not None:
+            # Held, since the event loop forgets tasks that nobody holds; it ends with the process.
+            self._watching = asyncio.create_task(self._tls.files.watch(), name="TLS files")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         loading = asyncio.create_task(self._load(), name="load")
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
@@ -244,7 +266,12 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
     before could serve.
     """
     stop = stop_event()
-    executor = Executor(config, load)
+    try:
+        tls = _read_tls(config)
+    except (ImportError, ValueError) as error:
+        _say_why(error, config.port_file, listening=False)
+        return 1
+    executor = Executor(config, load, tls)
     try:
         with phases_told(config.port_file):
             status = await executor.run(stop)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from pagekv.common.flags import FlagParser, add_flags, add_version, address, flag, flag_group, from_args, number
 from pagekv.common.logs import LOG_FORMATS, LOG_LEVELS
-from pagekv.common.loopback import INSECURE_HELP, open_to_others, refuse_open
+from pagekv.common.loopback import INSECURE_HELP, refuse_open
+from pagekv.kvmanager.access.flags import AccessConfig, check_access
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
 
@@ -52,11 +53,13 @@ class ManagerConfig:
     )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     engine: EngineConfig = field(default_factory=EngineConfig, metadata=flag_group("executor and KV memory"))
+    access: AccessConfig = field(default_factory=AccessConfig, metadata=flag_group("identity"))
     observe: ObserveConfig = field(default_factory=ObserveConfig, metadata=flag_group("observability and gateway"))
 
     def open_listeners(self) -> dict[str, str]:
-        """Addresses to listen at that other machines can reach, by the names of their flags."""
-        return open_to_others({"listen": self.listen} | self.observe.listeners())
+        """Addresses at which other machines can connect without TLS or a login, by the names of their flags."""
+        protected = {"listen": self.listen, "http-listen": self.observe.http_listen}
+        return self.access.open_listeners(protected, self.observe.event_endpoints())
 
 
 def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> ManagerConfig:
@@ -67,6 +70,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     add_version(parser)
     add_flags(parser, ManagerConfig)
     config = from_args(ManagerConfig, parser.parse(argv))
+    check_access(parser, config.access, config.observe.event_endpoints())
     if not config.insecure:
         refuse_open(parser, config.open_listeners())
     # The live page is all that shows a block's age.

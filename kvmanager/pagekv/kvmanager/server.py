@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
+from pagekv.kvmanager.access.opening import Access, CannotProtect, open_access
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.operator_service import OperatorService
@@ -29,6 +31,8 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
+from pagekv.kvmanager.tenants.accounts import Accounts
+from pagekv.kvmanager.tenants.tenants_file import TenantsError
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import (
@@ -67,8 +71,10 @@ def needs_extra(flag: str, extra: str) -> Iterator[None]:
 class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
-    def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None) -> None:
-        """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. Raises ExtraMissing."""
+    def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None) -> None:
+        """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. `access`: what
+        `config.access` names, opened. Raises ExtraMissing and TenantsError.
+        """
         self._config = config
         self._given_tokenizer = tokenizer
         # Whether everything was opened: errors after that do not keep the manager from starting.
@@ -81,10 +87,16 @@ class Manager:
         # The tokenizer of the model served, and the task that warms it: the event loop forgets tasks that nobody holds.
         self._tokenizer: Tokenizer | None = None
         self._warming: asyncio.Task[None] | None = None
-        self.engine = EngineLoop(config.engine, on_attached=self._on_attached)
+        accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
+        self._access = replace(access or Access(), tenants=accounts.files)
+        self.engine = EngineLoop(
+            config.engine, self._on_attached, self._access.executor_credentials, accounts, self._access.secret
+        )
         self._exporters = Exporters(config.observe, config.engine)
         # Closes what `_start` opened besides gRPC and the exporters.
         self._opened = AsyncExitStack()
+        # First, so that it is closed last, when no call can be refused any more.
+        self._opened.callback(self._access.close)
         self._state = ServedModel(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
@@ -92,7 +104,13 @@ class Manager:
             operator_service_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
         ]
         gateway = self._gateway_service(services) if config.observe.gateway_api else None
-        self._grpc = GrpcServer(config.listen, services, reflection=config.reflection)
+        self._grpc = GrpcServer(
+            config.listen,
+            services,
+            config.reflection,
+            credentials=self._access.server_credentials(),
+            admit=self._access.admit_call,
+        )
         if gateway is not None:
             gateway.add_to(self._grpc.server)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
@@ -130,6 +148,7 @@ class Manager:
         # No task ends by itself, unless something in it is broken.
         engine = asyncio.create_task(self.engine.run(), name="engine loop")
         health = asyncio.create_task(self._watch_engine(), name="health")
+        watching = [asyncio.create_task(files.watch(), name=files.what) for files in self._access.files]
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
         # The executor has lost the same parent, and it ends without waiting for anybody.
@@ -144,7 +163,7 @@ class Manager:
             await self._stop_listening(LAST_WORDS_S)
         finally:
             # The engine too may still be waiting, for a slow executor.
-            await _end(engine, health, stopped)
+            await _end(engine, health, stopped, *watching)
             broken = [task for task in (engine, health) if self._is_broken(task)]
             await self._exporters.close()
         if not broken:
@@ -165,7 +184,7 @@ class Manager:
         """Whether a task has ended with an error, which is logged then."""
         if task.cancelled() or (error := task.exception()) is None:
             return False
-        if isinstance(error, AttachRefused):
+        if isinstance(error, (AttachRefused, TenantsError)):
             log.error("cannot serve with these flags", reason=error)
             add_to_port_file(self._config.port_file, cannot_start=str(error))
         else:
@@ -234,15 +253,25 @@ class Manager:
         with needs_extra("--http-listen", "observe"):
             from pagekv.kvmanager.observe.health_routes import health_routes
             from pagekv.kvmanager.observe.http_server import HttpServer
+            from pagekv.kvmanager.observe.metrics.access_metrics import AccessCollector
             from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
+            from pagekv.kvmanager.observe.metrics.tenant_metrics import TenantCollector
         requests = RequestMetrics()
         self.engine.observers.add(requests)
         prefix_cache = self._config.engine.limits.prefix_cache
         collector = EngineCollector(
             self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
         )
-        routes = [*metrics_routes(collector), *health_routes(self._not_ready), *self._page_routes(requests)]
-        http = HttpServer(observe.http_listen, routes, observe.http_names)
+        tenants = TenantCollector(self.engine.queries, self.engine.accounts)
+        metrics = metrics_routes(collector, AccessCollector(self._access), tenants)
+        routes = [*metrics, *health_routes(self._not_ready), *self._page_routes(requests)]
+        http = HttpServer(
+            observe.http_listen,
+            routes,
+            observe.http_names,
+            tls=self._access.http_context(),
+            admit=self._access.admit_request,
+        )
         self._opened.push_async_callback(http.stop)
         try:
             return await http.start()
@@ -337,12 +366,12 @@ async def serve(config: ManagerConfig) -> int:
     try:
         if config.tokenizer not in (FROM_EXECUTOR, NO_TOKENIZER):
             tokenizer = await asyncio.to_thread(load_tokenizer, config.tokenizer)
-        manager = Manager(config, tokenizer)
+        manager = Manager(config, tokenizer, open_access(config.access))
         return await manager.run(stop)
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
         tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
-    except (OSError, ExtraMissing) as error:
+    except (OSError, ExtraMissing, CannotProtect, TenantsError) as error:
         if manager is not None and manager.started:
             log.error("stopped by an error", exc_info=error)
         else:

@@ -136,5 +136,13 @@ class SequenceFailed(PageKVError):
     """The executor said that a sequence cannot go on, as when its logits are not numbers."""
 
 
+class Unauthenticated(PageKVError):
+    """The server, or a proxy before it, does not know the caller."""
+
+
+class PermissionDenied(PageKVError):
+    """The server, or a proxy before it, does not allow the call to this caller."""
+
+
 class NotImplementedYet(PageKVError):
     """The RPC is declared and not served by this version."""

@@ -9,8 +9,17 @@ from importlib.util import find_spec
 
 # By extra: the modules without which its process does not start, in the order of their distributions in pyproject.toml.
 MODULES = {
-    "manager": ("grpc_reflection", "tokenizers", "jinja2", "huggingface_hub", "msgpack", "numpy"),
-    "executor": ("grpc_reflection", "torch", "transformers", "safetensors", "numpy"),
+    "manager": (
+        "grpc_reflection",
+        "tokenizers",
+        "jinja2",
+        "huggingface_hub",
+        "msgpack",
+        "numpy",
+        "cryptography",
+        "jwt",
+    ),
+    "executor": ("grpc_reflection", "torch", "transformers", "safetensors", "numpy", "cryptography"),
 }
 
 

@@ -1,5 +1,5 @@
-"""Addresses at which nobody but this machine can connect, and the refusal to listen at others: there is neither TLS nor
-a login yet, so everybody who reaches a port may use all of it.
+"""Addresses at which nobody but this machine can connect, and the refusal to listen at others without TLS and a login,
+since everybody who reaches a port may then use all of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def open_words(address: str) -> str:
     """The sentence, without a full stop, that refuses an address that other machines can reach."""
     return (
         f"other machines could connect to {address}, without TLS or a login: listen at an address of loopback, such as "
-        "127.0.0.1, or accept that with --insecure (PAGEKV_INSECURE=on)"
+        "127.0.0.1, set up TLS and identities (pagekv certs), or accept that with --insecure (PAGEKV_INSECURE=on)"
     )
 
 

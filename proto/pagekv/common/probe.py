@@ -2,24 +2,49 @@
 
 Exit status 0: serving. 1: not serving, or no answer in time (the reason is on standard error). 2: wrong usage.
 Container health checks run it, so it needs no more than the light client's dependencies.
+
+Health needs no identity, but a server with mutual TLS takes no connection without a certificate: any that its authority
+signed will do.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagekv.common.flags import FlagParser, address, number
+from pagekv.common.flags import FlagParser, address, number, variable_of
+
+# Flags of TLS, whose variables are those of every other client.
+_FILES = ("ca", "client-cert", "client-key")
 
 
-def check(target: str, service: str = "", timeout_s: float = 5.0) -> str:
-    """The status name of `service` at `target` ("" is the whole server), such as SERVING. Raises grpc.RpcError."""
+def check(
+    target: str,
+    service: str = "",
+    timeout_s: float = 5.0,
+    credentials: grpc.ChannelCredentials | None = None,
+    server_name: str = "",
+) -> str:
+    """The status name of `service` at `target` ("" is the whole server), such as SERVING; with `credentials` over TLS.
+    `server_name`: the name that the server's certificate has to bear, where that is not the host of `target`. Raises
+    grpc.RpcError.
+    """
     # A proxy configured for the internet cannot reach a server of the local network.
-    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+    options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
+    if server_name:
+        options.append(("grpc.ssl_target_name_override", server_name))
+    if credentials is None:
+        channel = grpc.insecure_channel(target, options=options)
+    else:
+        channel = grpc.secure_channel(target, credentials, options=options)
+    with channel:
         request = health_pb2.HealthCheckRequest(service=service)
         response = health_pb2_grpc.HealthStub(channel).Check(request, timeout=timeout_s)
     return str(health_pb2.HealthCheckResponse.ServingStatus.Name(response.status))
@@ -27,14 +52,24 @@ def check(target: str, service: str = "", timeout_s: float = 5.0) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the reason where the server does not serve; returns the exit status, see the top of this module."""
-    parser = FlagParser("python -m pagekv.common.probe", "Asks a gRPC server for its health.", env={})
-    parser.epilog = "Exit status: 0 serving, 1 not serving or no answer, 2 wrong usage."
+    # A variable that is empty is none.
+    env = {name: text for name in map(variable_of, _FILES) if (text := os.environ.get(name))}
+    parser = FlagParser("python -m pagekv.common.probe", "Asks a gRPC server for its health.", env=env)
+    variables = ", ".join(map(variable_of, _FILES))
+    parser.epilog = f"Exit status: 0 serving, 1 not serving or no answer, 2 wrong usage. Environment: {variables}."
     parser.add_argument("target", type=address, metavar="HOST:PORT", help="where the server listens; or unix:/path")
     parser.flag("service", "full name of one service; empty for the whole server", default="")
     parser.flag("timeout-s", "seconds to wait for an answer", default=5.0, type=number(0.1, 600))
+    words = "authority that signed the server's certificate (PEM); this flag or a certificate means TLS"
+    parser.flag("ca", words, default="", metavar="FILE")
+    words = "certificate to show (PEM), which a server with mutual TLS asks for"
+    parser.flag("client-cert", words, default="", metavar="FILE")
+    parser.flag("client-key", "its private key, without a passphrase (PEM)", default="", metavar="FILE")
+    words = "name that the server's certificate has to bear; empty: the host of the address"
+    parser.flag("server-name", words, default="", metavar="NAME")
     args: argparse.Namespace = parser.parse(argv)
     try:
-        status = check(args.target, args.service, args.timeout_s)
+        status = check(args.target, args.service, args.timeout_s, _credentials(parser, vars(args)), args.server_name)
     except grpc.RpcError as error:
         # Every call error of a blocking stub is a grpc.Call too.
         reason = f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
@@ -44,6 +79,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{args.target}: {status}", file=sys.stderr)
         return 1
     return 0
+
+
+def _credentials(parser: FlagParser, given: Mapping[str, Any]) -> grpc.ChannelCredentials | None:
+    """None without files. Ends the process with status 2 for a file that cannot be read, or lacks the other one."""
+    pem: dict[str, bytes] = {}
+    for name in _FILES:
+        path = given[name.replace("-", "_")]
+        try:
+            if path:
+                pem[name] = Path(path).read_bytes()
+        except OSError as error:
+            parser.error(f"argument --{name}: {path}: {error.strerror}")
+    for name, other in (("client-cert", "client-key"), ("client-key", "client-cert")):
+        if name in pem and other not in pem:
+            parser.error(f"argument --{name}: needs --{other}, too")
+    if not pem:
+        return None
+    return grpc.ssl_channel_credentials(pem.get("ca"), pem.get("client-key"), pem.get("client-cert"))
 
 
 if __name__ == "__main__":

@@ -50,6 +50,11 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
+# Called with the full name of a method and the context of a call to it, before anything of the call is looked at.
+# Raises Unauthenticated, PermissionDenied or InvalidRequest.
+Admit = Callable[[str, Any], Awaitable[None]]
+
+
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
     """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
     Refuses requests whose bytes are no message, or which have too many fields or such as are not known here; a handler
@@ -60,6 +65,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     `context.write` by itself, with messages that are serialised already. The answer of other handlers is a message or
     the bytes of one.
     """
+
+    def __init__(self, admit: Admit | None = None) -> None:
+        """`admit` decides about every call; without it all are let in."""
+        self._admit = admit
 
     async def intercept_service(
         self,
@@ -101,6 +110,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
             async def stream(request: Any, context: Any) -> None:
                 try:
+                    if self._admit is not None:
+                        await self._admit(method, context)
                     if not handler.request_streaming:
                         request = await read(request)
                     elif not own:
@@ -123,6 +134,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
         async def unary(request: bytes, context: Any) -> Any:
             try:
+                if self._admit is not None:
+                    await self._admit(method, context)
                 return await inner_unary(await read(request), context)
             except Exception as error:
                 await _abort(context, method, error)
@@ -150,9 +163,15 @@ class GrpcServer:
         listen: str,
         services: Sequence[str],
         reflection: bool = True,
+        *,
+        credentials: grpc.ServerCredentials | None = None,
+        admit: Admit | None = None,
     ) -> None:
-        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection."""
+        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection.
+        `credentials`: for TLS. `admit` decides who may call what; without it everybody may call everything.
+        """
         self._listen = listen
+        self._credentials = credentials
         self._names = [*services]
         options = dict(SERVER_OPTIONS)
         options |= {
@@ -161,7 +180,7 @@ class GrpcServer:
             "grpc.max_connection_idle_ms": IDLE_MS,
             "grpc.max_receive_message_length": MAX_RECEIVE_BYTES,
         }
-        self.server = aio_server((ErrorInterceptor(),), list(options.items()))
+        self.server = aio_server((ErrorInterceptor(admit),), list(options.items()))
         self._health = health.HealthService(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._reflection = reflection
@@ -176,7 +195,10 @@ class GrpcServer:
                 [*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self.server
             )
         try:
-            self.port = self.server.add_insecure_port(self._listen)
+            if self._credentials is None:
+                self.port = self.server.add_insecure_port(self._listen)
+            else:
+                self.port = self.server.add_secure_port(self._listen, self._credentials)
         except RuntimeError as error:
             await self.server.stop(None)
             raise OSError(f"cannot listen on {self._listen}: is another process using it?") from error

@@ -48,6 +48,8 @@ STATUS_TABLE: dict[type[errors.PageKVError], StatusRow] = {
     errors.RevisionGone: StatusRow(grpc.StatusCode.OUT_OF_RANGE, "REVISION_GONE"),
     errors.ComputationFailed: StatusRow(grpc.StatusCode.INTERNAL, "COMPUTATION_FAILED"),
     errors.SequenceFailed: StatusRow(grpc.StatusCode.INTERNAL, "SEQUENCE_FAILED"),
+    errors.Unauthenticated: StatusRow(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    errors.PermissionDenied: StatusRow(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
     errors.NotImplementedYet: StatusRow(grpc.StatusCode.UNIMPLEMENTED, "NOT_IMPLEMENTED"),
 }
 

@@ -828,3 +828,190 @@ class AllBlocksCleared(google.protobuf.message.Message):
     ) -> None: ...
 
 global___AllBlocksCleared = AllBlocksCleared
+
+@typing.final
+class ListTenantsRequest(google.protobuf.message.Message):
+    """Empty."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListTenantsRequest = ListTenantsRequest
+
+@typing.final
+class ListTenantsResponse(google.protobuf.message.Message):
+    """The tenants."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TENANTS_FIELD_NUMBER: builtins.int
+    @property
+    def tenants(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TenantInfo]:
+        """By name, at most 1001; of more than 256 the totals of each 256 are a snapshot. Empty where callers have no
+        identities, and so no tenants.
+        """
+
+    def __init__(
+        self,
+        *,
+        tenants: collections.abc.Iterable[global___TenantInfo] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["tenants", b"tenants"]) -> None: ...
+
+global___ListTenantsResponse = ListTenantsResponse
+
+@typing.final
+class TenantInfo(google.protobuf.message.Message):
+    """A tenant: its limits, which hold now, and its use. Names with `_total` are cumulative since the manager started; the
+    rest of its use are gauges.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    @typing.final
+    class RefusalsTotalEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.str
+        value: builtins.int
+        def __init__(
+            self,
+            *,
+            key: builtins.str = ...,
+            value: builtins.int = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
+    NAME_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    MAX_RUNNING_FIELD_NUMBER: builtins.int
+    MAX_WAITING_FIELD_NUMBER: builtins.int
+    TOKENS_PER_MINUTE_FIELD_NUMBER: builtins.int
+    MAX_BLOCKS_FIELD_NUMBER: builtins.int
+    MAX_PINNED_BLOCKS_FIELD_NUMBER: builtins.int
+    MAX_WATCHERS_FIELD_NUMBER: builtins.int
+    TOKENIZED_BYTES_PER_SECOND_FIELD_NUMBER: builtins.int
+    MIN_PRIORITY_FIELD_NUMBER: builtins.int
+    MAX_PRIORITY_FIELD_NUMBER: builtins.int
+    ANY_ADAPTER_FIELD_NUMBER: builtins.int
+    ADAPTERS_FIELD_NUMBER: builtins.int
+    FLOOR_BLOCKS_FIELD_NUMBER: builtins.int
+    RUNNING_REQUESTS_FIELD_NUMBER: builtins.int
+    WAITING_REQUESTS_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
+    WATCHERS_FIELD_NUMBER: builtins.int
+    REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
+    CACHED_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
+    BLOCK_SECONDS_TOTAL_FIELD_NUMBER: builtins.int
+    REFUSALS_TOTAL_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """Its name; "*" for tenants that nobody named, beyond the first thousand of all, together."""
+    weight: builtins.float
+    """Its share beside the weights of others, of steps and blocks alike, 0.001 to 1000."""
+    max_running: builtins.int
+    """Requests that may run at once. Absent, here and in the limits below: no limit beside those that all have together."""
+    max_waiting: builtins.int
+    """Requests that may wait for blocks at once; 0: none."""
+    tokens_per_minute: builtins.int
+    """Tokens of prompts and outputs together in a minute."""
+    max_blocks: builtins.int
+    """Blocks that its running requests may come to need."""
+    max_pinned_blocks: builtins.int
+    """Blocks that its pins may hold; 0: none."""
+    max_watchers: builtins.int
+    """Watches that it may have open; 0: none."""
+    tokenized_bytes_per_second: builtins.int
+    """Bytes of text that may be tokenized for it in a second."""
+    min_priority: builtins.int
+    """The lowest number that a priority of its requests may have. Absent together with max_priority."""
+    max_priority: builtins.int
+    """The highest."""
+    any_adapter: builtins.bool
+    """True: it may use every adapter, and `adapters` is empty."""
+    floor_blocks: builtins.int
+    """Blocks that the requests of others cannot evict; 0: none."""
+    running_requests: builtins.int
+    """Its requests of which a sequence holds blocks."""
+    waiting_requests: builtins.int
+    """Its other live requests: they wait for admission or, preempted, for their return."""
+    blocks: builtins.int
+    """Blocks of the device that are its own, held or cached, whoever hits them."""
+    watchers: builtins.int
+    """Its watches that are open."""
+    requests_total: builtins.int
+    """Requests accepted."""
+    prompt_tokens_total: builtins.int
+    """Prompt tokens of admitted requests."""
+    cached_tokens_total: builtins.int
+    """Of those, tokens served from the prefix cache."""
+    output_tokens_total: builtins.int
+    """Tokens generated."""
+    block_seconds_total: builtins.float
+    """Blocks that are its own, held or cached, times the seconds for which they were."""
+    @property
+    def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Otherwise those that it may use, by name."""
+
+    @property
+    def refusals_total(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """What was refused, by the limit that did: a name of the file of tenants, such as tokens_per_minute. A limit that
+        refused nothing is absent.
+        """
+
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        weight: builtins.float = ...,
+        max_running: builtins.int | None = ...,
+        max_waiting: builtins.int | None = ...,
+        tokens_per_minute: builtins.int | None = ...,
+        max_blocks: builtins.int | None = ...,
+        max_pinned_blocks: builtins.int | None = ...,
+        max_watchers: builtins.int | None = ...,
+        tokenized_bytes_per_second: builtins.int | None = ...,
+        min_priority: builtins.int | None = ...,
+        max_priority: builtins.int | None = ...,
+        any_adapter: builtins.bool = ...,
+        adapters: collections.abc.Iterable[builtins.str] | None = ...,
+        floor_blocks: builtins.int = ...,
+        running_requests: builtins.int = ...,
+        waiting_requests: builtins.int = ...,
+        blocks: builtins.int = ...,
+        watchers: builtins.int = ...,
+        requests_total: builtins.int = ...,
+        prompt_tokens_total: builtins.int = ...,
+        cached_tokens_total: builtins.int = ...,
+        output_tokens_total: builtins.int = ...,
+        block_seconds_total: builtins.float = ...,
+        refusals_total: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "max_blocks", b"max_blocks", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "adapters", b"adapters", "any_adapter", b"any_adapter", "block_seconds_total", b"block_seconds_total", "blocks", b"blocks", "cached_tokens_total", b"cached_tokens_total", "floor_blocks", b"floor_blocks", "max_blocks", b"max_blocks", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "name", b"name", "output_tokens_total", b"output_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "refusals_total", b"refusals_total", "requests_total", b"requests_total", "running_requests", b"running_requests", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "watchers", b"watchers", "weight", b"weight"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_blocks", b"_max_blocks"]) -> typing.Literal["max_blocks"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_pinned_blocks", b"_max_pinned_blocks"]) -> typing.Literal["max_pinned_blocks"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_priority", b"_max_priority"]) -> typing.Literal["max_priority"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_running", b"_max_running"]) -> typing.Literal["max_running"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_waiting", b"_max_waiting"]) -> typing.Literal["max_waiting"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_watchers", b"_max_watchers"]) -> typing.Literal["max_watchers"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_priority", b"_min_priority"]) -> typing.Literal["min_priority"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokenized_bytes_per_second", b"_tokenized_bytes_per_second"]) -> typing.Literal["tokenized_bytes_per_second"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_tokens_per_minute", b"_tokens_per_minute"]) -> typing.Literal["tokens_per_minute"] | None: ...
+
+global___TenantInfo = TenantInfo

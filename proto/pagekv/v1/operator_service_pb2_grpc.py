@@ -67,6 +67,11 @@ class OperatorServiceStub(object):
                 request_serializer=pagekv_dot_v1_dot_operator__service__pb2.WatchEventsRequest.SerializeToString,
                 response_deserializer=pagekv_dot_v1_dot_operator__service__pb2.WatchEventsResponse.FromString,
                 _registered_method=True)
+        self.ListTenants = channel.unary_unary(
+                '/pagekv.v1.OperatorService/ListTenants',
+                request_serializer=pagekv_dot_v1_dot_operator__service__pb2.ListTenantsRequest.SerializeToString,
+                response_deserializer=pagekv_dot_v1_dot_operator__service__pb2.ListTenantsResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServiceServicer(object):
@@ -122,6 +127,13 @@ class OperatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTenants(self, request, context):
+        """The tenants that are named or have come since the manager started: limits, use now and what each took, by name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -154,6 +166,11 @@ def add_OperatorServiceServicer_to_server(servicer, server):
                     servicer.WatchEvents,
                     request_deserializer=pagekv_dot_v1_dot_operator__service__pb2.WatchEventsRequest.FromString,
                     response_serializer=pagekv_dot_v1_dot_operator__service__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'ListTenants': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTenants,
+                    request_deserializer=pagekv_dot_v1_dot_operator__service__pb2.ListTenantsRequest.FromString,
+                    response_serializer=pagekv_dot_v1_dot_operator__service__pb2.ListTenantsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -321,6 +338,33 @@ class OperatorService(object):
             '/pagekv.v1.OperatorService/WatchEvents',
             pagekv_dot_v1_dot_operator__service__pb2.WatchEventsRequest.SerializeToString,
             pagekv_dot_v1_dot_operator__service__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTenants(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pagekv.v1.OperatorService/ListTenants',
+            pagekv_dot_v1_dot_operator__service__pb2.ListTenantsRequest.SerializeToString,
+            pagekv_dot_v1_dot_operator__service__pb2.ListTenantsResponse.FromString,
             options,
             channel_credentials,
             insecure,

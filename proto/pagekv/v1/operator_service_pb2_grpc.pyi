@@ -66,6 +66,12 @@ class OperatorServiceStub:
     behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
     """
 
+    ListTenants: grpc.UnaryUnaryMultiCallable[
+        pagekv.v1.operator_service_pb2.ListTenantsRequest,
+        pagekv.v1.operator_service_pb2.ListTenantsResponse,
+    ]
+    """The tenants that are named or have come since the manager started: limits, use now and what each took, by name."""
+
 class OperatorServiceAsyncStub:
     """Reads and steers pool, prefix cache and requests of all callers. Every answer is a snapshot between two steps.
     Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first
@@ -113,6 +119,12 @@ class OperatorServiceAsyncStub:
     still held. Errors: OUT_OF_RANGE (they are not: watch again from a snapshot), ABORTED (the reader fell too far
     behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
     """
+
+    ListTenants: grpc.aio.UnaryUnaryMultiCallable[
+        pagekv.v1.operator_service_pb2.ListTenantsRequest,
+        pagekv.v1.operator_service_pb2.ListTenantsResponse,
+    ]
+    """The tenants that are named or have come since the manager started: limits, use now and what each took, by name."""
 
 class OperatorServiceServicer(metaclass=abc.ABCMeta):
     """Reads and steers pool, prefix cache and requests of all callers. Every answer is a snapshot between two steps.
@@ -173,5 +185,13 @@ class OperatorServiceServicer(metaclass=abc.ABCMeta):
         still held. Errors: OUT_OF_RANGE (they are not: watch again from a snapshot), ABORTED (the reader fell too far
         behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
         """
+
+    @abc.abstractmethod
+    def ListTenants(
+        self,
+        request: pagekv.v1.operator_service_pb2.ListTenantsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[pagekv.v1.operator_service_pb2.ListTenantsResponse, collections.abc.Awaitable[pagekv.v1.operator_service_pb2.ListTenantsResponse]]:
+        """The tenants that are named or have come since the manager started: limits, use now and what each took, by name."""
 
 def add_OperatorServiceServicer_to_server(servicer: OperatorServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

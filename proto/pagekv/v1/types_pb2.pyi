@@ -152,6 +152,10 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers."""
     NOT_IMPLEMENTED: _ErrorReason.ValueType  # 15
     """UNIMPLEMENTED. The call is declared and not served by this version."""
+    UNAUTHENTICATED: _ErrorReason.ValueType  # 16
+    """UNAUTHENTICATED. The caller proved no identity that this process knows."""
+    PERMISSION_DENIED: _ErrorReason.ValueType  # 17
+    """PERMISSION_DENIED. The caller is known and has not the role that the call needs."""
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """Why a call failed: ErrorInfo.reason of a status is one of these names, ErrorInfo.domain is "pagekv.v1". Names are
@@ -200,6 +204,10 @@ SEQUENCE_FAILED: ErrorReason.ValueType  # 14
 """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers."""
 NOT_IMPLEMENTED: ErrorReason.ValueType  # 15
 """UNIMPLEMENTED. The call is declared and not served by this version."""
+UNAUTHENTICATED: ErrorReason.ValueType  # 16
+"""UNAUTHENTICATED. The caller proved no identity that this process knows."""
+PERMISSION_DENIED: ErrorReason.ValueType  # 17
+"""PERMISSION_DENIED. The caller is known and has not the role that the call needs."""
 global___ErrorReason = ErrorReason
 
 @typing.final

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import threading
 import time
@@ -245,6 +246,24 @@ def words(site: Site, selector: str) -> str:
 
 
 @pytest.mark.long
+def test_tenants_are_shown_where_there_are_some(site: Site) -> None:
+    assert site.browser.run("return document.getElementById('tenants').hidden")
+    shown = {
+        "name": "<b>" + "x" * 61, "blocks": 1, "floor_blocks": 5, "running_requests": 3, "waiting_requests": 12,
+        "prompt_tokens_total": 40, "cached_tokens_total": 30, "output_tokens_total": 20,
+    }  # fmt: skip  # several entries a line
+    site.browser.run(f"pagekv.tenants.show([{json.dumps(shown)}], 101)")
+    assert "<b>xxx" in site.browser.text("#tenants")
+    assert "1 block · 3 running · 12 waiting" in site.browser.text("#tenants")
+    assert "the first 1 of 101" in site.browser.text("#tenants")
+    title = site.browser.run("return document.querySelector('#tenant-list li').title")
+    assert title == "40 prompt tokens, 30 of them cached, 20 generated; a floor of 5 blocks"
+    assert site.browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    # As the manager tells it, there are none.
+    site.browser.run("pagekv.tenants.refresh()")
+    wait(lambda: site.browser.run("return document.getElementById('tenants').hidden"))
+
+
 def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(site: Site) -> None:
     with running_stack([*ORACLE, "--kv-memory", "1MiB"], ["--http-listen", "127.0.0.1:0"]) as stack:
         address = stack.manager.http

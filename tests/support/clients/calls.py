@@ -46,11 +46,25 @@ def request_for(prompt: Sequence[int] | str, max_tokens: int = 16, **sampling: A
     return pb.GenerateRequest(prompt=as_prompt(prompt), sampling_params=params)
 
 
+def aio_channel(
+    target: str, credentials: grpc.ChannelCredentials | None = None, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """With TLS where there are credentials."""
+    if credentials is None:
+        return grpc.aio.insecure_channel(target, options=options)
+    return grpc.aio.secure_channel(target, credentials, options=options)
+
+
 class Caller:
     """One aio channel to a manager."""
 
-    def __init__(self, target: str, options: Sequence[tuple[str, Any]] = ()) -> None:
-        self.channel = grpc.aio.insecure_channel(target, options=[*OPTIONS, *options])
+    def __init__(
+        self,
+        target: str,
+        options: Sequence[tuple[str, Any]] = (),
+        credentials: grpc.ChannelCredentials | None = None,
+    ) -> None:
+        self.channel = aio_channel(target, credentials, [*OPTIONS, *options])
         self.inference = cast("pb_grpc.InferenceServiceAsyncStub", pb_grpc.InferenceServiceStub(self.channel))
         self.operator = cast("operator_grpc.OperatorServiceAsyncStub", operator_grpc.OperatorServiceStub(self.channel))
 

@@ -71,6 +71,8 @@ class Process:
     gate: Gate | None = None
     # Of this process alone also while it does not run: a test may start it there again.
     held: socket.socket | None = None
+    # For a process that serves with TLS.
+    credentials: grpc.ChannelCredentials | None = None
 
     def __post_init__(self) -> None:
         self.log = self.directory / f"{self.module.rpartition('.')[2]}.log"
@@ -131,10 +133,16 @@ class Process:
     def tail(self, lines: int = 40) -> str:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:]) if self.log.is_file() else ""
 
+    def channel(self) -> grpc.Channel:
+        """To this process."""
+        if self.credentials is None:
+            return grpc.insecure_channel(self.target)
+        return grpc.secure_channel(self.target, self.credentials)
+
     def wait_serving(self) -> None:
         """Waits until the health service says SERVING."""
         deadline = time.monotonic() + START_TIMEOUT_S
-        with grpc.insecure_channel(self.target) as channel:
+        with self.channel() as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < deadline:
                 assert self.popen is not None
@@ -156,6 +164,9 @@ class Stack:
 
     executor: Process
     manager: Process
+    # Of callers with every role, and the flags of another manager for this executor; of a stack with TLS.
+    callers: grpc.ChannelCredentials | None = None
+    secured: Sequence[str] = ()
 
     @property
     def target(self) -> str:
@@ -170,12 +181,16 @@ class Stack:
 
 @contextmanager
 def running_executor(
-    args: Sequence[str] = (), directory: Path | None = None, *, gated: bool = False
+    args: Sequence[str] = (),
+    directory: Path | None = None,
+    *,
+    gated: bool = False,
+    credentials: grpc.ChannelCredentials | None = None,
 ) -> Iterator[Process]:
-    """An executor process that serves; `gated`: with a gate before its steps, open for now."""
+    """An executor process that serves; `gated`: with a gate before its steps, open for now; `credentials`: for TLS."""
     with tempfile.TemporaryDirectory() as temporary:
         gate = Gate(Path(temporary) / "gate") if gated else None
-        process = Process(EXECUTOR, args, directory or Path(temporary), gate=gate)
+        process = Process(EXECUTOR, args, directory or Path(temporary), gate=gate, credentials=credentials)
         try:
             process.start()
             process.wait_serving()
@@ -198,9 +213,14 @@ def running_stack(
 
 
 @contextmanager
-def running_manager(executor: Process, args: Sequence[str] = ()) -> Iterator[Stack]:
-    """A manager that serves over an executor which no other drives; several may follow each other."""
-    manager = Process(MANAGER, ["--executor", executor.target, *args], executor.directory)
+def running_manager(
+    executor: Process, args: Sequence[str] = (), *, credentials: grpc.ChannelCredentials | None = None
+) -> Iterator[Stack]:
+    """A manager that serves over an executor which no other drives; several may follow each other. `credentials`: for
+    TLS.
+    """
+    command = ["--executor", executor.target, *args]
+    manager = Process(MANAGER, command, executor.directory, credentials=credentials)
     try:
         manager.start()
         manager.wait_serving()

@@ -155,12 +155,15 @@ def run(
     observers: Sequence[Observer] = (),
     **changes: object,
 ) -> None:
-    """Runs an engine while `body` does; it must be consistent and idle at the end."""
+    """Runs an engine while `body` does; it must be consistent and idle at the end. Among `changes` of its configuration
+    may be `accounts`, of tenants.
+    """
+    accounts = changes.pop("accounts", None)
 
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
-        engine = EngineLoop(config(**changes))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
+        engine = EngineLoop(config(**changes), accounts=accounts)  # type: ignore[arg-type]  # a test's own
         for observer in observers:
             engine.observers.add(observer)
         task = asyncio.create_task(engine.run())

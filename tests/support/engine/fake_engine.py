@@ -9,12 +9,13 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.events.batch import Stored
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
+from pagekv.kvmanager.tenants.accounts import Account, Accounts
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
@@ -41,6 +42,7 @@ class FakeEngine(EngineLoop, EngineQueries):
     def __init__(self, model: EngineInfo | None = MODEL) -> None:
         self.queries: EngineQueries = self
         self.model = model
+        self.accounts = Accounts()
         self.live: dict[str, RequestStream] = {}
         self.commands: list[GenerateCommand] = []
         self.aborted: list[str] = []
@@ -86,7 +88,10 @@ class FakeEngine(EngineLoop, EngineQueries):
             )
         )
 
-    def abort(self, request_id: str) -> bool:
+    def root(self, identity: CacheIdentity) -> bytes:
+        return root_digest(MODEL.model_fingerprint, identity.namespace, identity.adapter_id, tenant=identity.tenant)
+
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
         stream = self.live.pop(request_id, None)
         if stream is None:
             return False
@@ -112,7 +117,9 @@ class FakeEngine(EngineLoop, EngineQueries):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats
 
-    async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
+    async def prepare(
+        self, token_ids: Sequence[int], identity: CacheIdentity, tenant: str = ""
+    ) -> PreparedPrompt | None:
         return None
 
     def lookup_prefix(
@@ -157,6 +164,7 @@ class FakeEngine(EngineLoop, EngineQueries):
         lease_s: int,
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
+        account: Account | None = None,
     ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
@@ -168,6 +176,9 @@ class FakeEngine(EngineLoop, EngineQueries):
 
     def unpin_prefix(self, pin_id: str) -> int:
         return 8 if pin_id == "pin-60" else 0
+
+    async def list_tenants(self) -> operator_pb.ListTenantsResponse:
+        return operator_pb.ListTenantsResponse(tenants=[operator_pb.TenantInfo(name="a", weight=2, max_waiting=0)])
 
     async def block_tables_in_slices(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         if request_id not in self.live:

@@ -10,6 +10,7 @@ from support.engine import small_tokenizers
 from support.engine.fake_engine import MODEL
 from support.prompts import as_chat, as_prompt
 
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import read_generate
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.text.chat_template import ChatTemplate
@@ -31,7 +32,9 @@ def read(
     request: pb.GenerateRequest, tokenizer: Tokenizer | None = TOKENIZER, **model: Any
 ) -> tuple[GenerateCommand, list[str]]:
     """With a pool that holds the whole context unless told otherwise."""
-    return asyncio.run(read_generate(request, replace(MODEL, **{"num_device_blocks": 16, **model}), tokenizer, ""))
+    return asyncio.run(
+        read_generate(request, Served(replace(MODEL, **{"num_device_blocks": 16, **model}), tokenizer), "")
+    )
 
 
 def sampled(**params: Any) -> pb.GenerateRequest:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.errors import InvariantError
@@ -13,9 +14,10 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
+from pagekv.kvmanager.kvcache.tenant_order import TenantOrder
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, Seq, SeqStatus, key
+from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_BLOCKS, NO_SEQ_ID, Seq, SeqStatus, key
 
 
 def pin_tables(pins: Pins) -> list[list[int]]:
@@ -117,6 +119,27 @@ def check_pool(pool: BlockPool, tables: Sequence[Sequence[int]]) -> None:
     cached_free = int(np.count_nonzero(pool.table.published[free]))
     if cached_free != pool.num_cached_free:
         raise InvariantError(f"{cached_free} cached free blocks, counter says {pool.num_cached_free}")
+    if pool.tenants is not None:
+        _check_tenants(pool.tenants, pool.table.published, pool.ref_counts)
+
+
+def _check_tenants(order: TenantOrder, published: NDArray[np.bool_], ref_counts: Blocks) -> None:
+    """Footprints, from the owner of each block."""
+    owned = order._owner >= 0
+    if not np.array_equal(owned, published | (ref_counts > 0)):
+        raise InvariantError("a block has an owner and no holder nor content, or the other way round")
+    numbers = len(order._orders)
+    footprint = np.bincount(order._owner[owned], minlength=numbers)
+    cached = np.bincount(order._owner[owned & (ref_counts == 0)], minlength=numbers)
+    if not (np.array_equal(footprint, order._footprint) and np.array_equal(cached, order._cached)):
+        raise InvariantError(
+            f"footprints {footprint}, {cached} of them free: counted {order._footprint}, {order._cached}"
+        )
+    queued = [len(each) for each in order._orders]
+    if queued != cached.tolist() or order._num_cached != sum(queued):
+        raise InvariantError(f"tenants have {queued} free cached blocks, counted {cached}")
+    if any(order.num_free_for(tenant, NO_BLOCKS) < 0 for tenant in range(numbers)):
+        raise InvariantError("a tenant has less than nothing to take")
 
 
 def check_host(host: HostPool, held: Sequence[Sequence[int]]) -> None:

@@ -18,6 +18,7 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
@@ -111,6 +112,7 @@ class Driver:
         resumed: int = 0,
         beam_width: int = 0,
         length_penalty: float = 1.0,
+        tenant: Tenant = NO_TENANT,
         **sampling_fields: Any,
     ) -> LiveRequest:
         """`sampling_fields` are others of SamplingParams; greedy by default."""
@@ -125,7 +127,7 @@ class Driver:
             "length_penalty": length_penalty,
         }
         sampling = SamplingParams(**{**fields, **sampling_fields})
-        command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority)
+        command = GenerateCommand(f"r{arrival}", prompt, sampling, n, resumed, identity, priority, tenant=tenant)
         root = root_digest("model", identity.namespace, identity.adapter_id)
         stream, prepared = RequestStream(command.request_id, n), self._prepare(command, root)
         request = live_request(command, stream, arrival, root, self.priority_aging, prepared)

@@ -21,10 +21,20 @@ from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]
+# Weights of tenants, and their floors as shares of the pool.
+SHARES: list[tuple[dict[int, float], dict[int, float]]] = [
+    ({}, {}),
+    ({}, {}),
+    ({1: 3.0}, {}),
+    ({}, {0: 0.3, 2: 0.5}),
+    ({2: 0.1}, {0: 0.2, 1: 0.2, 2: 0.2}),
+    ({}, {1: 1.0}),
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -50,8 +60,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(["swap", "swap", "auto", "recompute"]),
         write_back=st.booleans(),
         preemption_limit=st.sampled_from([0, 1, 3]),
+        shares=st.sampled_from(SHARES),
     )
-    def start(self, num_blocks: int, block_size: int, budget: int, running: int, **options: Any) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        block_size: int,
+        budget: int,
+        running: int,
+        shares: tuple[dict[int, float], dict[int, float]],
+        **options: Any,
+    ) -> None:
         self.driver = self.DRIVER(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -61,12 +80,22 @@ class SchedulerMachine(RuleBasedStateMachine):
             eos=self.EOS,
             **options,
         )
+        self.set_tenants(shares)
         # Sequences that were ended from outside, and all of a request: (request, index), (request, -1).
         self.stopped: set[tuple[int, int]] = set()
         # Sequences that held blocks when the table was cleared.
         self.unfindable: set[Seq] = set()
         # Pins, some of which may have ended with the memory they held.
         self.pinned: list[str] = []
+
+    @rule(shares=st.sampled_from(SHARES))
+    def set_tenants(self, shares: tuple[dict[int, float], dict[int, float]]) -> None:
+        """While requests are live that were accepted under other floors."""
+        weights, floors = shares
+        num_blocks = self.driver.pool.num_blocks
+        self.driver.scheduler.set_tenants(
+            weights, {tenant: int(share * num_blocks) for tenant, share in floors.items()}
+        )
 
     def sampling(self, data: st.DataObject, beam_width: int, max_tokens: int) -> dict[str, Any]:
         """Further fields of SamplingParams."""
@@ -85,6 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop=st.sampled_from([(), (), (1,)]),
         resumed=st.sampled_from([0, 0, 3]),
         beam_width=st.sampled_from([0, 0, 0, 1, 2, 3]),
+        tenant=st.sampled_from([0, 0, 1, 2]),
         data=st.data(),
     )
     def submit(
@@ -101,17 +131,22 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop: tuple[int, ...],
         resumed: int,
         beam_width: int,
+        tenant: int,
         data: st.DataObject,
     ) -> None:
         resumed = min(resumed, max_tokens - 1, len(prompt) - 1) if n == 1 and not beam_width else 0
         beam_width = min(beam_width, self.driver.scheduler.limits.max_running)
         size = self.driver.block_size
         needed = -(-(len(prompt) - resumed + max_tokens - 1) // size) * max(1, beam_width)
-        if needed <= self.driver.pool.num_blocks - self.driver.pins.num_blocks:
+        pool, pins = self.driver.pool, self.driver.pins
+        most = pool.num_blocks - pins.num_blocks
+        if pool.tenants is not None:
+            most = pool.tenants.most_for(tenant, np.flatnonzero(pins.holders).astype(np.int32))
+        if needed <= most:
             media = tuple(span for span in media if span.position + span.length <= len(prompt) - resumed)
             identity = CacheIdentity(namespace, adapter, media, read, write)
             n = min(n, beam_width) if beam_width else n
-            more = self.sampling(data, beam_width, max_tokens)
+            more = self.sampling(data, beam_width, max_tokens) | {"tenant": Tenant(f"t{tenant}", tenant)}
             self.driver.submit(
                 prompt, max_tokens, priority, n, identity, stop, resumed=resumed, beam_width=beam_width, **more
             )
@@ -168,7 +203,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         digests = chain_digests(request.root, token_bytes(command.prompt_ids), size, command.identity.media)
         chunks = np.array(command.prompt_ids, np.uint32)[: len(digests) * size].reshape(-1, size)
         live = [r.command for r in driver.requests if not finished(r)]
-        needs = [blocks_needed(total_tokens(c), size, c.sampling.beam_width) for c in live]
+        tenants = driver.pool.tenants
+        kept = [0 if tenants is None else tenants.floors_beside(command.tenant.number) for command in live]
+        needs = [
+            blocks_needed(total_tokens(c), size, c.sampling.beam_width) + k for c, k in zip(live, kept, strict=True)
+        ]
         blocks = driver.pool.match(request.root, digests, chunks)
         if blocks:
             with contextlib.suppress(LimitExceeded):

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from support.clients.scripted_server import ScriptedServer
 
 from pagekv.client import AsyncPageKVClient, AsyncStream, AsyncWatch, PageKVClient
+from pagekv.client.cli.main import main
+from pagekv.client.identity import API_KEY_VARIABLE, FILE_VARIABLES
 
 
 class BlockingStream:
@@ -100,6 +104,38 @@ class BlockingAsyncClient:
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
         return lambda *args, **kwargs: self._run(method(*args, **kwargs))
+
+
+@pytest.fixture(autouse=True)
+def stranger(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Nothing of the identity that the caller of the tests has; the folder of configurations."""
+    for name in (API_KEY_VARIABLE, *FILE_VARIABLES.values()):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path_factory.mktemp("config")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that `pagekv certs` makes; to be left as they are."""
+    directory = tmp_path_factory.mktemp("certificates")
+    assert main(["certs", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture
+def secure_server(certificates: Path) -> Iterator[ScriptedServer]:
+    """A manager with TLS, for callers with a certificate alone."""
+    pair = (certificates / "manager.key").read_bytes(), (certificates / "manager.pem").read_bytes()
+    authority = (certificates / "ca.pem").read_bytes()
+    script = ScriptedServer(credentials=grpc.ssl_server_credentials([pair], authority, require_client_auth=True))
+    script.start()
+    try:
+        yield script
+        script.finish()
+    finally:
+        script.stop()
 
 
 @pytest.fixture

@@ -116,6 +116,21 @@ def test_the_other_calls(server: ScriptedServer, client: PageKVClient) -> None:
     assert client.unpin_prefix("p") == 16
 
 
+def test_tenants(server: ScriptedServer, client: PageKVClient) -> None:
+    tenant = operator_pb.TenantInfo(
+        name="a", weight=2, max_waiting=0, min_priority=-1, adapters=["x"], blocks=5, refusals_total={"max_running": 3}
+    )
+    server.expect("ListTenants", operator_pb.ListTenantsResponse(tenants=[tenant]))
+    (found,) = client.list_tenants()
+    assert (found.name, found.weight, found.blocks, found.adapters) == ("a", 2.0, 5, ("x",))
+    # A limit of 0 is one, and no limit none.
+    assert (found.max_waiting, found.max_running, found.min_priority, found.max_priority) == (0, None, -1, None)
+    assert type(found.refusals_total) is dict
+    assert found.refusals_total == {"max_running": 3}
+    server.expect("ListTenants", operator_pb.ListTenantsResponse())
+    assert client.list_tenants() == ()
+
+
 def test_all_pages_of_a_list(server: ScriptedServer, client: PageKVClient) -> None:
     tokens: list[str] = []
 

@@ -56,6 +56,7 @@ WRONG: dict[str, list[Any]] = {
     "CacheControls | None": NO_CACHE,
     "BlockState | None": ["x", 3, True, b"free", ["free"], object()],
     "Metadata": [3, None, "x", {"a": "b"}, ["ab"], [("a",)], [("a", 3)], [(3, "a")]],
+    "FilePath | None": [*NO_TEXT, ""],
     "grpc.ChannelCredentials | None": ["x", 3, object()],
     "Any": ["x", 3, object()],
 }  # fmt: skip  # several a line

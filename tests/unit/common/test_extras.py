@@ -18,7 +18,7 @@ EXTRAS = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read
     "optional-dependencies"
 ]
 # A distribution whose module has another name, and those that are used where they are installed.
-OTHER_NAMES = {"grpcio_reflection": "grpc_reflection"}
+OTHER_NAMES = {"grpcio_reflection": "grpc_reflection", "PyJWT": "jwt"}
 OPTIONAL = {"uvloop", "numba"}
 
 

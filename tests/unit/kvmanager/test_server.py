@@ -9,12 +9,15 @@ import os
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import aiohttp
 import grpc
 import pytest
+from support.access.calls import Call
 from support.clients.held_port import held_port
+from support.clients.protected_stack import write_identities
 from support.engine.running_manager import (
     NOT_SERVING,
     NOWHERE,
@@ -27,8 +30,11 @@ from support.engine.running_manager import (
     run,
 )
 
+from pagekv.common.errors import Unauthenticated
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
+from pagekv.kvmanager.access.audit_log import MAX_REFUSALS_A_SECOND
+from pagekv.kvmanager.access.opening import open_access
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.exporters import Exporters
 
@@ -95,6 +101,37 @@ def test_the_port_file_says_where_everything_listens_and_what_is_recorded(tmp_pa
         assert found["recordings"] == [f"{tmp_path}/requests.1"]
 
     assert run(config(tmp_path, *http, *events, "--record", str(tmp_path / "requests")), body) == 0
+
+
+def test_the_audit_log_ends_with_the_manager(tmp_path: Path) -> None:
+    """Behind its last call, with the number of refusals that it left out."""
+    identities, audit = tmp_path / "identities.toml", tmp_path / "audit.jsonl"
+    write_identities(identities)
+    flags = config(tmp_path, f"--identities={identities}", f"--audit-log={audit}")
+    others = set(threading.enumerate())
+    access = open_access(flags.access)
+    assert access.gate is not None
+    # All in one second.
+    access.gate._audit_log._now = lambda: 1e9  # type: ignore[union-attr]  # there is one
+
+    async def main() -> int:
+        stop = asyncio.Event()
+        manager = server.Manager(flags, None, access)
+        running = asyncio.create_task(manager.run(stop))
+        async with asyncio.timeout(120):
+            while not manager.started:  # noqa: ASYNC110  # nothing signals it
+                await asyncio.sleep(0.005)
+        assert access.gate is not None
+        for _ in range(MAX_REFUSALS_A_SECOND * 3):
+            with pytest.raises(Unauthenticated):
+                await access.gate.admit_call("/pagekv.v1.InferenceService/Abort", Call())
+        stop.set()
+        return await running
+
+    assert asyncio.run(main()) == 0
+    assert access.gate is not None
+    assert not [thread for thread in threading.enumerate() if thread.name == "audit log" and thread not in others]
+    assert "refusals left out: " in audit.read_text().splitlines()[-1]
 
 
 def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:

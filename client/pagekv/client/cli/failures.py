@@ -12,9 +12,7 @@ from pagekv.client.errors import (
     InvalidRequest,
     Overloaded,
     PageKVError,
-    PermissionDenied,
     ServerError,
-    Unauthenticated,
     Unavailable,
     Unreachable,
 )
@@ -28,14 +26,12 @@ Exit status: 0 done, and what was to be ended or removed is gone, whether it was
 """
 # An exception that ends a command; its message is the line that says why.
 Failure: TypeAlias = PageKVError | UsageError | StackError
-# Of errors that are none of the manager's: the command's own, gRPC's, and a proxy's. None has a reason.
+# Of errors that are none of the manager's: the command's own and gRPC's. None has a reason.
 _OWN_CODES: dict[type[PageKVError], str] = {
     PageKVError: FAILED,
     Cancelled: "CANCELLED",
     ConnectionLost: "UNAVAILABLE",
     DeadlineExceeded: "DEADLINE_EXCEEDED",
-    PermissionDenied: "PERMISSION_DENIED",
-    Unauthenticated: "UNAUTHENTICATED",
     Unreachable: "UNAVAILABLE",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, _SubParsersAction
 from collections.abc import Iterator, Mapping, Sequence
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
@@ -15,17 +15,21 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.client.cli.commands import (
     bench,
+    certs,
     chat,
     completion,
     demo,
     generate,
     inspect,
+    keys,
     plan,
     prefix,
     replay,
+    tenants,
     top,
     up,
 )
+from pagekv.client.cli.connection_flags import VALUE_FLAGS
 from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
@@ -47,9 +51,11 @@ GROUPS = {
     "run": ("demo", "up"),
     "use": ("generate", "chat", "tokenize", "detokenize"),
     "look": (
-        "health", "version", "model", "stats", "top", "requests", "blocks", "block-table", "lookup", "explain", "watch",
+        "health", "version", "model", "stats", "top", "requests", "tenants", "blocks", "block-table", "lookup",
+        "explain", "watch",
     ),
     "steer": ("pin", "pins", "unpin", "abort", "reset-cache"),
+    "secure": ("certs", "keys"),
     "tools": ("bench", "plan", "replay", "completion"),
 }  # fmt: skip  # several names a line: one each would fill a screen
 
@@ -63,13 +69,22 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     commands = parser.add_subparsers(
         prog="pagekv", metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS
     )
-    for module in (demo, up, generate, chat, inspect, top, prefix, bench, plan, replay):
+    for module in (demo, up, generate, chat, inspect, top, prefix, tenants, certs, keys, bench, plan, replay):
         module.add(commands)
     completion.add(commands, parser)
-    for each in (parser, *commands.choices.values()):
+    for each in _parsers(parser):
         each.as_json = as_json
     parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, EXIT_STATUS])
     return parser
+
+
+def _parsers(parser: CommandParser) -> Iterator[CommandParser]:
+    """The parser, and those of its commands at any depth."""
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, _SubParsersAction):
+            for each in action.choices.values():
+                yield from _parsers(each)
 
 
 def _listed(commands: Mapping[str, CommandParser]) -> Iterator[str]:
@@ -84,13 +99,13 @@ def _listed(commands: Mapping[str, CommandParser]) -> Iterator[str]:
 
 
 def command_first(argv: Sequence[str]) -> list[str]:
-    """The arguments with --json, --target and --timeout behind the command, where they were before it."""
+    """The arguments with --json and how to reach the manager behind the command, where they were before it."""
     before: list[str] = []
     rest = list(argv)
-    while rest and rest[0].partition("=")[0] in ("--json", "--target", "--timeout"):
+    while rest and rest[0].partition("=")[0] in ("--json", *VALUE_FLAGS):
         option = rest.pop(0)
         # With its value in one argument: a command that does not know the option must not take the value for its own.
-        before.append(f"{option}={rest.pop(0)}" if option in ("--target", "--timeout") and rest else option)
+        before.append(f"{option}={rest.pop(0)}" if option in VALUE_FLAGS and rest else option)
     return [*rest[:1], *before, *rest[1:]]
 
 

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
-from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal
-from pagekv.client.client import PageKVClient
-from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import CacheControls
-from pagekv.client.settings import DEFAULT_TIMEOUT_S
-from pagekv.common.flags import FlagParser, address, number
+from pagekv.common.flags import FlagParser
 
 Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]
 
@@ -32,6 +28,10 @@ class CommandParser(FlagParser):
         super().__init__(prog, description, {name: value for name, value in os.environ.items() if value})
         self.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
         self.epilog = f"examples:\n{examples}" if examples else None
+
+    def error(self, message: str) -> NoReturn:
+        """Ends as FlagParser does; a key that a command does not take is not shown."""
+        super().error(re.sub(r"(--api-key[= ])\S+", r"\1...", message))
 
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[CommandParser]"
@@ -54,66 +54,6 @@ def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Callable[[s
     """Adds flags with a value: name, type, default, what stands for the value, help."""
     for name, kind, default, metavar, help in flags:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=help)
-
-
-def add_target(parser: CommandParser, *, timeout: str | None = f"seconds to wait [{DEFAULT_TIMEOUT_S:g}]") -> None:
-    """--target, and --timeout with its help unless that is None."""
-    parser.flag(
-        "target",
-        "address of the PageKV manager, or PAGEKV_TARGET",
-        default=DEFAULT_TARGET,
-        type=address,
-        metavar="HOST:PORT",
-    )
-    if timeout is None:
-        parser.set_defaults(timeout=None)
-    else:
-        parser.add_argument("--timeout", type=number(0.001, 1e6), metavar="S", help=timeout)
-
-
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """The answer of a command: a value for --json, text for people, a note beside the text, and the failure that the
-    command ends with after it has shown this.
-    """
-
-    value: Any
-    text: str
-    note: str = ""
-    failure: PageKVError | None = None
-
-
-def add_query(
-    commands: Subparsers,
-    name: str,
-    help: str,
-    ask: Callable[[PageKVClient, argparse.Namespace, Terminal], Shown],
-    *,
-    examples: str = "",
-) -> CommandParser:
-    """A subcommand that asks the manager at --target once and shows the answer."""
-
-    def run(args: argparse.Namespace, terminal: Terminal) -> int:
-        with connect(args) as client:
-            shown = ask(client, args, terminal)
-        if args.json:
-            terminal.json(shown.value)
-        else:
-            terminal.print(shown.text)
-            if shown.note:
-                terminal.note(shown.note)
-        if shown.failure is not None:
-            raise shown.failure
-        return 0
-
-    parser = add_command(commands, name, help, run, examples=examples)
-    add_target(parser)
-    return parser
-
-
-def connect(args: argparse.Namespace) -> PageKVClient:
-    """The client for --target and --timeout. It asks once: scripts branch on the exit status, and people see why."""
-    return PageKVClient(args.target, timeout=args.timeout or DEFAULT_TIMEOUT_S, max_retries=0)
 
 
 def token_ids(text: str) -> list[int]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagekv.client.client import PageKVClient
+from pagekv.client.launcher.own_manager import client_of
 
 # Ways to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
@@ -66,7 +66,7 @@ def serves(target: str, managers: int) -> bool:
 
 def has_tokenizer(manager: str) -> bool:
     """Whether the manager at host:port has a tokenizer, without which the gateway can do nothing."""
-    with PageKVClient(manager) as client:
+    with client_of(manager) as client:
         return client.model_info().has_tokenizer
 
 

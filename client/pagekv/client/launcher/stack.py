@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import grpc
 
+from pagekv.client.launcher.certificates import PROBE, StackCertificates, server_name
 from pagekv.client.launcher.child_flags import event_endpoints, flag_value, tcp_port
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
 from pagekv.common.parent import ENDS_WITH_PARENT
@@ -70,6 +71,8 @@ class StackConfig:
     page_port: int | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
+    # None: nothing is encrypted.
+    certificates: StackCertificates | None = None
     # Seconds a process gets to stop by itself; --grace-s of the process should be less.
     stop_timeout_s: float = 45.0
     manager_command: Sequence[str] = MANAGER_COMMAND
@@ -215,11 +218,18 @@ class Stack:
             for held in self._held.values():
                 held.close()
 
+    @property
+    def certificates(self) -> StackCertificates | None:
+        """None where nothing is encrypted."""
+        return self._config.certificates
+
     def start(self) -> None:
         """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
-        config = self._config
+        config, certificates = self._config, self._config.certificates
+        to_executor = [*(certificates.executor_args() if certificates else []), *config.executor_args]
+        to_manager = [*(certificates.manager_args() if certificates else []), *config.manager_args]
         for pair, target in enumerate(self.executor_targets):
-            self._spawn_server("executor", pair, target, config.executor_command, config.executor_args)
+            self._spawn_server("executor", pair, target, config.executor_command, to_executor)
         for pair, target in enumerate(self.targets):
             command = [*config.manager_command, "--executor", self.executor_targets[pair]]
             if config.page_port is not None:
@@ -229,7 +239,7 @@ class Stack:
             events = [
                 f"--{name}={endpoint}" for name, endpoint in self._event_endpoints[pair].items() if pair and endpoint
             ]
-            self._spawn_server("manager", pair, target, command, [*config.manager_args, *events])
+            self._spawn_server("manager", pair, target, command, [*to_manager, *events])
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = role if self._config.replicas == 1 else f"{role} {pair + 1}"
@@ -238,7 +248,8 @@ class Stack:
         with suppress(OSError):
             port_file.unlink()
         command = [*command, "--listen", target, "--port-file", str(port_file), *args]
-        self.children.append(Child(name, command, partial(_serves, target), port_file, self._config.on_log))
+        ready = partial(_serves, target, role, self._config.certificates)
+        self.children.append(Child(name, command, ready, port_file, self._config.on_log))
 
     def _start_gateway(self, config: GatewayConfig) -> None:
         if not has_tokenizer(self.target):
@@ -347,9 +358,12 @@ def _sleep(seconds: float) -> bool:
     return False
 
 
-def _serves(target: str) -> bool:
+def _serves(target: str, role: str = "", certificates: StackCertificates | None = None) -> bool:
+    """A process is asked by the name in its certificate: its address may be that of every interface."""
     try:
-        return check(target, timeout_s=1.0) == "SERVING"
+        if certificates is None:
+            return check(target, timeout_s=1.0) == "SERVING"
+        return check(target, "", 1.0, certificates.credentials(PROBE), server_name(role)) == "SERVING"
     except grpc.RpcError:
         return False
 

@@ -22,13 +22,16 @@ class CacheService(pb_grpc.CacheServiceServicer):
         self._served_model = served_model
 
     async def LookupPrefix(self, request: pb.LookupPrefixRequest, context: Any) -> pb.LookupPrefixResponse:
-        prompt, identity = await read_lookup(request, self._served_model.served())
-        return self._queries.lookup_prefix(prompt, identity, await self._queries.prepare(prompt, identity))
+        served = self._served_model.served()
+        prompt, identity = await read_lookup(request, served)
+        prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
+        return self._queries.lookup_prefix(prompt, identity, prepared)
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         page_size = read_page_size(request.page_size)
-        prompt, identity = await read_lookup(request, self._served_model.served())
-        prepared = await self._queries.prepare(prompt, identity)
+        served = self._served_model.served()
+        prompt, identity = await read_lookup(request, served)
+        prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
         return await self._queries.explain_prefix(prompt, identity, page_size, request.page_token, prepared)
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
@@ -37,9 +40,12 @@ class CacheService(pb_grpc.CacheServiceServicer):
             raise InvalidRequest("lease_seconds", f"must be from {MIN_LEASE_S} to {MAX_LEASE_S}, got {lease}")
         if request.pin_id:
             check_request_id("pin_id", request.pin_id)
-        prompt, identity = await read_lookup(request, self._served_model.served())
-        prepared = await self._queries.prepare(prompt, identity)
-        return self._queries.pin_prefix(prompt, identity, lease, request.pin_id, prepared)
+        served = self._served_model.served()
+        prompt, identity = await read_lookup(request, served)
+        prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
+        return self._queries.pin_prefix(
+            prompt, identity, lease, request.pin_id, prepared, account=served.asking.account
+        )
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
         return self._queries.list_pins()

@@ -8,10 +8,11 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.common.varint import varint
 from pagekv.common.version import pagekv_version
+from pagekv.kvmanager.access.caller import tenant_to_abort
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, decode, token_array
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.api.validation import read_abort_ids, read_generate
+from pagekv.kvmanager.api.validation import count_text, read_abort_ids, read_generate
 from pagekv.kvmanager.engine.capacity import longest_sequence
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.v1 import inference_service_pb2 as pb
@@ -36,15 +37,15 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         self, request: pb.GenerateRequest, context: Any
     ) -> None:
         served = self._served_model.served()
-        command, stops = await read_generate(request, served.model, served.tokenizer, trace_parent_of(context))
+        command, stops = await read_generate(request, served, trace_parent_of(context))
         call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: call.close())
         await call.run(context.write)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        ids = read_abort_ids(request.request_ids)
-        return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name)])
+        ids, tenant = read_abort_ids(request.request_ids), tenant_to_abort()
+        return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name, tenant)])
 
     async def Tokenize(  # type: ignore[override]  # the answer is serialised here
         self, request: pb.TokenizeRequest, context: Any
@@ -53,6 +54,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         reader = PromptReader(
             served.tokenizer, served.model.vocab_size, MAX_CODEC_TOKENS, "what Tokenize answers with at most"
         )
+        count_text(request.prompt, served.asking)
         prompt = await reader.read(request.prompt)
         parts = []
         # Serialised messages one behind the other are one message; the event loop turns between them.

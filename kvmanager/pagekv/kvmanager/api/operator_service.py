@@ -67,8 +67,19 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:
         instance_id = self._queries.instance_id
         check_watch(request, instance_id)
+        account = self._served_model.asking().account
+        account.check_count("max_watchers", account.watchers)
         watch = self._queries.watch_events(request.start_revision)
+        account.watchers += 1
+
+        def close() -> None:
+            watch.close()
+            account.watchers -= 1
+
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
-        context.add_done_callback(lambda _: watch.close())
+        context.add_done_callback(lambda _: close())
         async for message in watch_messages(request, watch, instance_id):
             yield message
+
+    async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
+        return await self._queries.list_tenants()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pagekv.common.errors import Unavailable
+from pagekv.kvmanager.access.caller import tenant_of_call
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.tenants.asking import Asking
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
@@ -16,6 +18,8 @@ class Served:
 
     model: EngineInfo
     tokenizer: Tokenizer | None
+    # For whom the call is.
+    asking: Asking = field(default_factory=Asking)
 
 
 class ServedModel:
@@ -32,10 +36,18 @@ class ServedModel:
         self._tokenizer = tokenizer
 
     def served(self) -> Served:
-        """The model and its tokenizer. Raises Unavailable until both are known."""
+        """The model and its tokenizer, for the present call. Raises Unavailable until both are known, and
+        PermissionDenied where the call is for a tenant that is not.
+        """
+        asking = self.asking()
         model = self._engine.model
         if model is None:
             raise self._engine.not_attached()
         if model.model_fingerprint != self._fingerprint:
             raise Unavailable("the tokenizer is being loaded")
-        return Served(model, self._tokenizer)
+        return Served(model, self._tokenizer, asking)
+
+    def asking(self) -> Asking:
+        """The tenant of the present call. Raises PermissionDenied where it is not known."""
+        accounts, name = self._engine.accounts, tenant_of_call()
+        return Asking(accounts.tenant(name), accounts.of(name), accounts.file.namespaces)

@@ -19,6 +19,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
+from pagekv.kvmanager.tenants.asking import Asking
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -60,14 +61,15 @@ _BEAM_ABSENT = ("seed", "stop", "logprobs", "logit_bias")
 
 
 async def read_generate(
-    request: inference_service_pb2.GenerateRequest, model: EngineInfo, tokenizer: Tokenizer | None, trace_parent: str
+    request: inference_service_pb2.GenerateRequest, served: Served, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
     """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
     `GenerateCommand`. Raises InvalidRequest, NotFound for an adapter, or FailedPrecondition when the request is for
-    another model.
+    another model; PermissionDenied and Overloaded where the tenant may not ask for it, or not so much.
 
     Cheap checks come first: a request that is wrong elsewhere is refused before its text is encoded.
     """
+    model, tokenizer, asking = served.model, served.tokenizer, served.asking
     if request.model_fingerprint not in ("", model.model_fingerprint):
         raise FailedPrecondition(
             f"model_fingerprint: the model served is {model.model_fingerprint}, not {request.model_fingerprint[:64]}",
@@ -77,6 +79,7 @@ async def read_generate(
     request_id = request.request_id or f"req-{secrets.token_hex(12)}"
     check_request_id("request_id", request_id)
     _check("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    asking.check_priority(request.priority)
     params = request.sampling_params
     n = params.n if params.HasField("n") else 1
     _check("sampling_params.n", n, 1, MAX_N)
@@ -84,8 +87,9 @@ async def read_generate(
     _check_beams(params, sampling, n, model)
     stops = _read_stops(params, tokenizer)
     resumed = _read_resumed(request.resumed_token_ids, sampling, n, model)
-    identity = _read_identity(request)
+    identity = _read_identity(request, asking)
 
+    count_text(request.prompt, asking)
     # A prompt leaves room for one token of output at least.
     limit = model.max_model_len - 1
     prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
@@ -127,6 +131,7 @@ async def read_generate(
         priority=request.priority,
         model_fingerprint=model.model_fingerprint,
         trace_parent=trace_parent,
+        tenant=asking.tenant,
     )
     return command, stops
 
@@ -134,17 +139,25 @@ async def read_generate(
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
 ) -> tuple[array[int], CacheIdentity]:
-    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, or NotFound for an
-    adapter.
+    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, NotFound for an
+    adapter, PermissionDenied and Overloaded.
     """
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
-    identity, model = _read_identity(request), served.model
+    # Questions are about blocks that the caller may read.
+    identity, model = _read_identity(request, served.asking, read=True), served.model
+    count_text(request.prompt, served.asking)
     prompt = await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, _context(model)).read(
         request.prompt
     )
     return prompt, identity
+
+
+def count_text(prompt: types_pb2.Prompt, asking: Asking) -> None:
+    """Counts what is to be tokenised of a prompt. Raises Overloaded where the tenant has sent too much."""
+    if prompt.WhichOneof("kind") in ("text", "chat"):
+        asking.check_text(prompt.ByteSize())
 
 
 def check_request_id(field: str, request_id: str) -> None:
@@ -258,6 +271,8 @@ def _read_logit_bias(params: types_pb2.SamplingParams, vocab_size: int) -> dict[
 
 def _read_identity(
     request: inference_service_pb2.GenerateRequest | LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest,
+    asking: Asking,
+    read: bool | None = None,
 ) -> CacheIdentity:
     """The cache identity of a request, without adapter and media: no model served here has either, and an answer of the
     base model is not what was asked for.
@@ -271,12 +286,12 @@ def _read_identity(
         raise InvalidRequest(
             "cache.media_hashes", f"must be empty: the model takes no media, has {len(cache.media_hashes)} entries"
         )
+    asking.check_adapter(request.adapter)
     check_adapter(request.adapter)
-    return CacheIdentity(
-        namespace=cache.namespace,
-        read=cache.read or not cache.HasField("read"),
-        write=cache.write or not cache.HasField("write"),
-    )
+    if cache.HasField("read"):
+        read = cache.read
+    write = cache.write if cache.HasField("write") else None
+    return asking.cache_identity(cache.namespace, read, write)
 
 
 def check_adapter(name: str) -> None:

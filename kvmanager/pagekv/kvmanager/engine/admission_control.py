@@ -6,19 +6,23 @@ from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded, Unav
 from pagekv.kvmanager.engine.capacity import blocks_needed, check_output_fits, check_prompt_fits, total_tokens
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
 
 
-def check_admissible(command: GenerateCommand, state: EngineState, num_entering: int = 0) -> None:
-    """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it.
+def check_admissible(
+    command: GenerateCommand, state: EngineState, num_entering: int = 0, own_entering: int = 0
+) -> None:
+    """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it;
+    `own_entering`: those of the same tenant among them.
     Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when the request can never fit, or LimitExceeded when
-    it cannot beside what is pinned.
+    it cannot beside what is pinned, or is more than its tenant may have.
     """
     if state.draining:
         raise draining()
     scheduler, model, config = state.serving(), state.model, state.config
     assert model is not None
-    if state.live.get(command.request_id) is not None:
+    if state.live.get(command.request_id, command.tenant.name) is not None:
         raise AlreadyExists(
             "request_id", f"{command.request_id!r} is in use by a running request", "request", command.request_id
         )
@@ -39,16 +43,43 @@ def check_admissible(command: GenerateCommand, state: EngineState, num_entering:
         raise InvalidRequest(
             "sampling_params.n", f"must be from 1 to {config.max_queue} (--max-queue), got {command.n}"
         )
-    state.cache.check_room(blocks_needed(total, model.block_size, width))
+    _check_tenant(command, state, model)
+    state.cache.check_room(blocks_needed(total, model.block_size, width), command.tenant.number)
+    _check_queue(command, state, num_entering, own_entering)
+
+
+def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int, own_entering: int) -> None:
+    """Raises Overloaded where too many wait, or too many have ended that nobody has read. A tenant that has less than
+    its share of either gets in, for others have filled it; and no tenant is told counts, which are also of others.
+    """
+    scheduler, config, live, tenant = state.serving(), state.config, state.live, command.tenant
+    tenants = live.num_tenants(tenant.name)
     waiting = scheduler.num_waiting + num_entering
     if waiting + command.n > config.max_queue:
-        full = f"the queue is full: {waiting} sequences wait, at most {config.max_queue}"
-        raise Overloaded(full, RETRY_DELAY_S, config.max_queue, "--max-queue")
-    unread = state.live.num_unread
-    if unread >= config.max_unread:
+        own = scheduler.waiting.count(tenant.number) + own_entering
+        if not tenant.name or own + command.n > config.max_queue // tenants:
+            counts = "" if tenant.name else f": {waiting} sequences wait, at most {config.max_queue}"
+            raise Overloaded(f"the queue is full{counts}", RETRY_DELAY_S, config.max_queue, "--max-queue")
+    unread = live.num_unread
+    if unread >= config.max_unread and not (tenant.name and live.unread_of(tenant.name) < config.max_unread // tenants):
+        what = "too many" if tenant.name else unread
         raise Overloaded(
-            f"{unread} sequences have ended whose readers have not taken them, at most {config.max_unread}",
+            f"{what} sequences have ended whose readers have not taken them, at most {config.max_unread}",
             RETRY_DELAY_S,
             config.max_unread,
             "--max-unread",
         )
+
+
+def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInfo) -> None:
+    """Raises Overloaded and LimitExceeded where the request is more than its tenant may have now."""
+    if not command.tenant.name:
+        return
+    account = state.accounts.of(command.tenant.name)
+    account.check_tokens()
+    width = command.sampling.beam_width
+    needed = blocks_needed(total_tokens(command), model.block_size, width) * (1 if width else command.n)
+    account.check_count("max_blocks", 0, needed)
+    if account.limits.max_waiting is not None:
+        running = state.serving().num_running_requests(command.tenant.number)
+        account.check_count("max_waiting", max(0, account.live - running))

@@ -6,6 +6,8 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
@@ -20,7 +22,9 @@ from pagekv.kvmanager.kvcache.pins import PinLease, Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.sequence import NO_BLOCKS
 from pagekv.kvmanager.scheduling.step_plan import Admitted
+from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -40,10 +44,12 @@ class CacheAdmin:
         max_pinned_share: float,
         wake: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        secret: bytes = b"",
     ) -> None:
         """`prefix_cache`: whether blocks are reused across requests. `wake` is called when blocks became free or the
-        table was cleared outside of a step.
+        table was cleared outside of a step. `secret`: what digests are made with, so that nobody can guess them.
         """
+        self._secret = secret
         self.log = TableLog(clock)
         # Blocks of prompts that hit at first admission, and why others missed; cumulative.
         self.counters = operator_pb.GetStatsResponse()
@@ -74,9 +80,22 @@ class CacheAdmin:
 
     # -- requests
 
-    def check_room(self, needed: int) -> None:
-        """Raises LimitExceeded when a request that needs so many blocks cannot finish beside the pins."""
-        pinned = self.pins.num_blocks
+    def check_room(self, needed: int, tenant: int = 0) -> None:
+        """Raises LimitExceeded when a request of this tenant that needs so many blocks cannot finish beside the pins
+        and the blocks that are kept for other tenants.
+        """
+        pinned, tenants = self.pins.num_blocks, self.pool.tenants
+        if tenants is not None:
+            most = tenants.most_for(tenant, np.flatnonzero(self.pins.holders).astype(np.int32) if pinned else NO_BLOCKS)
+            kept = tenants.floors_beside(tenant)
+            if needed > most and kept:
+                raise LimitExceeded(
+                    f"prompt and output need {needed} blocks; of {self.pool.num_blocks} there are {most} for them, for "
+                    f"the floors of other tenants keep {kept}" + (f" and {pinned} are pinned" if pinned else ""),
+                    needed_blocks=needed,
+                    available_blocks=most,
+                    pinned_blocks=pinned,
+                )
         if needed > self.pool.num_blocks - pinned:
             raise LimitExceeded(
                 f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
@@ -165,7 +184,7 @@ class CacheAdmin:
         return self._root(identity, identity.adapter_id)
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
-        return root_digest(self._fingerprint, identity.namespace, adapter_id)
+        return root_digest(self._fingerprint, identity.namespace, adapter_id, self._secret, identity.tenant)
 
     # -- pins
 
@@ -177,24 +196,36 @@ class CacheAdmin:
         live: Iterable[GenerateCommand],
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
+        account: Account | None = None,
     ) -> pb.PinPrefixResponse:
         """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
         held. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and
-        LimitExceeded.
+        LimitExceeded, also where pins of the tenant of this account would hold too much.
         """
         self.pins.check_id(pin_id, identity)
         blocks = self._match(token_ids, identity, prepared).hits
         if not len(blocks):
             self.unpin(pin_id)
             return pb.PinPrefixResponse()
+        if account is not None:
+            others = (pin for pin in self.pins.leases() if pin.pin_id != pin_id)
+            held = sum(len(pin.blocks) for pin in others if pin.identity.tenant == identity.tenant)
+            account.check_count("max_pinned_blocks", held, len(blocks))
         size, before = self.pool.block_size, len(self.pins)
-        needs = [blocks_needed(total_tokens(command), size, command.sampling.beam_width) for command in live]
+        needs = [
+            blocks_needed(total_tokens(command), size, command.sampling.beam_width) + self._kept_beside(command)
+            for command in live
+        ]
         info = self._info(self.pins.pin(blocks, lease_s, max(needs, default=0), pin_id, identity))
         self._arm()
         if len(self.pins) == before:
             # Renewed: blocks that it held may be free now.
             self._wake()
         return pb.PinPrefixResponse(pin_id=info.pin_id, pinned_tokens=info.pinned_tokens, expire_time=info.expire_time)
+
+    def _kept_beside(self, command: GenerateCommand) -> int:
+        """Blocks that floors keep for others than the tenant of this request."""
+        return 0 if self.pool.tenants is None else self.pool.tenants.floors_beside(command.tenant.number)
 
     def list_pins(self) -> pb.ListPinsResponse:
         """The pins whose lease runs, the one that expires first standing first."""

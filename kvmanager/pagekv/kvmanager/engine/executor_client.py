@@ -52,23 +52,28 @@ class AttachRefused(Exception):
 class ExecutorLink:
     """One channel and, after `attach`, one epoch. After an error, close the link and make another."""
 
-    def __init__(self, target: str, wake: Callable[[], None]) -> None:
-        """`wake` is called when a result or the end of the stream is there to be looked at."""
+    def __init__(
+        self, target: str, wake: Callable[[], None], credentials: grpc.ChannelCredentials | None = None
+    ) -> None:
+        """`wake` is called when a result or the end of the stream is there to be looked at. `credentials`: for TLS;
+        without them nothing is encrypted.
+        """
         self._target = target
         self._wake = wake
-        self._channel = grpc.aio.insecure_channel(
-            target,
-            options=[
-                # A proxy configured for the internet does not lead to an executor.
-                ("grpc.enable_http_proxy", 0),
-                ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
-                ("grpc.keepalive_time_ms", 10_000),
-                ("grpc.keepalive_timeout_ms", 10_000),
-                # Also while no call is open: a lost executor is noticed before the next one (P10).
-                ("grpc.keepalive_permit_without_calls", 1),
-                ("grpc.http2.max_pings_without_data", 0),
-            ],
-        )
+        options = [
+            # A proxy configured for the internet does not lead to an executor.
+            ("grpc.enable_http_proxy", 0),
+            ("grpc.max_receive_message_length", MAX_RESULT_BYTES),
+            ("grpc.keepalive_time_ms", 10_000),
+            ("grpc.keepalive_timeout_ms", 10_000),
+            # Also while no call is open: a lost executor is noticed before the next one (P10).
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.max_pings_without_data", 0),
+        ]
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(target, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(target, credentials, options=options)
         self._stub = cast("pb_grpc.ExecutorServiceAsyncStub", pb_grpc.ExecutorServiceStub(self._channel))
         self._call: grpc.aio.StreamStreamCall[bytes, pb.StepResult] | None = None
         self._reader: asyncio.Task[None] | None = None

@@ -1,9 +1,10 @@
-"""The requests that have not ended, by id, and how much of them is still to be read. No scheduling."""
+"""The requests that have not ended, by tenant and id, and how much of them is still to be read. No scheduling."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
@@ -19,22 +20,28 @@ class LiveRequests:
         """`priority_aging` as `live_request` takes it."""
         self._priority_aging = priority_aging
         self._wakeups = Wakeups()
-        self._requests: dict[str, LiveRequest] = {}
+        # By id and then by tenant.
+        self._requests: dict[str, dict[str, LiveRequest]] = {}
+        self._by_stream: dict[RequestStream, LiveRequest] = {}
         self._arrivals = 0
         # By stream that its reader has not released: how many sequences have ended.
         self._being_read: dict[RequestStream, int] = {}
-        # Their sum.
+        self._tenant_of: dict[RequestStream, str] = {}
+        # Their sum, and that of each tenant.
         self.num_unread = 0
+        self._unread: Counter[str] = Counter()
+        # Requests of each tenant.
+        self._tenants: Counter[str] = Counter()
         # Set while no request is live.
         self.idle = asyncio.Event()
         self.idle.set()
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self._by_stream)
 
     def all(self) -> list[LiveRequest]:
         """All requests by arrival, in a new list: requests may end while the caller goes through it."""
-        return list(self._requests.values())
+        return list(self._by_stream.values())
 
     def add(self, command: GenerateCommand, root: bytes, prepared: PreparedPrompt | None = None) -> LiveRequest:
         """Adds a request whose id is free; `root` is the parent digest of its first block, `prepared` of its prompt."""
@@ -42,42 +49,69 @@ class LiveRequests:
         request = live_request(command, stream, self._arrivals, root, self._priority_aging, prepared)
         request.created = time.time()
         self._arrivals += 1
-        self._requests[command.request_id] = request
+        self._by_stream[stream] = request
+        self._requests.setdefault(command.request_id, {})[command.tenant.name] = request
         self._being_read[stream] = 0
+        self._tenant_of[stream] = command.tenant.name
+        self._tenants[command.tenant.name] += 1
         self.idle.clear()
         return request
 
-    def get(self, request_id: str) -> LiveRequest | None:
-        """The live request of this id."""
-        return self._requests.get(request_id)
+    def get(self, request_id: str, tenant: str = "") -> LiveRequest | None:
+        """The live request of this id and tenant."""
+        return self._requests.get(request_id, {}).get(tenant)
+
+    def named(self, request_id: str) -> list[LiveRequest]:
+        """The live requests of this id, whosever they are."""
+        return list(self._requests.get(request_id, {}).values())
 
     def of(self, stream: RequestStream) -> LiveRequest | None:
         """The live request of this stream; never another request that has its id by now."""
-        request = self._requests.get(stream.request_id)
-        return request if request is not None and request.stream is stream else None
+        return self._by_stream.get(stream)
 
     def release(self, stream: RequestStream) -> LiveRequest | None:
         """The reader has gone: nothing of the stream is unread any more. Returns the request if it is still live.
         Idempotent.
         """
-        self.num_unread -= self._being_read.pop(stream, 0)
+        unread = self._being_read.pop(stream, 0)
+        self.num_unread -= unread
+        tenant = self._tenant_of.pop(stream, None)
+        if tenant is not None:
+            self._unread[tenant] -= unread
         return self.of(stream)
 
     def remove_if_finished(self, request: LiveRequest) -> bool:
         """Removes a request whose sequences have all finished, and counts ended sequences as unread. To be called
         whenever a sequence has finished. True when the request was removed by this call.
         """
-        if self._requests.get(request.command.request_id) is not request:
+        if self._by_stream.get(request.stream) is not request:
             return False
         finished = [sequence.state is SeqStatus.FINISHED for sequence in request.sequences]
         if request.stream in self._being_read:
             # A beam search has nothing to read before its end.
             ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)
             self.num_unread += ended - self._being_read[request.stream]
+            self._unread[request.command.tenant.name] += ended - self._being_read[request.stream]
             self._being_read[request.stream] = ended
         if not all(finished):
             return False
-        del self._requests[request.command.request_id]
-        if not self._requests:
+        del self._by_stream[request.stream]
+        of_id = self._requests[request.command.request_id]
+        del of_id[request.command.tenant.name]
+        if not of_id:
+            del self._requests[request.command.request_id]
+        tenant = request.command.tenant.name
+        self._tenants[tenant] -= 1
+        if not self._tenants[tenant]:
+            del self._tenants[tenant]
+        if not self._by_stream:
             self.idle.set()
         return True
+
+    def num_tenants(self, also: str) -> int:
+        """Tenants that have live requests, and this one."""
+        return len(self._tenants.keys() | {also})
+
+    def unread_of(self, tenant: str) -> int:
+        """Ended sequences of a tenant whose readers have not taken them."""
+        return self._unread[tenant]

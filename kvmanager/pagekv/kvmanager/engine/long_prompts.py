@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 from array import array
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt, slice_blocks
+from pagekv.kvmanager.tenants.turns import TenantTurns
 
 
 class LongPrompts:
-    """Prepares prompts of more than one slice, one after the other, with turns of the event loop behind each slice."""
+    """Prepares prompts of more than one slice, those of a tenant one after the other, with turns of the event loop
+    behind each slice, in which tenants alternate.
+    """
 
     def __init__(self, pack: Callable[[array[int]], bytes] | None) -> None:
         """`pack` as in `PreparedPrompt.slices`."""
         self._pack = pack
-        # Held by the call that is entering; given in the order in which it is asked for, so calls keep theirs.
-        self.turn = asyncio.Lock()
-        # Sequences of the calls that hold it or wait for it.
+        # Held by the call of a tenant that is entering.
+        self.turns = TenantTurns()
+        # Sequences of the calls that have a turn or wait for it, and those of each tenant by its name.
         self.num_entering = 0
+        self.entering: Counter[str] = Counter()
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 from pagekv.common.errors import InvalidRequest, Overloaded, SequenceFailed, Unavailable
 from pagekv.common.logs import Log
@@ -34,9 +35,9 @@ from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, Wron
 from pagekv.kvmanager.engine.sizing import size_limits, size_model, wanted_model_len
 from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.engine.tenant_books import TenantBooks
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
@@ -46,6 +47,10 @@ from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
+from pagekv.kvmanager.tenants.accounts import Accounts
+
+if TYPE_CHECKING:
+    import grpc
 
 log = Log(__name__)
 
@@ -62,18 +67,30 @@ class EngineLoop:
                   its step failed too often (`_fail_after_attempts`): `_fail`
     """
 
-    def __init__(self, config: EngineConfig, on_attached: Callable[[bool], None] = lambda attached: None) -> None:
-        """`on_attached` is called with every change between attached and detached."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_attached: Callable[[bool], None] = lambda attached: None,
+        executor_credentials: Callable[[], grpc.ChannelCredentials | None] = lambda: None,
+        accounts: Accounts | None = None,
+        secret: bytes = b"",
+    ) -> None:
+        """`on_attached` is called with every change between attached and detached, `executor_credentials` for every
+        connection to an executor. `accounts`: of the tenants; `secret` as in `CacheAdmin`.
+        """
+        self.accounts = Accounts() if accounts is None else accounts
         self.observers = Observers()
         self._config = config
         self._on_attached = on_attached
+        self._executor_credentials = executor_credentials
         self._manager_id = f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}"
         self._wake = asyncio.Event()
         self._ready = asyncio.Event()
         self._live = LiveRequests(config.priority_aging)
         self._long_prompts = LongPrompts(pack_token_ids)
-        cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set)
-        self._state = EngineState(config, cache, self._live)
+        cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set, secret=secret)
+        self._state = EngineState(config, cache, self._live, self.accounts)
+        self._tenants = TenantBooks(self._state)
         self._totals = self._state.totals
         self.queries = EngineQueries(self._state)
         self._in_flight = StepsInFlight()
@@ -86,12 +103,13 @@ class EngineLoop:
     async def run(self) -> None:
         """Serves until `stop`; comes back from every loss of the executor.
 
-        Raises AttachRefused when the very first executor does not go with the flags; later ones are waited out.
+        Raises AttachRefused when the very first executor does not go with the flags, and TenantsError when its pool is
+        too small for the tenants' floors; later ones are waited out.
         """
         reconnect, told = Reconnect(), ""
         state = self._state
         while not state.stopping:
-            link = ExecutorLink(self._config.executor, self._wake.set)
+            link = ExecutorLink(self._config.executor, self._wake.set, self._executor_credentials())
             steps, epochs = self._totals.steps_total, state.epochs
             try:
                 await self._attach(link)
@@ -133,6 +151,8 @@ class EngineLoop:
             state.scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:
             state.scheduler.lose_executor(pool, limits, model.eos_token_ids, host)
+        if state.model is None:
+            self._tenants.configure(self._wake.set)
         self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
         told, wanted = state.model, wanted_model_len(description, config)
         # News once, and not with every executor that comes back.
@@ -189,6 +209,7 @@ class EngineLoop:
                     committed = scheduler.commit(plan, result)
                     self._in_flight.pop()
                     self._count(result)
+                    self._tenants.count_outputs()
                     self._failed.clear(plan, committed.sequences)
                     ended = deliver(committed, result)
                     self.observers.committed(plan, result, committed)
@@ -201,6 +222,7 @@ class EngineLoop:
                 self._state.cache.log.step_boundary(self._totals.steps_total)
                 if ahead is not None:
                     self._state.cache.count_admissions(ahead.admitted)
+                    self._tenants.count_admissions(ahead.admitted)
                     self.observers.planned(ahead)
                     self._in_flight.add(ahead)
                     await link.send(ahead, self._config.step_timeout_s)
@@ -308,14 +330,18 @@ class EngineLoop:
         self._check_admissible(command)
         waits = prompts.num_entering > 0
         prompts.num_entering += command.n
+        prompts.entering[command.tenant.name] += command.n
         try:
-            async with prompts.turn:
+            async with prompts.turns.of(command.tenant.name):
                 if waits:
                     self._check_admissible(command, counted=command.n)
                 table, media = self._state.serving().pool.table, command.identity.media
                 prepared = await prompts.prepare(command.prompt_ids, media, self._root(command), table)
         finally:
             prompts.num_entering -= command.n
+            prompts.entering[command.tenant.name] -= command.n
+            if not prompts.entering[command.tenant.name]:
+                del prompts.entering[command.tenant.name]
         # Before the next call runs, whose turn it is from now on.
         return self.submit(command, prepared)
 
@@ -328,6 +354,7 @@ class EngineLoop:
         # Another model may have come in between.
         request = self._live.add(command, root, prepared if prepared is not None and prepared.root == root else None)
         self._totals.requests_total += 1
+        self._tenants.begin(request)
         self._state.cache.adapters.note(identity.namespace, identity.adapter_id)
         self._state.serving().add(request)
         self.observers.submitted(request)
@@ -337,7 +364,8 @@ class EngineLoop:
     def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
         """`counted`: sequences of this request that count as entering by now."""
         try:
-            check_admissible(command, self._state, self._long_prompts.num_entering - counted)
+            own = self._long_prompts.entering[command.tenant.name]
+            check_admissible(command, self._state, self._long_prompts.num_entering - counted, own - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()
@@ -345,17 +373,17 @@ class EngineLoop:
 
     def _root(self, command: GenerateCommand) -> bytes:
         """Parent digest of the first block of a request to the present model."""
-        model, identity = self._state.model, command.identity
-        assert model is not None
-        return root_digest(model.model_fingerprint, identity.namespace, identity.adapter_id)
+        return self._state.cache.root(command.identity)
 
-    def abort(self, request_id: str) -> bool:
-        """Ends a request; its stream gets finish ABORT. False when it is not live. Its blocks are free at once."""
-        request = self._live.get(request_id)
-        if request is None:
-            return False
-        self._abort(request)
-        return True
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """Ends a request of this tenant, or of every tenant that has one of this id; streams get finish ABORT. False
+        when there is none. Blocks are free at once.
+        """
+        own = None if tenant is None else self._live.get(request_id, tenant)
+        requests = self._live.named(request_id) if tenant is None else [own] if own is not None else []
+        for request in requests:
+            self._abort(request)
+        return bool(requests)
 
     def release(self, stream: RequestStream) -> None:
         """The reader has gone: what still runs of the stream's request ends as by `abort`, never another request that
@@ -392,5 +420,6 @@ class EngineLoop:
 
     def _remove_if_finished(self, request: LiveRequest, end: RequestEnd) -> None:
         if self._live.remove_if_finished(request):
+            self._tenants.end(request)
             self.observers.ended(request, end)
             self._state.serving().remove(request)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from itertools import islice
 
@@ -20,6 +21,7 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.state import EngineState, draining
+from pagekv.kvmanager.engine.tenant_list import tenant_blocks, tenant_list
 from pagekv.kvmanager.engine.views import BlockDetail, BlockMap
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -27,6 +29,7 @@ from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
@@ -54,7 +57,7 @@ class EngineQueries:
         # Other than those of requests, which wait for no question.
         self._long_prompts = LongPrompts(None)
         # Tokens of the prompts that are looked up now or wait for that.
-        self._asked_tokens = 0
+        self._asked_tokens: Counter[str] = Counter()
 
     @property
     def _cache(self) -> CacheAdmin:
@@ -119,24 +122,36 @@ class EngineQueries:
         """
         return self._state.serving().pool.ref_counts
 
-    async def prepare(self, token_ids: Sequence[int], identity: CacheIdentity) -> PreparedPrompt | None:
+    async def prepare(
+        self, token_ids: Sequence[int], identity: CacheIdentity, tenant: str = ""
+    ) -> PreparedPrompt | None:
         """The work that grows with a prompt, for the three questions about one: a long prompt is hashed and looked up
-        in slices, one prompt at a time, and None is returned at once for a short one. Raises Overloaded when prompts of
-        too many tokens wait.
+        in slices, one prompt of a tenant at a time, and None is returned at once for a short one. Raises Overloaded
+        when prompts of too many tokens wait, and those of this tenant are more than its share of so many.
         """
         cache = self._cache
         # Short ones wait too, and hold a message each.
         counted = max(len(token_ids), LEAST_COUNTED)
-        if self._asked_tokens and self._asked_tokens + counted > MAX_ASKED_TOKENS:
-            what = f"prompts of {self._asked_tokens} tokens wait to be looked up"
+        asked, own = self._asked_tokens.total(), self._asked_tokens[tenant]
+        share = MAX_ASKED_TOKENS // len(self._asked_tokens.keys() | {tenant}) if tenant else 0
+        within_share = bool(tenant) and (not own or own + counted <= share)
+        if asked and asked + counted > MAX_ASKED_TOKENS and not within_share:
+            # A tenant is told of its own.
+            what = f"prompts of {own if tenant else asked} tokens wait to be looked up"
             raise Overloaded(f"{what}, with this one at most {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
-        self._asked_tokens += counted
+        self._asked_tokens[tenant] += counted
         try:
-            async with self._long_prompts.turn:
+            async with self._long_prompts.turns.of(tenant):
                 table = cache.pool.table
                 return await self._long_prompts.prepare(token_ids, identity.media, cache.root(identity), table)
         finally:
-            self._asked_tokens -= counted
+            self._asked_tokens[tenant] -= counted
+            if not self._asked_tokens[tenant]:
+                del self._asked_tokens[tenant]
+
+    def root(self, identity: CacheIdentity) -> bytes:
+        """Parent digest of the first block of this identity's prompts."""
+        return self._cache.root(identity)
 
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
@@ -172,12 +187,13 @@ class EngineQueries:
         lease_s: int,
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
+        account: Account | None = None,
     ) -> pb.PinPrefixResponse:
         """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises AlreadyExists and LimitExceeded, with nothing changed.
+        Raises AlreadyExists and LimitExceeded, with nothing changed. `account`: of the tenant whose pin it is.
         """
         live = (request.command for request in self._state.live.all())
-        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared)
+        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account)
 
     def list_pins(self) -> pb.ListPinsResponse:
         """The pins whose lease runs, the one that expires first standing first."""
@@ -222,9 +238,11 @@ class EngineQueries:
 
     def _block_tables(self, request_id: str, answer: operator_pb.GetBlockTableResponse) -> Iterator[None]:
         """Writes the tables, slice by slice; nothing where there is no such request."""
-        request, size = self._state.live.get(request_id), self._state.config.block_size
-        if request is None:
+        requests, size = self._state.live.named(request_id), self._state.config.block_size
+        if not requests:
             return
+        # Two tenants may use one id; the one that came first is shown.
+        request = requests[0]
         parts: list[tuple[operator_pb.SequenceBlocks, array[int], list[bytes]]] = []
         for sequence in request.sequences:
             if sequence.state is SeqStatus.FINISHED:
@@ -261,6 +279,14 @@ class EngineQueries:
         async for some in _in_slices(found):
             answer.requests.extend(map(_request_info, some))
         return answer
+
+    async def list_tenants(self) -> operator_pb.ListTenantsResponse:
+        """The tenants by name, with limits and use; none where callers have no identities."""
+        return await tenant_list(self._state)
+
+    def tenant_blocks(self) -> list[tuple[Account, int]]:
+        """Every tenant's account, and blocks that are its own; never raises."""
+        return tenant_blocks(self._state)
 
     def _first_place(self, token: str) -> int:
         self._state.serving()

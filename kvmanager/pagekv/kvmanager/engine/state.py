@@ -12,6 +12,7 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.tenants.accounts import Accounts
 from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
 # Seconds after which a refused client should try again.
@@ -30,6 +31,8 @@ class EngineState:
     config: EngineConfig
     cache: CacheAdmin
     live: LiveRequests
+    # Of the tenants: limits, and what each took.
+    accounts: Accounts = field(default_factory=Accounts)
     # Steps, tokens, times and requests, cumulative since the manager started.
     totals: GetStatsResponse = field(default_factory=GetStatsResponse)
     # Both None until an executor is attached for the first time.

@@ -80,9 +80,7 @@ async def read_generate(
 ) -> tuple[GenerateCommand, list[str]]:
     """As `validation.read_generate`, but refusals name the field of vLLM's request."""
     try:
-        return await validation.read_generate(
-            read_request(request, served.model), served.model, served.tokenizer, trace_parent
-        )
+        return await validation.read_generate(read_request(request, served.model), served, trace_parent)
     except InvalidRequest as error:
         path, bracket, index = error.field.partition("[")
         if path in _PROMPT_FIELDS:

@@ -23,6 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.common.version import pagekv_version
+from pagekv.kvmanager.access.caller import tenant_to_abort
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
@@ -31,7 +32,6 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_generate, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
-from pagekv.kvmanager.kvcache.block_hash import root_digest
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.
@@ -97,9 +97,13 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
-        model, stats = self._served_model.served().model, self._engine.queries.stats()
+        served = self._served_model.served()
+        model, asking = served.model, served.asking
+        stats = self._engine.queries.stats()
+        everybodys = stats.running_sequences + stats.waiting_sequences
         return vllm.GetServerInfoResponse(
-            active_requests=stats.running_sequences + stats.waiting_sequences,
+            # A tenant is told of its own.
+            active_requests=asking.account.live if asking.tenant.name else everybodys,
             uptime_seconds=time.monotonic() - self._started,
             server_type="pagekv",
             data_parallel_size=1,
@@ -144,8 +148,9 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         await call.run(context.write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
-        for request_id in read_abort_ids(request.request_ids):
-            self._engine.abort(request_id)
+        ids, tenant = read_abort_ids(request.request_ids), tenant_to_abort()
+        for request_id in ids:
+            self._engine.abort(request_id, tenant)
         return vllm.AbortResponse()
 
     async def FlushCache(self, request: common.FlushCacheRequest, context: Any) -> common.FlushCacheResponse:
@@ -173,15 +178,25 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
         # No history is kept: every subscription begins with the whole table, wherever it wants to go on.
+        asking = self._served_model.asking()
+        account = asking.account
+        account.check_count("max_watchers", account.watchers)
         watch = self._engine.queries.watch_events()
-        context.add_done_callback(lambda _: watch.close())
+        account.watchers += 1
+
+        def close() -> None:
+            watch.close()
+            account.watchers -= 1
+
+        context.add_done_callback(lambda _: close())
 
         def model() -> EngineInfo:
             if self._engine.model is None:
                 raise Unavailable("no executor is attached yet")
             return self._engine.model
 
-        events = KvEvents(lambda: root_digest(model().model_fingerprint, "", ""), model().block_size)
+        identity = asking.cache_identity("")
+        events = KvEvents(lambda: self._engine.queries.root(identity), model().block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):

@@ -1,6 +1,7 @@
 """Identity of a block: a SHA-256 chain over everything its keys and values depend on (DESIGN 5).
 
-    root  = SHA-256(msgpack([model fingerprint, namespace, adapter id]))       HMAC-SHA-256 with a cluster secret
+    root  = SHA-256(msgpack([model fingerprint, namespace, adapter id]))
+            with tenants HMAC-SHA-256(cluster secret, msgpack([fingerprint, namespace, adapter id, tenant]))
     block = SHA-256(parent digest + token ids as little-endian uint32 + msgpack(media keys, only if there are any))
 
 A parent is 32 bytes and the token part 4 * block_size bytes, so the three parts cannot run into each other.
@@ -42,9 +43,12 @@ class Root(bytes):
     __slots__ = ()
 
 
-def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret: bytes = b"") -> Root:
-    """Parent of the first block of every chain: 32 bytes. Differs whenever any argument does."""
-    identity: bytes = msgpack.packb([model_fingerprint, namespace, adapter_id])
+def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret: bytes = b"", tenant: str = "") -> Root:
+    """Parent of the first block of every chain: 32 bytes. Differs whenever any argument does; with a `secret` nobody
+    else can compute it, and so no digest behind it.
+    """
+    parts = [model_fingerprint, namespace, adapter_id, *([tenant] if tenant else [])]
+    identity: bytes = msgpack.packb(parts)
     if secret:
         return Root(hmac.new(secret, identity, hashlib.sha256).digest())
     return Root(hashlib.sha256(identity).digest())
@@ -111,10 +115,13 @@ class MediaSpan:
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """The parts of a block's identity besides its tokens, and whether the request reads and writes the cache."""
+    """The parts of a block's identity besides its tokens, and whether the request reads and writes the cache. `tenant`:
+    whose blocks they are; "" where nobody is asked for an identity, and in a namespace that tenants share.
+    """
 
     namespace: str = ""
     adapter_id: str = ""
     media: tuple[MediaSpan, ...] = ()
     read: bool = True
     write: bool = True
+    tenant: str = ""

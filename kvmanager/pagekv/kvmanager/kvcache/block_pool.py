@@ -14,7 +14,7 @@ operations, however many.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -23,9 +23,11 @@ from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, Names, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node
+from pagekv.kvmanager.kvcache.tenant_order import TenantOrder
 
 # Evictions of at least so many blocks at once retire them, see `digest_map`.
 RETIRED_TOGETHER = 1024
+_NO_BLOCKS = np.empty(0, np.int32)
 
 
 def _ignore(digests: Sequence[bytes]) -> None:
@@ -51,7 +53,9 @@ class BlockPool:
         # Holders of every block, [num_blocks]. Not to be changed by others.
         self.ref_counts = np.zeros(num_blocks, np.int32)
         self.table = PrefixTable(num_blocks, block_size, self.ref_counts, clock)
-        self._free = order if order is not None else EvictionOrder(num_blocks)
+        self._free: EvictionOrder | TenantOrder = order if order is not None else EvictionOrder(num_blocks)
+        # The same as `_free` once there is a tenant beside tenant 0, or a configuration.
+        self.tenants: TenantOrder | None = None
         self._log = log
         self.evictions = 0
         self.hash_alarms = 0
@@ -85,6 +89,28 @@ class BlockPool:
     def num_unheld(self, blocks: Blocks) -> int:
         """How many of these blocks nobody holds: so many fewer are free once they are touched."""
         return len(blocks) - int(np.count_nonzero(self.ref_counts[blocks]))
+
+    # -- tenants
+
+    def set_tenants(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
+        """Weights of tenants, and blocks of each that others cannot evict, instead of all that were set before; 1 and 0
+        where there is none. Raises ValueError, with nothing changed, where the floors are more than the pool.
+        """
+        if weights or floors or self.tenants is not None:
+            self._share().configure(weights, floors)
+
+    def _share(self) -> TenantOrder:
+        if self.tenants is None:
+            assert isinstance(self._free, EvictionOrder)
+            self._free = self.tenants = TenantOrder(self._free, self.table.published)
+        return self.tenants
+
+    def num_free_for(self, tenant: int, touched: Blocks | None = None) -> int:
+        """Blocks that can be allocated for this tenant, once these blocks, none named twice, are touched."""
+        if self.tenants is None:
+            return len(self._free) - (0 if touched is None else self.num_unheld(touched))
+        unheld = _NO_BLOCKS if touched is None else touched[self.ref_counts[touched] == 0]
+        return self.tenants.num_free_for(tenant, unheld)
 
     # -- prefix table
 
@@ -214,13 +240,28 @@ class BlockPool:
             self._free.remove(unheld)
         self.ref_counts[blocks] += 1
 
-    def allocate(self, count: int, on_evict: Callable[[Blocks], None] | None = None) -> Blocks | None:
-        """Takes `count` blocks from the head of the free queue, evicting cached ones; None, and nothing taken, when
-        fewer are free. `on_evict` is called with the blocks to be evicted while the prefix table still has them.
+    def allocate(
+        self,
+        count: int,
+        on_evict: Callable[[Blocks], None] | None = None,
+        tenant: int = 0,
+        *,
+        over_floors: bool = False,
+    ) -> Blocks | None:
+        """Takes `count` blocks from the head of the free queue, evicting cached ones, or as `TenantOrder` says; None,
+        and nothing taken, when fewer are free for this tenant. `on_evict` is called with the blocks to be evicted while
+        the prefix table still has them. `over_floors`: the floors of other tenants are nothing this time.
         """
-        if count > len(self._free):
-            return None
-        blocks = self._free.pop(count)
+        tenants = self._share() if tenant and self.tenants is None else self.tenants
+        if tenants is None:
+            assert isinstance(self._free, EvictionOrder)
+            if count > len(self._free):
+                return None
+            blocks = self._free.pop(count)
+        else:
+            if count > (len(self._free) if over_floors else self.num_free_for(tenant)):
+                return None
+            blocks = tenants.take(count, tenant, over_floors=over_floors)
         cached = blocks[self.table.published[blocks]]
         if len(cached):
             self.evictions += len(cached)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +41,9 @@ class FreeQueue:
         self._head = self._tail = self._length = 0
         # The position of entry i is _offset + i: one column serves two queues, the second one's positions lie behind.
         self._offset = 0 if beside is None else len(beside._entries)
-        self._position: Blocks = np.full(num_blocks, _OUT, np.int32) if beside is None else beside._position
+        self._position: NDArray[np.signedinteger[Any]] = (
+            np.full(num_blocks, _OUT, np.int32) if beside is None else beside._position
+        )
         if beside is None:
             self.append(np.arange(num_blocks, dtype=np.int32))
 
@@ -98,7 +101,7 @@ class FreeQueue:
         found: Blocks = self._entries[np.sort(at[(at >= self._head) & (at < self._tail)])]
         return found
 
-    def _positions(self, start: int, end: int) -> Blocks:
+    def _positions(self, start: int, end: int) -> NDArray[np.signedinteger[Any]]:
         """Positions of the entries [start, end)."""
         return np.arange(self._offset + start, self._offset + end, dtype=np.int32)
 
@@ -113,6 +116,11 @@ class FreeQueue:
         self._entries[: len(valid)] = valid
         self._position[valid] = self._positions(0, len(valid))
         self._head, self._tail = 0, len(valid)
+
+
+def protected_depth(capacity: int) -> int:
+    """Blocks of one prompt, from its first, that can be protected, where `capacity` can in all."""
+    return min(capacity, max(1, capacity // _PROMPTS_PROTECTED))
 
 
 class EvictionOrder:
@@ -138,7 +146,7 @@ class EvictionOrder:
             protected_share = 0
         self.capacity = int(num_blocks * protected_share)
         # Blocks of one prompt, from its first, that can be protected.
-        self.depth = min(self.capacity, max(1, self.capacity // _PROMPTS_PROTECTED))
+        self.depth = protected_depth(self.capacity)
         self._probation = FreeQueue(num_blocks)
         self._protected = FreeQueue(self.capacity, self._probation)
         # Which queue a free block is in, and which one a held block will join.
@@ -146,6 +154,11 @@ class EvictionOrder:
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
+
+    @property
+    def proven(self) -> NDArray[np.bool_]:
+        """Whether each block was hit since it was filled, [num_blocks]. Not to be changed by others."""
+        return self._proven
 
     def __iter__(self) -> Iterator[int]:
         """In the present eviction order."""

@@ -29,8 +29,8 @@ class PinLease:
     identity: CacheIdentity
 
 
-def _names(identity: CacheIdentity) -> tuple[str, str]:
-    return identity.namespace, identity.adapter_id
+def _names(identity: CacheIdentity) -> tuple[str, str, str]:
+    return identity.tenant, identity.namespace, identity.adapter_id
 
 
 def _ignore(blocks: Blocks) -> None:
@@ -91,9 +91,10 @@ class Pins:
     ) -> PinLease:
         """Holds cached blocks for `lease_s` seconds; a pin of this id holds them instead of what it held until now.
 
-        Without an id one is made. `largest_need` is how many blocks a live request may come to need. Raises, with
-        nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and LimitExceeded when
-        there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
+        Without an id one is made. `largest_need` is how many blocks a live request may come to need, and how many
+        floors keep beside it. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter
+        has the id, and LimitExceeded when there are too many pins, when their blocks would pass the share, or when that
+        request could no longer finish.
         """
         self.check_id(pin_id, identity)
         old = self._pins.get(pin_id)
@@ -124,7 +125,7 @@ class Pins:
                 f"with this prefix {pinned} of {total} blocks would be pinned, and a live request may need "
                 f"{largest_need}",
                 needed_blocks=taken,
-                available_blocks=total - largest_need - self.num_blocks + let_go,
+                available_blocks=max(0, total - largest_need - self.num_blocks + let_go),
                 pinned_blocks=self.num_blocks,
             )
         # Before anything changes, so that a recording that ends in an error has it.

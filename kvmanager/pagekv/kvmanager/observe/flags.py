@@ -109,7 +109,7 @@ class ObserveConfig:
         metavar="URL",
     )
 
-    def listeners(self) -> dict[str, str]:
-        """Addresses to listen at, by the names of their flags; empty ones are none."""
-        events = ("kv_events_endpoint", "kv_events_replay_endpoint") if self.kv_events else ()
-        return {name.replace("_", "-"): getattr(self, name) for name in ("http_listen", *events)}
+    def event_endpoints(self) -> dict[str, str]:
+        """Addresses of KV events and their replays, by the names of their flags; empty ones are none."""
+        names = ("kv_events_endpoint", "kv_events_replay_endpoint") if self.kv_events else ()
+        return {name.replace("_", "-"): getattr(self, name) for name in names}

@@ -2,8 +2,8 @@
 
 Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
 (against DNS rebinding), and a request that another site's page makes is refused. Metrics and health are for machines:
-where others than this one can ask, they are answered under any name. There is no login: the port is on loopback unless
-a flag says otherwise, and everybody who can reach the port can read all of it.
+where others than this one can ask, they are answered under any name. Without `admit` everybody who can reach the port
+can read all of it; it is on loopback then unless a flag says otherwise.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -18,7 +19,15 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from yarl import URL
 
-from pagekv.common.errors import InvalidRequest, NotFound, Overloaded, PageKVError, Unavailable
+from pagekv.common.errors import (
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PageKVError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
 from pagekv.common.loopback import ip_address, is_loopback
 
 # Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 2 ms.
@@ -37,7 +46,14 @@ API = "/api/"
 FOR_MACHINES = frozenset(("/metrics", "/health", "/ready"))
 
 # Subclasses stand before their bases: the first match wins.
-_STATUS: dict[type[PageKVError], int] = {InvalidRequest: 400, NotFound: 404, Overloaded: 429, Unavailable: 503}
+_STATUS: dict[type[PageKVError], int] = {
+    InvalidRequest: 400,
+    Unauthenticated: 401,
+    PermissionDenied: 403,
+    NotFound: 404,
+    Overloaded: 429,
+    Unavailable: 503,
+}
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -63,8 +79,21 @@ HEADERS = {
 class HttpServer:
     """States: built, `start`ed, stopped."""
 
-    def __init__(self, listen: str, routes: Iterable[web.AbstractRouteDef], names: Iterable[str] = ()) -> None:
-        """`listen` is host:port; port 0 takes a free one. `names`: further names of the server, in lower case."""
+    def __init__(
+        self,
+        listen: str,
+        routes: Iterable[web.AbstractRouteDef],
+        names: Iterable[str] = (),
+        *,
+        tls: ssl.SSLContext | None = None,
+        admit: Callable[[web.Request], Awaitable[None]] | None = None,
+    ) -> None:
+        """`listen` is host:port; port 0 takes a free one. `names`: further names of the server, in lower case. `admit`
+        raises Unauthenticated, PermissionDenied or InvalidRequest for requests that are not to be answered; without it
+        all are.
+        """
+        self._tls = tls
+        self._admit = admit
         host, _, port = listen.rpartition(":")
         self._host, self._port = host.strip("[]"), int(port)
         self._names = frozenset(names)
@@ -91,7 +120,13 @@ class HttpServer:
         server.request_handler = _refusing_expectations(server.request_handler)
         server.request_factory = _with_target(server.request_factory)
         loop = asyncio.get_running_loop()
-        self._listening = await loop.create_server(self._connection, self._host, self._port)
+        self._listening = await loop.create_server(
+            self._connection,
+            self._host,
+            self._port,
+            ssl=self._tls,
+            ssl_handshake_timeout=HEADERS_S if self._tls is not None else None,
+        )
         for listener in self._listening.sockets:
             # Inherited by connections: one that takes nothing of what is written to it is closed (tcp(7)).
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ANSWER_S * 1000))
@@ -121,13 +156,17 @@ class HttpServer:
         self._answering.add(request.protocol)
         try:
             self._check(request)
+            if self._admit is not None:
+                await self._admit(request)
             if request.can_read_body:
                 await _read_body(request)
             return await handler(request)
         except PageKVError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
             field = {"field": error.field} if isinstance(error, InvalidRequest) else {}
-            return web.json_response({"error": str(error), **field}, status=status)
+            # A browser then asks its user for a name and a key.
+            login = {"WWW-Authenticate": 'Basic realm="PageKV", charset="UTF-8"'} if status == 401 else {}
+            return web.json_response({"error": str(error), **field}, status=status, headers=login)
         except web.HTTPException as error:
             if not request.path.startswith(API):
                 raise

@@ -11,7 +11,6 @@ from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import MAX_NAME_BYTES, check_adapter
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2 as pb
 
@@ -30,10 +29,10 @@ async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str
         raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
     if ("text" in asked) == ("token_ids" in asked):
         raise InvalidRequest("body", "exactly one of text and token_ids must be given")
-    identity = CacheIdentity(namespace=_name(asked, "namespace"))
+    identity = served.asking.cache_identity(_name(asked, "namespace"), read=True)
     check_adapter(_name(asked, "adapter"))
     prompt = await _prompt(served, asked)
-    prepared = await engine.queries.prepare(prompt, identity)
+    prepared = await engine.queries.prepare(prompt, identity, served.asking.tenant.name)
     found = await engine.queries.explain_prefix(prompt, identity, MAX_BLOCKS, prepared=prepared)
     blocks = []
     for index, block in enumerate(found.blocks):

@@ -28,6 +28,12 @@ KEEP_ALIVE_S = 5.0
 STATIC = Path(__file__).with_name("static")
 # The place for a warning in index.html.
 NO_WARNING = '<p id="warning" role="note" hidden></p>'
+# Of the tenants of a manager, and their fields that are shown.
+MAX_TENANTS_SHOWN = 100
+_TENANT = (
+    *("name", "blocks", "floor_blocks", "running_requests", "waiting_requests"),
+    *("prompt_tokens_total", "cached_tokens_total", "output_tokens_total"),
+)
 # Fields of a device block, and of what is known beside it, that are shown.
 _BLOCK = ("block_id", "ref_count", "pins", "block_hash", "parent_hash")
 _DETAIL = ("cached_s", "chain", "chain_complete", "requests")
@@ -64,6 +70,7 @@ class Page:
             web.get("/api/host-block/{block_id:[0-9]{1,10}}", self._host_block),
             web.get("/api/requests", self._requests),
             web.get("/api/request", self._request),
+            web.get("/api/tenants", self._tenants),
             web.post("/api/explain", self._explain),
         ]
 
@@ -110,6 +117,9 @@ class Page:
         found = await self._engine.queries.block_tables_in_slices(request_id) or pb.GetBlockTableResponse()
         return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
+    async def _tenants(self, request: web.Request) -> web.Response:
+        return web.json_response(tenant_rows(await self._engine.queries.list_tenants()))
+
     async def _explain(self, request: web.Request) -> web.Response:
         try:
             # As UTF-8, whatever the header says.
@@ -151,6 +161,13 @@ def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_token
     if with_tokens and tokens is not None:
         shown |= {"token_ids": tokens, "text": tokenizer.decode(tokens) if tokenizer is not None else None}
     return shown
+
+
+def tenant_rows(answer: pb.ListTenantsResponse) -> dict[str, Any]:
+    """The tenants with most blocks, and how many there are."""
+    most = sorted(answer.tenants, key=lambda tenant: -tenant.blocks)[:MAX_TENANTS_SHOWN]
+    rows = [{name: getattr(tenant, name) for name in _TENANT} for tenant in most]
+    return {"tenants": rows, "total": len(answer.tenants)}
 
 
 def sequence_detail(table: pb.SequenceBlocks) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pagekv.kvmanager.replay.modes import replay_cache, replay_timed
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions, TimedOptions
 from pagekv.kvmanager.replay.report import as_json, as_table, draw
 from pagekv.kvmanager.replay.step_replay import StepsError, is_recording_of_steps, replay_steps
+from pagekv.kvmanager.replay.tenants_replay import replay_tenants, tenants_as_json, tenants_as_table
 from pagekv.kvmanager.replay.trace import (
     DEFAULT_TOKENS_PER_ID,
     FORMATS,
@@ -37,6 +38,7 @@ examples:
   pagekv replay conversation_trace.jsonl --blocks 40000 --policy slru,lru,none --speed 0.5
   pagekv replay conversation_trace.jsonl --mode cache --plot hits.svg
   pagekv replay AzureLLMInferenceTrace_conv.csv --blocks 2000,4000 --json
+  pagekv replay conversation_trace.jsonl --block-size 512 --blocks 20000 --tenants 4
   pagekv replay --steps recording
 
 In cache mode a prompt's partial last block counts as a block; --full-blocks counts full ones only, as timed mode does.
@@ -102,6 +104,8 @@ def make_parser() -> FlagParser:
         ("tokens-per-id", power_of_two(1, 4096), None, "TOKENS",
          f"prompt tokens behind one hash id [what the trace says, else {DEFAULT_TOKENS_PER_ID}]"),
         ("limit", integer(1, 10**9), None, "N", "the first N requests only"),
+        ("tenants", integer(2, 1000), None, "N",
+         "timed mode: N tenants, of which the first is quiet, and its waits and hits alone and beside the others"),
     )  # fmt: skip  # laid out as a table
     for name, kind, default, metavar, text in flags:
         flag(name, text, default=default, type=kind, metavar=metavar)
@@ -125,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse(given)
     if (args.trace is None) == (args.steps is None):
         parser.error("give either a TRACE or --steps FILE")
+    if args.tenants is not None and (args.mode == "cache" or args.plot is not None):
+        parser.error("--tenants: timed mode only, and without --plot")
     try:
         if args.steps is not None:
             _replay_steps(args.steps, args.json)
@@ -178,7 +184,19 @@ def _replay_trace(args: argparse.Namespace) -> None:
         if find_spec("matplotlib") is None:
             raise TraceError("--plot needs matplotlib: pip install 'pagekv[plot]'")
         args.plot.open("a").close()
-    _replay(args, options, records)
+    (_replay if args.tenants is None else _replay_tenants)(args, options, records)
+
+
+def _replay_tenants(args: argparse.Namespace, options: ReplayOptions, records: list[TraceRecord]) -> None:
+    rows = []
+    for policy in args.policy:
+        for capacity in args.blocks:
+            label = f"{policy}, {capacity or 'all'} blocks"
+            rows += replay_tenants(records, options, policy, capacity, args.tenants, _progress(label, len(records)))
+    if args.json:
+        _print(json.dumps(tenants_as_json(str(args.trace), options, args.tenants, rows)))
+        return
+    _print(f"{_head(args, options, records)}\n{tenants_as_table(args.tenants, rows)}")
 
 
 def _replay(args: argparse.Namespace, options: ReplayOptions, records: list[TraceRecord]) -> None:
@@ -192,10 +210,17 @@ def _replay(args: argparse.Namespace, options: ReplayOptions, records: list[Trac
     if args.json:
         report = json.dumps(as_json(str(args.trace), args.mode, options, rows))
     else:
-        head = f"{args.trace.name}, {args.mode} mode: {len(records):,} requests, blocks of {options.block_size} tokens"
-        report = f"{head}\n\n{as_table(rows)}"
+        report = f"{_head(args, options, records)}\n\n{as_table(rows)}"
     if args.plot is not None:
         draw(args.plot, f"{args.trace.name}, blocks of {options.block_size} tokens", rows)
+    _print(report)
+
+
+def _head(args: argparse.Namespace, options: ReplayOptions, records: list[TraceRecord]) -> str:
+    return f"{args.trace.name}, {args.mode} mode: {len(records):,} requests, blocks of {options.block_size} tokens"
+
+
+def _print(report: str) -> None:
     try:
         sys.stdout.write(report + "\n")
         sys.stdout.flush()

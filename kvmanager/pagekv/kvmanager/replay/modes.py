@@ -29,6 +29,7 @@ from pagekv.kvmanager.replay.report import Row, Spread, StepTiming
 from pagekv.kvmanager.replay.trace import TraceRecord, distinct_prefixes, output_tokens, prompt_tokens
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
@@ -127,6 +128,8 @@ class SimulatedExecutor:
     def __init__(self, cost: StepCost, block_size: int, arrivals: array[float]) -> None:
         """`arrivals[i]` is when request i arrives, in seconds."""
         self.ttft_s = array("d")
+        # The request of each of these times.
+        self.ttft_requests = array("q")
         self.inter_token_s = array("d")
         self.generated_tokens = 0
         self.steps = 0
@@ -166,6 +169,7 @@ class SimulatedExecutor:
         later = self._has_token[requests]
         self.inter_token_s.frombytes(waited[later].tobytes())
         self.ttft_s.frombytes(waited[~later].tobytes())
+        self.ttft_requests.frombytes(requests[~later].tobytes())
         self._has_token[requests] = True
         self._last_token_s[requests] = now_s
         self.generated_tokens += len(requests)
@@ -197,8 +201,8 @@ def replay_timed(
     num_blocks = num_blocks or enough_blocks(records, options)
     # Records of equal times stay in the order of the file.
     in_order = sorted(records, key=lambda record: record.arrival_s)
-    fitting = [record for record in in_order if _fits(record, num_blocks, options.block_size)]
-    replay = _TimedReplay(fitting, options, policy, num_blocks)
+    fitting = [record for record in in_order if fits(record, num_blocks, options.block_size)]
+    replay = TimedReplay(fitting, options, policy, num_blocks)
     replay.run(progress)
     executor, counters = replay.executor, replay.scheduler.counters
     timing = StepTiming(
@@ -219,7 +223,7 @@ def replay_timed(
         blocks=num_blocks,
         unbounded=unbounded,
         requests=len(records),
-        hit_blocks=replay.hit_blocks,
+        hit_blocks=int((replay.cached_tokens // options.block_size).sum()),
         prompt_blocks=sum(record.input_length // options.block_size for record in fitting),
         hit_tokens=counters.cached_tokens,
         prompt_tokens=sum(record.input_length for record in fitting),
@@ -229,13 +233,25 @@ def replay_timed(
     )
 
 
-def _fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
-    # As the manager judges: the last token's keys and values are never needed.
+def fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
+    """Whether a request can ever run in so many blocks, as the manager judges: the last token's keys and values are
+    never needed.
+    """
     return -(-(record.input_length + record.output_length - 1) // block_size) <= num_blocks
 
 
-class _TimedReplay:
-    def __init__(self, records: Sequence[TraceRecord], options: ReplayOptions, policy: str, num_blocks: int) -> None:
+class TimedReplay:
+    """Requests that all fit, in the order of their arrival, on their way through the scheduler."""
+
+    def __init__(
+        self,
+        records: Sequence[TraceRecord],
+        options: ReplayOptions,
+        policy: str,
+        num_blocks: int,
+        tenants: Sequence[Tenant] = (),
+    ) -> None:
+        """`tenants`: of each record; without them all are one tenant's. A prefix is shared only under one name."""
         self.arrivals = array("d", [record.arrival_s / options.speed for record in records])
         self.executor = SimulatedExecutor(options.cost, options.block_size, self.arrivals)
         pool = BlockPool(num_blocks, options.block_size, options.order(policy, num_blocks))
@@ -243,13 +259,15 @@ class _TimedReplay:
         self.now_s = self.arrivals[0] if records else 0.0
         # Integrals over simulated time.
         self.slot_s = self.unused_slot_s = 0.0
-        self.hit_blocks = 0
+        # By request: prompt tokens found in the cache at its first admission.
+        self.cached_tokens = np.zeros(len(records), np.int64)
         # SHA-256 over every plan.
         self.decisions = hashlib.sha256()
         self.peak_waiting = self.peak_blocks = 0
         self._records = records
         self._options = options
-        self._root = root_digest("replay", "", "")
+        self._tenants = tenants or [NO_TENANT] * len(records)
+        self._roots = {tenant.name: root_digest("replay", tenant.name, "") for tenant in self._tenants}
         self._arrived = 0
         self._in_flight: deque[BegunStep] = deque()
 
@@ -282,9 +300,10 @@ class _TimedReplay:
     def _request(self, index: int) -> LiveRequest:
         record = self._records[index]
         prompt = prompt_tokens(record, index, self._options.tokens_per_id, record.input_length).tolist()
-        command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length))
+        tenant = self._tenants[index]
+        command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length), tenant=tenant)
         # Nobody reads the stream: the executor counts the generated tokens.
-        return live_request(command, RequestStream(command.request_id, 1), index, self._root, 0)
+        return live_request(command, RequestStream(command.request_id, 1), index, self._roots[tenant.name], 0)
 
     def _plan(self) -> bool:
         plan = self.scheduler.schedule()
@@ -292,7 +311,7 @@ class _TimedReplay:
             return False
         self.decisions.update(msgpack.packb(plan_columns(plan)))
         for admitted in plan.admitted:
-            self.hit_blocks += (admitted.sequence.cached_tokens or 0) // self._options.block_size
+            self.cached_tokens[admitted.sequence.request.arrival] = admitted.sequence.cached_tokens or 0
         step = self.executor.begin(plan)
         active = self.scheduler.pool.num_active
         self.peak_blocks = max(self.peak_blocks, active)

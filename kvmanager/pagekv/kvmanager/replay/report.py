@@ -114,11 +114,16 @@ def as_table(rows: Sequence[Row]) -> str:
             cells += [f"{timing.preemptions:,}", used, *_cells(timing.ttft_s), *_cells(timing.inter_token_s)]
             cells.append(f"{timing.refused:,}")
         lines.append([*cells, f"{row.wall_s:.1f} s"])
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    table = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
+    table = aligned(lines)
     if any(row.timing is not None and row.timing.refused for row in rows):
-        table.append("refused: requests that need more blocks than the pool has; the hit rates leave them out")
-    return "\n".join(table)
+        table += "\nrefused: requests that need more blocks than the pool has; the hit rates leave them out"
+    return table
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Cells of equal columns, to the right, two spaces apart."""
+    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
 
 def _cells(spread: Spread | None) -> list[str]:

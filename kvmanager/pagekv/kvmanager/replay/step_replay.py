@@ -26,12 +26,14 @@ from pagekv.kvmanager.replay.trace import shown
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
 from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 # A record has one prompt or one step; a larger one is no record.
 _MAX_RECORD_BYTES = 2**30
@@ -130,7 +132,11 @@ class _Replay:
             "free": lambda blocks: self._now().pool.free(np.frombuffer(blocks, np.int32)),
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
+            "tenants": self._set_tenants,
         }
+
+    def _set_tenants(self, weights: Any, floors: Any, caps: Any = ()) -> None:
+        self._now().set_tenants(dict(weights), dict(floors), {tenant: Cap(*cap) for tenant, cap in caps})
 
     def apply(self, record: Any) -> None:
         """Does what a record says, and compares."""
@@ -188,6 +194,7 @@ class _Replay:
             fields["resumed_tokens"],
             CacheIdentity(media=media, read=fields["read"], write=fields["write"]),
             fields["priority"],
+            tenant=Tenant("", fields.get("tenant", 0)),
         )
         # The stream has no reader, and nothing is written to it.
         stream = RequestStream(command.request_id, command.n)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 
 
 class FinishReason(Enum):
@@ -61,3 +62,5 @@ class GenerateCommand:
     model_fingerprint: str = ""
     # W3C traceparent of the caller's span; unchecked, and empty where there is none.
     trace_parent: str = ""
+    # The one for whom it is made, whose identities may abort it.
+    tenant: Tenant = NO_TENANT

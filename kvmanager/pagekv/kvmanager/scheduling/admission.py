@@ -37,6 +37,16 @@ class _Blocked:
     steps_left: int
 
 
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Sequences at the head of the queue that did not fit together."""
+
+    group: list[Seq]
+    # Slots that they need, and how many blocks have to be free for them; 0: nobody has counted.
+    slots: int
+    free_blocks: int
+
+
 @dataclass(slots=True)
 class Admission:
     """Plans entries into the running order of one epoch."""
@@ -47,6 +57,10 @@ class Admission:
     _blocked: _Blocked | None = None
     # The head of the queue found too few bytes in the step before, in which it did not go first.
     _crowded_out: bool = False
+    # The head of the queue does not fit into the step being planned.
+    _ended: bool = False
+    # The head for which the latest step had not blocks enough, or not slots.
+    refused: Refused | None = None
 
     @property
     def goes_first(self) -> bool:
@@ -67,7 +81,9 @@ class Admission:
                 continue  # its prompt is under way
             children = self._waiting.take_children(request)
             room = min(step.room, self._tables.limits.max_running - len(running.order))
-            fits = len(children) <= room and tables.pool.num_free - len(children) >= self._watermark(request)
+            fits = len(children) <= room and tables.pool.num_free_for(request.tenant) - len(
+                children
+            ) >= self._watermark(request)
             fits = fits and step.takes(parent, len(children))
             may = children and parent.state in HOLDING and fits and self._tables.limits.fork_sharing
             # Each computes the last prompt position for itself.
@@ -97,20 +113,43 @@ class Admission:
                     return
                 step.add_new(sequence)
 
-    def plan_admissions(self, step: StepBuilder) -> None:
-        """Admits from the waiting queue in order; the first that does not fit blocks the others, so none starves."""
+    def plan_prefills(self, step: StepBuilder, under_way: list[Seq]) -> None:
+        """Goes on with the prompts under way, and then admits from the waiting queue in order: the first that does not
+        fit blocks the others, so none starves. Where there are several tenants, those that were served least come
+        first in both, and go in turns.
+        """
+        goes_first, self._crowded_out, self.refused = self._crowded_out, False, None
+        self._ended = False
+        served = self._waiting.served
+        self._waiting.hold_back(self._running.order, self._tables.pool.block_size)
+        if served.several:
+            under_way = sorted(under_way, key=lambda sequence: (served.of(sequence.tenant), sequence.key))
+        for sequence in under_way:
+            if served.several:
+                self._plan_admissions(step, goes_first, sequence)
+            step.add_chunk(sequence)
+        self._plan_admissions(step, goes_first)
+
+    def _plan_admissions(self, step: StepBuilder, goes_first: bool, before: Seq | None = None) -> None:
+        """Admits heads of tenants that were served no more than the one of a sequence under way, `before`."""
         running, waiting = self._running, self._waiting
-        first, self._crowded_out = self._crowded_out, False
-        while step.room and (head := waiting.head()) is not None:
+        while step.room and not self._ended and (head := waiting.head()) is not None:
+            if before is not None and not waiting.served.goes_before(head.tenant, before.tenant):
+                return
+            if not step.room_for(head.tenant):
+                return
             if not step.takes(head):
-                self._crowded_out = not first
+                self._crowded_out = not goes_first
+                self._ended = True
                 return
             arrivals = self._admit(head, step)
             if not arrivals:
+                self._ended = True
                 return
             for arrival in arrivals:
-                waiting.pop()
+                waiting.take(arrival.sequence)
                 running.add(arrival.sequence)
+            waiting.hold_back(running.order, self._tables.pool.block_size)
             if len(arrivals) == 1 and running.shared_prefill.is_ready(head):
                 step.add_new(head)
             else:
@@ -154,13 +193,17 @@ class Admission:
         request = head.request
         # Beams leave the executor after every step, so they can take turns in one slot.
         slots = len(group) if request.search is None else 1
+        watermark, blocked = self._watermark(request), self._blocked
+        self.refused = Refused(group, slots, 0)
         if len(self._running.order) + slots > self._tables.limits.max_running:
             return []
-        watermark, blocked = self._watermark(request), self._blocked
+        if blocked is not None and blocked.sequence is head and blocked.count == len(group):
+            self.refused = Refused(group, slots, blocked.free_needed + watermark)
         if blocked is not None and blocked.sequence is head and blocked.count == len(group):
             blocked.steps_left -= 1
             # With nothing planned there may be no later step to look again in.
-            if step.plan.num_tokens and blocked.steps_left and pool.num_free < blocked.free_needed + watermark:
+            looks_again = not step.plan.num_tokens or not blocked.steps_left
+            if not looks_again and pool.num_free_for(request.tenant) < blocked.free_needed + watermark:
                 return []
         self._blocked = None
         if len(request.sequences) == 1 or not self._tables.limits.fork_sharing:
@@ -168,10 +211,25 @@ class Admission:
         else:
             arrivals = pair_arrivals(group, pool.block_size)
         missing = self._tables.admit(arrivals, watermark)
+        nobody = len(group) == 1 if not self._running.order else self._is_stuck(step)
+        if missing and pool.tenants is not None and nobody:
+            # Nobody is left to wait for: floors were raised, or the pool has shrunk, since the request was accepted.
+            missing = self._tables.admit(arrivals, watermark, over_floors=True)
         if missing:
-            self._blocked = _Blocked(head, len(group), pool.num_free + missing - watermark, RETRY_STEPS)
+            free = pool.num_free_for(request.tenant) + missing
+            self._blocked = _Blocked(head, len(group), free - watermark, RETRY_STEPS)
+            self.refused = Refused(group, slots, free)
             return []
+        self.refused = None
         return arrivals
+
+    def _is_stuck(self, step: StepBuilder) -> bool:
+        """Whether nothing is computed, now or by steps in flight, so nobody will ever free a block: beams hold theirs
+        while others of their search wait.
+        """
+        running = self._running
+        under_way = step.plan.num_tokens or running.prefilling or running.returning
+        return not under_way and not running.batch.pending.any()
 
     def _watermark(self, request: LiveRequest) -> int:
         """Blocks that an admission of this request leaves free."""

@@ -62,6 +62,7 @@ class BeamScheduler:
         assert search is not None
         continuing = search.advance([beam.candidates or [] for beam in beams])
         self._tables.counters.generated_tokens += len(continuing)
+        self._waiting.served.charge_output(request.command.tenant.number, len(continuing))
         going_on = {continuation.parent for continuation in continuing}
         for index, beam in enumerate(beams):
             if index not in going_on:

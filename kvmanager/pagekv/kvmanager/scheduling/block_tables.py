@@ -75,22 +75,37 @@ class BlockTables:
 
     # -- taking
 
-    def allocate(self, count: int) -> Blocks | None:
+    def allocate(self, count: int, tenant: int = 0, *, over_floors: bool = False) -> Blocks | None:
         """`count` blocks; None, and nothing taken, when there are not so many. Evicted ones may go to the host pool."""
-        return self.pool.allocate(count, self._on_evict)
+        return self.pool.allocate(count, self._on_evict, tenant, over_floors=over_floors)
 
-    def admit(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
-        """Gives each sequence the cached prefix, or what it shares with a sibling if that is as much, and blocks for
-        every other known token. Returns 0, or how many blocks more would have to be free; then nothing has changed.
-        `keep_free` blocks are left free.
+    def allocate_each(self, sequences: Sequence[Seq]) -> Blocks | None:
+        """A block for each of these sequences; None, and nothing taken, when there are not so many."""
+        if self.pool.tenants is None:
+            return self.pool.allocate(len(sequences), self._on_evict)
+        numbers = np.array([sequence.request.tenant for sequence in sequences])
+        blocks = np.empty(len(sequences), np.int32)
+        for tenant in np.unique(numbers).tolist():
+            mine = np.flatnonzero(numbers == tenant)
+            found = self.allocate(len(mine), tenant)
+            if found is None:
+                self.pool.free(blocks[numbers < tenant])
+                return None
+            blocks[mine] = found
+        return blocks
+
+    def admit(self, arrivals: Sequence[Arrival], keep_free: int, *, over_floors: bool = False) -> int:
+        """Gives each sequence of a request the cached prefix, or what it shares with a sibling if that is as much, and
+        blocks for every other known token. Returns 0, or how many blocks more would have to be free; then nothing has
+        changed. `keep_free` blocks are left free. `over_floors`: those that floors keep for other tenants are free too.
         """
         room = self.room.copies_left
         for arrival in arrivals:
             room -= self._look_up(arrival, room)
-        missing = self._reserve(arrivals, keep_free)
+        missing = self._reserve(arrivals, keep_free, over_floors)
         if not missing:
             for arrival in arrivals:
-                self._commit(arrival)
+                self._commit(arrival, over_floors)
         return missing
 
     def _look_up(self, arrival: Arrival, room: int) -> int:
@@ -122,15 +137,19 @@ class BlockTables:
             self._match_partial(arrival)
         return evicted + len(arrival.host_blocks)
 
-    def _reserve(self, arrivals: Sequence[Arrival], keep_free: int) -> int:
+    def _reserve(self, arrivals: Sequence[Arrival], keep_free: int, over_floors: bool) -> int:
         """Holds everything that is reused, so that nothing of it is given away for something else. Returns 0, or how
         many blocks are missing, with nothing held.
         """
         pool = self.pool
         needed = sum(arrival.num_fresh for arrival in arrivals)
         hits = [arrival.hits for arrival in arrivals if len(arrival.hits)]
-        unheld = pool.num_unheld(np.unique(np.concatenate(hits)) if len(hits) > 1 else hits[0]) if hits else 0
-        spare = pool.num_free - needed - keep_free - unheld
+        touched = (np.unique(np.concatenate(hits)) if len(hits) > 1 else hits[0]) if hits else None
+        if over_floors:
+            free = pool.num_free - (0 if touched is None else pool.num_unheld(touched))
+        else:
+            free = pool.num_free_for(arrivals[0].sequence.request.tenant, touched)
+        spare = free - needed - keep_free
         if spare < 0:
             return -spare
         for arrival in arrivals:
@@ -150,7 +169,7 @@ class BlockTables:
                 pool.share(np.array([arrival.source], np.int32))
         return 0
 
-    def _commit(self, arrival: Arrival) -> None:
+    def _commit(self, arrival: Arrival, over_floors: bool) -> None:
         """Allocates what was reserved, lists the copies and fills the block table."""
         pool, sequence = self.pool, arrival.sequence
         begin = arrival.hits
@@ -160,7 +179,7 @@ class BlockTables:
             pool.share(begin)
             if self.limits.prefix_cache:
                 self._extend_digests(sequence)
-        fresh = self.allocate(arrival.num_fresh)
+        fresh = self.allocate(arrival.num_fresh, sequence.request.tenant, over_floors=over_floors)
         if fresh is None:
             raise InvariantError(f"{arrival.num_fresh} blocks were free and could not be allocated")
         if arrival.copied:
@@ -271,7 +290,8 @@ class BlockTables:
         # Leading blocks of each parent that the child shares, and the blocks behind these.
         shares = [count // size if self.limits.fork_sharing else 0 for count in computed]
         ends = [-(-child.num_tokens // size) for child in children]
-        fresh = self.allocate(sum(ends) - sum(shares))
+        needed = sum(ends) - sum(shares)
+        fresh = self.allocate(needed, children[0].request.tenant) if children else _NO_BLOCKS
         if fresh is None:
             return False
         copies = iter(fresh.tolist())

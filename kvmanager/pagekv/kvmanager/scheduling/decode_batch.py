@@ -26,7 +26,7 @@ _NEVER = np.iinfo(np.int32).max
 # Of rows without a sequence; never appended to.
 _NO_TOKENS = array("I")
 _COLUMNS = (
-    *("known", "computed", "pending", "slots", "last_input", "stops_from", "eos_from"),
+    *("known", "computed", "pending", "tenants", "slots", "last_input", "stops_from", "eos_from"),
     *("decoding", "alive", "_tail"),
 )
 
@@ -56,6 +56,7 @@ class DecodeBatch:
         self.known = np.zeros(0, np.int32)
         self.computed = np.zeros(0, np.int32)
         self.pending = np.zeros(0, np.int32)
+        self.tenants = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
         # Positions that are ever computed: one for each token but the last, which is sampled and ends the sequence.
@@ -95,6 +96,7 @@ class DecodeBatch:
         self.known[seq_id] = sequence.num_tokens
         self.computed[seq_id] = sequence.num_computed
         self.pending[seq_id] = 0
+        self.tenants[seq_id] = sequence.tenant
         self.alive[seq_id] = True
         sequence.seq_id, sequence.batch = seq_id, self
 

@@ -65,4 +65,4 @@ class Failures:
 
     def _members(self) -> Iterator[Seq]:
         """Every sequence that holds blocks, waits to come back, or is promised tokens."""
-        yield from {*self._running.batch.members(), *self._running.order, *self._waiting.order}
+        yield from {*self._running.batch.members(), *self._running.order, *self._waiting}

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 
 class SchedulerListener:
     """Does nothing; listeners override what they need. Methods whose names end in "ing" are called before the scheduler
-    decides anything; `epoch_began`, `scheduled` and `failed` after it did.
+    decides anything; the others after it did.
 
     Arguments are live objects: copy what you need before returning.
     """
@@ -24,6 +27,9 @@ class SchedulerListener:
 
     def adding(self, request: LiveRequest) -> None:
         """`Scheduler.add` was called."""
+
+    def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
+        """`Scheduler.set_tenants` was called; holds for later epochs, too."""
 
     def scheduled(self, plan: StepPlan | None) -> None:
         """`Scheduler.schedule` was called and returns `plan`; None also when it raises, which `failed` tells."""

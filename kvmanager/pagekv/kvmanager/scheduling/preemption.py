@@ -1,8 +1,11 @@
 """Which sequences give their blocks back when there are none left, and how.
 
-The victim is the last of the running order, never one before the sequence in need. The sequences of one request, or the
-beams of one search, are preempted together, and what they share is copied once. Only sequences that have not fitted
-together before are preempted one by one.
+The victim is the last of the running order, never one before the sequence in need. Where there are several tenants it
+is the last of the one that holds most for its weight, and a tenant that holds less takes from it, whatever came first.
+The sequences of one request, or the beams of one search, are preempted together, and what they share is copied once.
+Only sequences that have not fitted together before are preempted one by one.
+
+Of another tenant that has no more than its floor nobody is preempted: what it gave back would be kept for it.
 """
 
 from __future__ import annotations
@@ -35,7 +38,11 @@ class Preemption:
         which then waits.
         """
         while sequence.state is SeqStatus.RUNNING:
-            blocks = self._tables.allocate(1)
+            # Alone it goes on as it is admitted alone, over floors that were not there when it was accepted.
+            alone = len(self._running.order) == 1
+            blocks = self._tables.allocate(1, sequence.request.tenant)
+            if blocks is None and alone and self._tables.pool.tenants is not None:
+                blocks = self._tables.allocate(1, sequence.request.tenant, over_floors=True)
             if blocks is not None:
                 return int(blocks[0])
             if not self.preempt_behind(sequence):
@@ -46,18 +53,73 @@ class Preemption:
         """Preempts the last request behind this sequence's, passing over requests preempted often enough while there is
         another. False when none is behind. The front of the order is never preempted so.
         """
-        last = None
-        for other in reversed(self._running.order):
-            if other.request is sequence.request or other.key < sequence.key:
+        own, last = sequence.tenant, None
+        for tenant in self._most_first(own):
+            last = self._last_of(tenant, sequence if tenant == own else None)
+            if last is not None or tenant == own:
                 break
-            if _may_be_preempted(other):
-                if other.request.preemptions < self._tables.limits.preemption_limit:
-                    last = other
-                    break
-                last = last or other
         if last is not None:
             self.preempt(last, apart=last.request.apart)
         return last is not None
+
+    def _last_of(self, tenant: int, behind: Seq | None = None) -> Seq | None:
+        """The last sequence of a tenant to be preempted, behind this one's request and key; None: there is none."""
+        last = None
+        for other in reversed(self._running.order):
+            if other.tenant != tenant:
+                continue
+            if behind is not None and (other.request is behind.request or other.key < behind.key):
+                break
+            if _may_be_preempted(other):
+                if other.request.preemptions < self._tables.limits.preemption_limit:
+                    return other
+                last = last or other
+        return last
+
+    def _shares(self) -> dict[int, float]:
+        """The share of what it holds most of, blocks or slots, by tenant and divided by its weight (dominant shares:
+        Ghodsi et al., NSDI 2011).
+        """
+        held: dict[int, list[int]] = {}
+        for sequence in self._running.order:
+            count = held.setdefault(sequence.tenant, [0, 0])
+            count[0] += 1
+            count[1] += len(sequence.block_table)
+        return {tenant: self._share(tenant, *count) for tenant, count in held.items()}
+
+    def _share(self, tenant: int, slots: int, blocks: int) -> float:
+        most = max(slots / self._tables.limits.max_running, blocks / self._tables.pool.num_blocks)
+        return most / self._waiting.served.weight(tenant)
+
+    def _most_first(self, taker: int) -> list[int]:
+        """Tenants whose running sequences may be preempted for one of the `taker`, the largest share first."""
+        if not self._waiting.served.several:
+            return [taker]
+        tenants, shares = self._tables.pool.tenants, self._shares()
+        may = [other for other in shares if other == taker or tenants is None or tenants.yields(other, taker)]
+        return sorted(may, key=shares.__getitem__, reverse=True)
+
+    def make_room(self, group: list[Seq], slots: int, free_blocks: int) -> None:
+        """Preempts requests of tenants whose shares are larger than that of a group's tenant would be with the group,
+        until as many slots and blocks are free as it needs. So who comes does not wait for the long requests of those
+        who came before. Only of tenants that were served more, for else the victim would be the next to be admitted.
+        With the victim its tenant's share would be larger than the group's again, so two never preempt each other in
+        turns.
+        """
+        tenant, limits, pool = group[0].tenant, self._tables.limits, self._tables.pool
+        served = self._waiting.served
+        blocks = sum(-(-sequence.num_tokens // pool.block_size) for sequence in group)
+        own = [sequence for sequence in self._running.order if sequence.tenant == tenant]
+        share = self._share(tenant, len(own) + slots, sum(len(sequence.block_table) for sequence in own) + blocks)
+        free_blocks = free_blocks or blocks
+        while len(self._running.order) + slots > limits.max_running or pool.num_free_for(tenant) < free_blocks:
+            shares, last = self._shares(), None
+            for other in self._most_first(tenant):
+                if served.of(other) > served.of(tenant) and shares[other] > share and last is None:
+                    last = self._last_of(other)
+            if last is None:
+                return
+            self.preempt(last, apart=last.request.apart)
 
     def _preempt_own(self, request: LiveRequest) -> None:
         """Nothing is behind a request that needs a block: the request waits whole until those before it have made room.
@@ -65,9 +127,10 @@ class Preemption:
         back one by one.
         """
         candidates = [s for s in self._running.order if _may_be_preempted(s)]
-        if candidates[0].request is request and request.search is None:
+        own = [sequence for sequence in candidates if sequence.request is request]
+        if len(own) == len(candidates) and request.search is None:
             request.apart = True
-        self.preempt(candidates[-1], apart=request.apart)
+        self.preempt(own[-1], apart=request.apart)
 
     def preempt(self, sequence: Seq, *, apart: bool = False) -> None:
         """Frees every block of a request, or of the one sequence `apart`; its sequences wait, and go on from what they

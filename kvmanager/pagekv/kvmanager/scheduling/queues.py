@@ -1,4 +1,5 @@
-"""The scheduler's two queues, in order of (rank, arrival, index): sequences that wait, and sequences that hold blocks.
+"""The scheduler's two queues: sequences that wait, in order of (rank, arrival, index) for each tenant, and sequences
+that hold blocks, in that order over all.
 
 Blocks come with a place in the running order and go back when the place is given up: by finish, by preemption or with
 the executor.
@@ -7,58 +8,98 @@ the executor.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
 
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
+from pagekv.kvmanager.scheduling.tenant_caps import Cap, held_back
+from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
 
 
 class WaitingQueue:
-    """Sequences that hold no blocks: those that wait for admission, sorted by key, and those that wait for a fork. A
-    preempted sequence keeps its key, so it stands before everything of its priority that arrived later. The queue
-    outlives the executor.
+    """Sequences that hold no blocks: those that wait for admission, sorted by key for each tenant, and those that wait
+    for a fork. A preempted sequence keeps its key, so it stands before everything of its tenant and priority that
+    arrived later. The queue outlives the executor.
     """
 
     def __init__(self) -> None:
-        self._order: list[Seq] = []
-        # Sequences in the state FORKING.
-        self.num_forking = 0
+        # By a tenant's number; none is empty.
+        self._orders: dict[int, list[Seq]] = {}
+        # Which tenant is next.
+        self.served = VirtualTokens()
+        # By tenant; and those tenants whose next request would be above theirs.
+        self.caps: dict[int, Cap] = {}
+        self._held_back: frozenset[int] = frozenset()
+        # Sequences in the state FORKING, by tenant.
+        self._forking: Counter[int] = Counter()
         # Requests whose sequence 0 was admitted while others wait for its prompt.
         self.forking: list[LiveRequest] = []
 
     def __len__(self) -> int:
-        return len(self._order)
+        return sum(map(len, self._orders.values()))
+
+    def count(self, tenant: int) -> int:
+        """Sequences of a tenant that wait, for admission or for a fork."""
+        return len(self._orders.get(tenant, ())) + self._forking[tenant]
+
+    @property
+    def num_forking(self) -> int:
+        """Sequences in the state FORKING."""
+        return self._forking.total()
 
     def add(self, request: LiveRequest) -> None:
         """Queues sequence 0 of a new request; the others wait for a fork."""
+        tenant = request.command.tenant.number
+        if tenant not in self._orders:
+            self.served.joined(tenant, self._orders.keys() - self._held_back)
         self.push(request.sequences[0])
-        self.num_forking += len(request.sequences) - 1
+        self._forking[tenant] += len(request.sequences) - 1
 
     def push(self, sequence: Seq) -> None:
         """Makes a sequence that holds nothing wait for admission."""
         sequence.state = SeqStatus.WAITING
-        insort(self._order, sequence, key=key)
+        insort(self._orders.setdefault(sequence.tenant, []), sequence, key=key)
 
-    @property
-    def order(self) -> list[Seq]:
-        """The next to admit first. Not to be changed."""
-        return self._order
+    def __iter__(self) -> Iterator[Seq]:
+        """Sequences that wait for admission; of one tenant the next first."""
+        return chain.from_iterable(self._orders.values())
 
     def head(self) -> Seq | None:
-        """The next to admit, or None."""
-        return self._order[0] if self._order else None
+        """The next to admit, or None: of the tenant that was served least, none of those held back."""
+        if len(self._orders) < 2 and not self._held_back:
+            for order in self._orders.values():
+                return order[0]
+            return None
+        heads = (order[0] for tenant, order in self._orders.items() if tenant not in self._held_back)
+        return min(heads, key=lambda head: (self.served.of(head.tenant), head.key), default=None)
 
-    def pop(self) -> Seq:
-        """Takes the head."""
-        return self._order.pop(0)
+    def hold_back(self, running: Iterable[Seq], block_size: int) -> None:
+        """Looks which tenants are at their caps with these sequences. For the time that it was, none has a credit."""
+        before, self._held_back = self._held_back, frozenset()
+        if self.caps:
+            heads = {tenant: order[0].request for tenant, order in self._orders.items()}
+            self._held_back = held_back(self.caps, heads, running, block_size)
+        for tenant in before - self._held_back:
+            if tenant in self._orders:
+                self.served.joined(tenant, self._orders.keys() - self._held_back - {tenant})
+
+    def take(self, sequence: Seq) -> None:
+        """A sequence that waits is admitted."""
+        order = self._orders[sequence.tenant]
+        del order[bisect_left(order, sequence.key, key=key)]
+        if not order:
+            del self._orders[sequence.tenant]
+            self.served.left(sequence.tenant)
 
     def remove(self, sequence: Seq) -> None:
         """Ends a sequence that waits."""
         if sequence.state is SeqStatus.FORKING:
-            self.num_forking -= 1
+            self._forking[sequence.tenant] -= 1
         else:
-            del self._order[bisect_left(self._order, sequence.key, key=key)]
+            self.take(sequence)
         sequence.state = SeqStatus.FINISHED
 
     # -- forks
@@ -73,7 +114,7 @@ class WaitingQueue:
         if request in self.forking:
             self.forking.remove(request)
         children = [sequence for sequence in request.sequences if sequence.state is SeqStatus.FORKING]
-        self.num_forking -= len(children)
+        self._forking[request.tenant] -= len(children)
         return children
 
 

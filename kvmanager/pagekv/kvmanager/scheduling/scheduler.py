@@ -12,13 +12,14 @@ where the head of the queue, behind them, found too few bytes in the step before
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.tenant_order import fitted_floors
 from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.beam_scheduler import BeamScheduler
 from pagekv.kvmanager.scheduling.beam_search import BeamSearch
@@ -33,6 +34,7 @@ from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 
 class Scheduler:
@@ -52,6 +54,8 @@ class Scheduler:
         self._listener = SchedulerListener() if listener is None else listener
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
+        # Weights and floors by tenant.
+        self._tenants: tuple[dict[int, float], dict[int, int]] = {}, {}
         self._begin_epoch(pool, limits, eos_token_ids, host)
 
     def _begin_epoch(
@@ -61,6 +65,9 @@ class Scheduler:
         self.pool = pool
         self.host = HostPool(0, pool.block_size) if host is None else host
         self.limits = limits
+        weights, floors = self._tenants
+        # This pool may be a smaller one, and is shared all the same.
+        pool.set_tenants(weights, fitted_floors(floors, pool.num_blocks) if limits.prefix_cache else {})
         self._eos = tuple(eos_token_ids)
         self._tables = tables = BlockTables(pool, self.host, limits, self.counters)
         self._running = running = RunningQueue(pool.block_size)
@@ -75,6 +82,10 @@ class Scheduler:
         """Sequences that hold blocks, first to be served first. Not to be changed."""
         return self._running.order
 
+    def num_running_requests(self, tenant: int) -> int:
+        """Requests of a tenant that hold blocks."""
+        return len({sequence.request for sequence in self.running if sequence.tenant == tenant})
+
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no blocks: those in the queue and those that wait for a fork."""
@@ -86,6 +97,23 @@ class Scheduler:
         if request.command.sampling.beam_width:
             request.search = BeamSearch(request.command.sampling, request.command.n, self._eos)
         self.waiting.add(request)
+
+    def set_tenants(
+        self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap] | None = None
+    ) -> None:
+        """As `BlockPool.set_tenants`, for later epochs, too; without a prefix cache there is nothing that floors could
+        keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
+        """
+        if sum(floors.values()) > self.pool.num_blocks and self._tenants[1] == dict(floors):
+            # The floors were set for a larger pool.
+            fitted = fitted_floors(floors, self.pool.num_blocks)
+        else:
+            fitted = dict(floors)
+        self.pool.set_tenants(weights, fitted if self.limits.prefix_cache else {})
+        self.waiting.served.set_weights(weights)
+        self.waiting.caps = dict(caps or {})
+        self._tenants = dict(weights), dict(floors)
+        self._listener.tenants_set(*self._tenants, self.waiting.caps)
 
     # -- planning
 
@@ -102,7 +130,9 @@ class Scheduler:
 
     def _plan(self) -> StepPlan | None:
         running = self._running
-        step = StepBuilder(running, self._tables)
+        if self.waiting.served.several:
+            self._make_room()
+        step = StepBuilder(running, self._tables, self.waiting.served)
         if running.returning:
             self._beams.allocate_slots()
         self._plan_decodes(step)
@@ -112,9 +142,7 @@ class Scheduler:
             self._admission.plan_returns(step)
         if self.waiting.forking:
             self._admission.plan_forks(step)
-        for sequence in under_way:
-            step.add_chunk(sequence)
-        self._admission.plan_admissions(step)
+        self._admission.plan_prefills(step, under_way)
         if running.returning and first:
             self._admission.plan_returns(step)
         self.pool.table.map.sweep()
@@ -122,6 +150,12 @@ class Scheduler:
         if plan is not None:
             plan.preempted = self.preemption.take_preempted()
         return plan
+
+    def _make_room(self) -> None:
+        """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""
+        refused = self._admission.refused
+        if refused is not None and refused.group[0] is self.waiting.head():
+            self.preemption.make_room(refused.group, refused.slots, refused.free_blocks)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
         """One token for every sequence whose last token is known or promised. The budget is enough for all: a sequence
@@ -165,7 +199,7 @@ class Scheduler:
         """One more block for each of these sequences, in these rows, whose tables are full; True if that preempted
         any.
         """
-        blocks = self._tables.allocate(len(rows))
+        blocks = self._tables.allocate_each(sequences)
         preempts = blocks is None
         if blocks is None:
             found = self._allocate_one_by_one(sequences)
@@ -223,6 +257,8 @@ class Scheduler:
             kept, sampled = rows.tolist(), tokens.tolist()
         known = batch.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
+        if self.waiting.served.several:
+            self.waiting.served.charge_outputs(batch.tenants[rows])
         sequences = batch.sequences(rows)
         endings = batch.check_stop(rows, tokens, known, self._eos)
         for position in endings:

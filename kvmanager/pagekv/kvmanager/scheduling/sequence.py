@@ -71,6 +71,11 @@ class LiveRequest:
         return self.command.sampling.logprobs if self.search is None else self.search.num_candidates
 
     @property
+    def tenant(self) -> int:
+        """The number of the tenant whose blocks its sequences take."""
+        return self.command.tenant.number
+
+    @property
     def names(self) -> tuple[str, str] | None:
         """Namespace and adapter of its blocks; None where there is neither."""
         names = self.command.identity.namespace, self.command.identity.adapter_id
@@ -145,11 +150,18 @@ class Seq:
     batch: DecodeBatch | None = None
     # None until first admitted.
     cached_tokens: int | None = None
+    # Prompt positions below this are counted as served to its tenant.
+    num_charged: int = 0
     preemptions: int = 0
     # Set while the sequence waits after it was swapped out.
     swapped: Swapped | None = None
     # Set while a beam waits for the others of its search: (token id, log-probability), likeliest first.
     candidates: list[tuple[int, float]] | None = None
+
+    @property
+    def tenant(self) -> int:
+        """The number of its tenant."""
+        return self.request.command.tenant.number
 
     @property
     def token_ids(self) -> array[int]:

@@ -9,17 +9,25 @@ from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
+from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
+
+# One part of a step's tokens at most is for prompts behind that of another tenant, which was served less.
+BESIDE_PARTS = 4
 
 
 class StepBuilder:
     """Fills one StepPlan. Decodes come first; everything else is added sequence by sequence."""
 
-    def __init__(self, running: RunningQueue, tables: BlockTables) -> None:
+    def __init__(self, running: RunningQueue, tables: BlockTables, served: VirtualTokens) -> None:
         self.plan = StepPlan()
+        self._served = served
         self._running = running
         self._tables = tables
         # Tokens left of the budget.
         self.room = tables.limits.max_batch_tokens
+        # The tenant of the step's first prompt, of all the one that was served least; and tokens left for the others.
+        self._first: int | None = None
+        self._beside = -(-self.room // BESIDE_PARTS)
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
         self._sampling: list[int] = []
@@ -28,6 +36,10 @@ class StepBuilder:
     def num_at_executor(self) -> int:
         """Sequences at the executor in this step."""
         return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
+
+    def room_for(self, tenant: int) -> int:
+        """Tokens left for prompts of a tenant: fewer behind those of another, so that its step stays short."""
+        return self.room if self._first is None or self._first == tenant else min(self.room, self._beside)
 
     def takes(self, sequence: Seq, count: int = 1, *, half: bool = False) -> bool:
         """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have, or
@@ -65,13 +77,13 @@ class StepBuilder:
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
         self._tables.room.entering += self._bytes_of(sequence, len(table))
         self.plan.new.append(NewSeq(sequence, sequence.seq_id, tokens, table, sequence.num_computed))
-        self.add_chunk(sequence)
+        self.add_chunk(sequence, least=1)
 
-    def add_chunk(self, sequence: Seq) -> None:
-        """As many of the known tokens as there is room for."""
+    def add_chunk(self, sequence: Seq, *, least: int = 0) -> None:
+        """As many of the known tokens as there is room for; `least`: also where others have the tenant's part."""
         plan, seq_id = self.plan, sequence.seq_id
         remaining = sequence.num_tokens - sequence.num_computed
-        chunk = min(remaining, self.room)
+        chunk = min(remaining, self.room, max(least, self.room_for(sequence.tenant)))
         if not chunk:
             self.add_pause(seq_id)
             return
@@ -79,6 +91,9 @@ class StepBuilder:
             plan.scheduled_seq_ids.append(seq_id)
             plan.scheduled_tokens.append(chunk)
         sequence.num_computed += chunk
+        if self._served.several:
+            self._charge(sequence, chunk)
+            self._count(sequence.tenant, chunk)
         plan.num_tokens += chunk
         self.room -= chunk
         if chunk == remaining:
@@ -89,6 +104,20 @@ class StepBuilder:
         # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
         # this chunk can be hit by the very next admission, even within this step.
         self._tables.publish(sequence, computed_now=True)
+
+    def _charge(self, sequence: Seq, chunk: int) -> None:
+        """Counts the chunk's tokens of the prompt that were not counted before."""
+        end = min(sequence.num_computed, len(sequence.request.command.prompt_ids))
+        start = max(sequence.num_computed - chunk, sequence.num_charged)
+        if start < end:
+            self._served.charge_prompt(sequence.tenant, end - start)
+            sequence.num_charged = end
+
+    def _count(self, tenant: int, chunk: int) -> None:
+        if self._first is None:
+            self._first = tenant
+        if tenant != self._first:
+            self._beside = max(0, self._beside - chunk)
 
     def finish(self) -> StepPlan | None:
         """The plan; None when there is nothing to do."""

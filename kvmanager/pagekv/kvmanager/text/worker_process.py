@@ -22,6 +22,8 @@ from functools import partial
 from typing import IO
 
 from pagekv.common.errors import Overloaded, Unavailable
+from pagekv.kvmanager.access.caller import tenant_of_call
+from pagekv.kvmanager.tenants.turns import TenantTurns
 from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
 
 # Jobs that may wait for the one that is done, and bytes of their bodies, that one's included. A caller holds several
@@ -73,6 +75,8 @@ class WorkerProcess:
         self._num_waiting = self._waiting_bytes = 0
         # The thread that talks to the process. Jobs of callers that have gone are dropped before their turn.
         self._thread = ThreadPoolExecutor(1, f"{kind} worker")
+        # So at most one job of each tenant waits for the thread.
+        self._turns = TenantTurns()
         # Held by that thread, and by callers that give up, to look at what is running, and never for longer: callers
         # are on the event loop.
         self._lock = threading.Lock()
@@ -100,7 +104,8 @@ class WorkerProcess:
         self._num_waiting += 1
         self._waiting_bytes += len(body)
         try:
-            return await asyncio.wrap_future(self._thread.submit(self._do, ticket, job))
+            async with self._turns.of(tenant_of_call()):
+                return await asyncio.wrap_future(self._thread.submit(self._do, ticket, job))
         except asyncio.CancelledError:
             with self._lock:
                 ticket.given_up, ticket.body = True, b""

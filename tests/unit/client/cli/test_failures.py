@@ -46,8 +46,8 @@ from pagekv.client.launcher.stack import StackError
         (ServerError("DATA_LOSS", "odd"), 1, {"code": "DATA_LOSS"}),
         (ServerError("INTERNAL", "no", "COMPUTATION_FAILED"), 1, {"code": "INTERNAL", "reason": "COMPUTATION_FAILED"}),
         (Cancelled("here"), 1, {"code": "CANCELLED"}),
-        (Unauthenticated("who"), 1, {"code": "UNAUTHENTICATED"}),
-        (PermissionDenied("not you"), 1, {"code": "PERMISSION_DENIED"}),
+        (Unauthenticated("who"), 1, {"code": "UNAUTHENTICATED", "reason": "UNAUTHENTICATED"}),
+        (PermissionDenied("not you"), 1, {"code": "PERMISSION_DENIED", "reason": "PERMISSION_DENIED"}),
     ],
 )  # fmt: skip  # laid out as a table
 def test_every_failure_has_a_status_and_a_line(error: Failure, status: int, fields: dict[str, object]) -> None:

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -56,6 +57,10 @@ ASKING: dict[str, tuple[str, Calls]] = {
         "requests",
         [("ListRequests", [operator_pb.ListRequestsResponse(requests=[operator_pb.RequestInfo()])])],
     ),
+    "tenants": (
+        "tenants",
+        [("ListTenants", [operator_pb.ListTenantsResponse(tenants=[operator_pb.TenantInfo()])])],
+    ),
     "blocks": ("blocks", [("ListBlocks", [operator_pb.ListBlocksResponse(blocks=[operator_pb.BlockInfo()])])]),
     "block-table": (
         "block-table r",
@@ -101,6 +106,9 @@ def _of_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
         "recordings": [["a"]],
     }
     monkeypatch.setattr(stack, "listening", listening.__getitem__)
+    # As with --certs.
+    files = {name: Path(name) for name in ("ca", "client_cert", "client_key")}
+    monkeypatch.setattr(up, "_client_files", lambda stack: files)
     server.expect("GetModelInfo", INFO)
     up._announce(stack, make_parser().parse(["up", "--json"]), Terminal())
 
@@ -119,11 +127,23 @@ def _of_replay(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert replay([str(DATA / "traces" / "mooncake_sample.jsonl"), "--limit", "5", "--json"]) == 0
 
 
-# Of commands that start processes: their output alone.
+def _of_certs(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory() as directory:
+        assert main(["certs", "--json", directory]) == 0
+
+
+def _of_keys(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with TemporaryDirectory() as directory:
+        assert main(["--json", "keys", "add", "alice", "--role", "observe", "--file", f"{directory}/f"]) == 0
+
+
+# Of commands that start processes: their output alone; and of commands that make files.
 STARTING: dict[str, Callable[[ScriptedServer, pytest.MonkeyPatch], None]] = {
     "up": _of_up,
     "demo": _of_demo,
     "replay": _of_replay,
+    "certs": _of_certs,
+    "keys": _of_keys,
 }
 
 

@@ -144,7 +144,7 @@ def test_usage_begins_with_the_command_as_it_is_typed(capsys: pytest.CaptureFixt
         assert name in up.ALIASES or parser.format_usage().startswith(f"usage: pagekv {name} [-h]{json_flag}")
     with pytest.raises(SystemExit):
         main(["stats", "--help"])
-    line = "usage: pagekv stats [-h] [--json] [--target HOST:PORT] [--timeout S] [--watch [S]]"
+    line = "usage: pagekv stats [-h] [--json] [--target HOST:PORT] [--timeout S] [--api-key KEY]"
     assert capsys.readouterr().out.splitlines()[0] == line
 
 

@@ -6,12 +6,9 @@ import argparse
 from typing import Any
 
 import pytest
-from support.clients.scripted_server import ScriptedServer
 
-from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.cli.main import main, make_parser
+from pagekv.client.cli.main import main
 from pagekv.client.cli.parser import token_ids
-from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 @pytest.mark.parametrize(
@@ -60,9 +57,13 @@ def test_an_address_on_the_command_line_is_blamed_itself(
     assert capsys.readouterr().err.startswith("pagekv health: argument --target: must be host:port")
 
 
-def test_an_empty_variable_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PAGEKV_TARGET", "")
-    assert make_parser().parse(["health"]).target == DEFAULT_TARGET
+def test_no_key_is_shown_where_a_command_takes_none(capsys: pytest.CaptureFixture[str]) -> None:
+    for given in (["--api-key", "secret", "plan", "demo"], ["plan", "demo", "--api-key", "secret"]):
+        with pytest.raises(SystemExit):
+            main(given)
+        err = capsys.readouterr().err
+        assert "unrecognized arguments: --api-key" in err
+        assert "secret" not in err
 
 
 def test_token_ids_have_commas_or_spaces_between_them() -> None:
@@ -70,16 +71,3 @@ def test_token_ids_have_commas_or_spaces_between_them() -> None:
     for wrong in ("", "a", "5,-1", "5;4"):
         with pytest.raises(argparse.ArgumentTypeError, match="must be token ids with commas between them"):
             token_ids(wrong)
-
-
-def test_the_note_of_an_answer_is_for_people_alone(
-    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    free = operator_pb.BlockInfo(state=operator_pb.BLOCK_STATE_FREE)
-    for flags, note in (([], "there are more: raise --limit\n"), (["--json"], "")):
-        server.expect(
-            "ListBlocks",
-            operator_pb.ListBlocksResponse(blocks=[free], next_page_token="t"),
-        )
-        assert main(["blocks", "--limit", "1", *flags]) == 0
-        assert capsys.readouterr().err == note

@@ -63,6 +63,15 @@ def test_live_requests_in_pages() -> None:
     run_operator(body)
 
 
+def test_tenants_arrive_under_their_names() -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        answer = await stub.ListTenants(pb.ListTenantsRequest())
+        assert answer == await engine.queries.list_tenants()
+        assert (answer.tenants[0].HasField("max_waiting"), answer.tenants[0].HasField("max_running")) == (True, False)
+
+    run_operator(body)
+
+
 def test_list_blocks_in_pieces_and_by_state() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         answer = await stub.ListBlocks(pb.ListBlocksRequest(page_size=4))

@@ -34,6 +34,7 @@ from pagekv.kvmanager.api.prompt_reader import (
     PromptReader,
     decode,
 )
+from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.api.validation import read_generate
 from pagekv.kvmanager.text.chat_template import ChatTemplate
 from pagekv.kvmanager.text.tokenizer import Tokenizer
@@ -64,7 +65,9 @@ def test_without_a_chat_template_chat_is_refused() -> None:
 def test_a_tokenizer_with_more_ids_than_the_model_is_caught() -> None:
     with pytest.raises(InvalidRequest, match="from 0 to 2 "):
         asyncio.run(
-            read_generate(pb.GenerateRequest(prompt=as_prompt("x")), replace(MODEL, vocab_size=3), TOKENIZER, "")
+            read_generate(
+                pb.GenerateRequest(prompt=as_prompt("x")), Served(replace(MODEL, vocab_size=3), TOKENIZER), ""
+            )
         )
 
 
@@ -119,7 +122,7 @@ def test_the_event_loop_turns_while_a_long_conversation_is_read(monkeypatch: pyt
         counting = asyncio.create_task(count())
         await asyncio.sleep(0)
         request = chat(*(("user", f"ü{n}") for n in range(MAX_CHAT_MESSAGES)))
-        await read_generate(request, replace(MODEL, max_model_len=2**20), TOKENIZER, "")
+        await read_generate(request, Served(replace(MODEL, max_model_len=2**20), TOKENIZER), "")
         counting.cancel()
 
     monkeypatch.setattr(ChatTemplate, "render", render)

@@ -10,7 +10,8 @@ from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER, Harness, refusal, request, run
 
 from pagekv.common.errors import Unavailable
-from pagekv.kvmanager.api.served_model import Served, ServedModel
+from pagekv.kvmanager.api.served_model import ServedModel
+from pagekv.kvmanager.request.tenant import NO_TENANT
 from pagekv.v1 import inference_service_pb2 as pb
 
 
@@ -31,7 +32,8 @@ def test_a_request_is_read_with_the_tokenizer_of_its_model() -> None:
     engine = FakeEngine()
     state = ServedModel(engine)
     state.open("f00d", TOKENIZER)
-    assert state.served() == Served(MODEL, TOKENIZER)
+    served = state.served()
+    assert (served.model, served.tokenizer, served.asking.tenant) == (MODEL, TOKENIZER, NO_TENANT)
     engine.model = replace(MODEL, model_fingerprint="beef")
     with pytest.raises(Unavailable, match="the tokenizer is being loaded"):
         state.served()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.engine.engine_harness import Bench, command, expect, read, run, until
 
-from pagekv.common.errors import AlreadyExists, InvalidRequest, Overloaded
+from pagekv.common.errors import AlreadyExists, InvalidRequest, LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.tenant import Tenant
 
 
 def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,3 +70,23 @@ def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monke
         assert engine.queries.stats().rejected_requests_total == 0
 
     run(monkeypatch, body, max_queue=6)
+
+
+def test_a_request_that_can_never_get_enough_beside_the_floors_of_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A request of the same size gets in where the floor is its own tenant's."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        scheduler = engine._state.serving()
+        size, blocks = scheduler.pool.block_size, scheduler.pool.num_blocks
+        scheduler.set_tenants({}, {1: blocks - 1})
+        prompt = [1] * size
+        for tenant in (0, 2):
+            refused = replace(command("a", prompt, max_tokens=2), tenant=Tenant("", tenant))
+            with pytest.raises(LimitExceeded, match=f"need 2 blocks; .* floors of other tenants keep {blocks - 1}$"):
+                engine.submit(refused)
+        stream = engine.submit(replace(command("a", prompt, max_tokens=2), tenant=Tenant("", 1)))
+        assert len((await read(stream))[0]) == 2
+
+    run(monkeypatch, body)

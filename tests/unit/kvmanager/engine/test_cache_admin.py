@@ -22,7 +22,8 @@ from pagekv.kvmanager.kvcache import block_pool
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.v1 import cache_service_pb2 as pb
@@ -194,3 +195,45 @@ def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
     assert admin.lookup(tokens, CacheIdentity(), partial_hits=True).host_tokens == 6
     assert admin.lookup([*tokens[:4], 0, 0], CacheIdentity(), partial_hits=True).host_tokens == 2
     assert admin.lookup(tokens, CacheIdentity(namespace="other"), partial_hits=True).host_tokens == 0
+
+
+def test_a_request_that_floors_leave_no_room_for_is_refused_with_the_reason() -> None:
+    """Pinned blocks count where their owner's floor does not keep them already."""
+    pool, host = BlockPool(10, 1), HostPool(0, 1)
+    admin = CacheAdmin(True, 1.0, lambda: None)
+    admin.adopt(pool, host, "model", Observer())
+    pool.set_tenants({}, {1: 4, 2: 3})
+    admin.check_room(3, 0)
+    admin.check_room(7, 1)
+    with pytest.raises(LimitExceeded, match="need 4 blocks; of 10 there are 3 for them, for the floors of other") as no:
+        admin.check_room(4)
+    assert (no.value.needed_blocks, no.value.available_blocks) == (4, 3)
+    blocks = pool.allocate(5, tenant=1)
+    assert blocks is not None
+    admin.pins.pin(blocks, 60, 0)
+    admin.check_room(2, 0)
+    with pytest.raises(LimitExceeded, match=r"there are 2 for them, .* keep 7 and 5 are pinned"):
+        admin.check_room(3, 0)
+    with pytest.raises(LimitExceeded, match=r"there are 2 for them, .* keep 3 and 5 are pinned"):
+        admin.check_room(3, 1)
+
+
+def test_a_pin_leaves_what_live_requests_of_other_tenants_need() -> None:
+    async def main() -> None:
+        pool, host = BlockPool(10, 1), HostPool(0, 1)
+        admin = CacheAdmin(True, 1.0, lambda: None)
+        admin.adopt(pool, host, "model", Observer())
+        pool.set_tenants({}, {1: 4})
+        root, tokens = root_digest("model", "", ""), np.array([[1], [2], [3]], np.uint32)
+        blocks = pool.allocate(3)
+        assert blocks is not None
+        pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+        live = GenerateCommand("a", [1, 2], SamplingParams(max_tokens=4), tenant=Tenant("two", 2))
+        with pytest.raises(LimitExceeded, match="3 of 10 blocks would be pinned, and a live request may need 9") as no:
+            admin.pin([1, 2, 3], ANY, 60, [live])
+        assert no.value.available_blocks == 1
+        assert admin.pin([1], ANY, 60, [live]).pinned_tokens == 1
+        assert admin.pins.end_all() == 1
+        admin.close(RuntimeError())
+
+    asyncio.run(main())

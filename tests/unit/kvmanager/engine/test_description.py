@@ -91,7 +91,7 @@ def test_an_executor_without_revision_or_sampler_is_waited_out(
     async def main() -> None:
         bench = Bench()
         bench.description = described(**{field: value})
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
         engine = EngineLoop(config())
         task = asyncio.create_task(engine.run())
         await until(lambda: f"the executor's {field} must" in str(engine.not_attached()))

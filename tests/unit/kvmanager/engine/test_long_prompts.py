@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from pagekv.kvmanager.engine import executor_wire, loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.kvcache.block_hash import chain_digests
+from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling import block_tables, prepared_prompt
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
@@ -204,5 +206,23 @@ def test_what_was_prepared_for_another_model_is_not_used(monkeypatch: pytest.Mon
         (digest,) = {plan.new[0].sequence.digests[0] for plan in bench.plans if plan.new}
         assert digest != bytes(32)
         assert not bench.plans[0].new[0].sequence.request.packed_prompt
+
+    run(monkeypatch, body)
+
+
+def test_a_short_prompt_waits_for_no_long_one_of_another_tenant(
+    monkeypatch: pytest.MonkeyPatch, slices: list[int]
+) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        def of(tenant: str, name: str, prompt: list[int]) -> GenerateCommand:
+            return replace(command(name, prompt), tenant=engine.accounts.tenant(tenant))
+
+        long = [asyncio.create_task(engine.queue(of("flood", str(at), LONG))) for at in range(3)]
+        await asyncio.sleep(0)
+        short = await engine.queue(of("quiet", "a", [1, 2]))
+        assert not any(task.done() for task in long)
+        assert await read(short) == expect([1, 2])
+        for task in long:
+            assert await read(await task) == expect(LONG)
 
     run(monkeypatch, body)

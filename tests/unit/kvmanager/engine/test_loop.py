@@ -217,7 +217,7 @@ def test_the_end_of_the_grace_time_is_no_ending_of_an_answer(monkeypatch: pytest
 
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
         engine = EngineLoop(config())
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()
@@ -290,7 +290,7 @@ def test_a_reason_for_no_executor_is_logged_once_until_it_changes(
 
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Loading(bench, wake))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Loading(bench, wake))
         monkeypatch.setattr("pagekv.kvmanager.engine.recovery.Reconnect.pause_s", lambda *_, **__: 0.0)
         engine = EngineLoop(config())
         task = asyncio.create_task(engine.run())

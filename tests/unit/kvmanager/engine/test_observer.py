@@ -64,6 +64,7 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
     assert await read(engine.submit(command("d", prompt))) == expect(prompt)
     engine.queries.unpin_prefix(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
     engine.queries.reset_prefix_cache(force=True)
+    engine._state.serving().set_tenants({}, {})
     engine.submit(command("e", prompt))
     assert engine.abort("e")
 

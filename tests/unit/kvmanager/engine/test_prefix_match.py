@@ -149,7 +149,34 @@ def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: p
         # One alone may have more.
         monkeypatch.setattr(queries, "MAX_ASKED_TOKENS", 10)
         assert await ask(41) is not None
-        assert engine.queries._asked_tokens == 0
+        assert engine.queries._asked_tokens.total() == 0
+
+    run(monkeypatch, body)
+
+
+def test_questions_of_one_tenant_hold_up_and_refuse_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
+    monkeypatch.setattr(queries, "MAX_ASKED_TOKENS", 100)
+    monkeypatch.setattr(queries, "LEAST_COUNTED", 20)
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        def ask(count: int, tenant: str) -> asyncio.Task[PreparedPrompt | None]:
+            return asyncio.create_task(engine.queries.prepare(array("I", LONG[:count]), ANY, tenant))
+
+        flood = [ask(41, "flood"), ask(41, "flood")]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="of 82 tokens wait"):
+            await ask(20, "flood")
+        # Its first is taken however long it is, more of it up to its share; and none waits for those of the other.
+        quiet = ask(41, "quiet")
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="of 41 tokens wait"):
+            await ask(20, "quiet")
+        await quiet
+        assert not flood[1].done()
+        await asyncio.gather(*flood)
+        assert engine.queries._asked_tokens.total() == 0
+        assert engine.queries._long_prompts.turns._turns == {}
 
     run(monkeypatch, body)
 

@@ -212,7 +212,7 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
 def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
         engine = EngineLoop(config())
         task = asyncio.create_task(engine.run())
         await engine.wait_ready()

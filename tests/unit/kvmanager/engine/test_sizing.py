@@ -97,6 +97,6 @@ def test_a_context_that_a_step_cuts_short_is_told_once(
 
 def test_the_first_executor_must_go_with_the_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench()
-    monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake: Link(bench, wake))
+    monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
     with pytest.raises(AttachRefused, match="at most 64 blocks"):
         asyncio.run(EngineLoop(config(num_device_blocks=65)).run())

@@ -94,3 +94,15 @@ def test_chain_can_be_continued_from_any_block(tokens: list[int], split: int) ->
     head = chain_digests(root, token_bytes(tokens[: split * 4]), 4, media)
     tail = chain_digests(head[-1], token_bytes(tokens[split * 4 :]), 4, media, split)
     assert head + tail == whole
+
+
+def test_a_tenant_and_a_secret_make_another_root() -> None:
+    roots = [root_digest("m", "n", "", b"secret"), root_digest("m", "n", "", b"secret", "a")]
+    roots += [
+        root_digest("m", "n", "", b"secret", "b"),
+        root_digest("m", "n", "", b"other", "a"),
+        root_digest("m", "n", ""),
+    ]
+    assert len(set(roots)) == 5
+    # The tenant is no part of another name.
+    assert root_digest("m", "na", "", b"secret") != root_digest("m", "n", "", b"secret", "a")

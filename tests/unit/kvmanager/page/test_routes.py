@@ -25,6 +25,7 @@ from pagekv.kvmanager.page import routes
 from pagekv.kvmanager.page.hub import MAX_VIEWERS, PageHub
 from pagekv.kvmanager.page.routes import Page
 from pagekv.kvmanager.server import Manager
+from pagekv.v1 import operator_service_pb2 as pb
 
 PROMPT = list(range(20))
 # Longer than a test may take.
@@ -197,6 +198,7 @@ def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.Monke
     async def body(site: Site) -> None:
         async with site.running("live"):
             _, listed = await site.get("/api/requests")
+            assert await site.get("/api/tenants") == (200, {"tenants": [], "total": 0})
             assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
             status, answer = await site.get("/api/request?id=live")
             assert status == 200
@@ -263,7 +265,7 @@ def test_the_page_is_there_with_the_http_port() -> None:
         manager = Manager(parse_config(["--listen", "127.0.0.1:0", "--http-listen", "127.0.0.1:0"], {}), None)
         return len(manager._page_routes(RequestMetrics()))
 
-    assert asyncio.run(body()) == 8
+    assert asyncio.run(body()) == 9
 
 
 def served_without_executor(body: Body) -> None:
@@ -308,3 +310,16 @@ def test_pages_that_were_closed_before_there_was_anything_to_see_take_no_place(m
             assert [await response.content.readline() for _ in range(4)] == [b"retry: 1000\n", b"\n", b":\n", b"\n"]
 
     served_without_executor(body)
+
+
+def test_the_tenants_with_most_blocks_come_first() -> None:
+    answer = pb.ListTenantsResponse()
+    for number in range(routes.MAX_TENANTS_SHOWN + 1):
+        answer.tenants.add(name=f"t{number}", blocks=number, running_requests=2, output_tokens_total=7)
+    shown = routes.tenant_rows(answer)
+    assert (shown["total"], len(shown["tenants"])) == (routes.MAX_TENANTS_SHOWN + 1, routes.MAX_TENANTS_SHOWN)
+    assert shown["tenants"][0] == {
+        "name": "t100", "blocks": 100, "floor_blocks": 0, "running_requests": 2, "waiting_requests": 0,
+        "prompt_tokens_total": 0, "cached_tokens_total": 0, "output_tokens_total": 7,
+    }  # fmt: skip  # several entries a line
+    assert shown["tenants"][-1]["name"] == "t1"

@@ -157,3 +157,24 @@ def test_progress_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first.endswith("\rslru, 5 blocks (1 of 2): 3 of 3 requests")
     assert second.endswith("\rslru, 9 blocks (2 of 2): 3 of 3 requests")
     assert rest == ""
+
+
+def test_a_quiet_tenant_alone_and_beside_others(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = [MOONCAKE, "--blocks", "400,800", "--block-size", "512", "--limit", "12", "--tenants", "2"]
+    found = report(capsys, *argv)
+    assert [(row["blocks"], row["case"]) for row in found["rows"]] == [
+        (blocks, case) for blocks in (400, 800) for case in ("alone", "one", "fair", "floor")
+    ]
+    assert main(argv) == 0
+    head, second, empty, *table = capsys.readouterr().out.splitlines()
+    assert head == "mooncake_sample.jsonl, timed mode: 12 requests, blocks of 512 tokens"
+    assert second.startswith("2 tenants: the first has one conversation of each 8 and is quiet")
+    assert empty == ""
+    assert len(table) == 9
+    assert main([AZURE, "--tenants", "60"]) == 1
+    assert capsys.readouterr().err == "pagekv replay: --tenants 60: the trace has too few conversations for so many\n"
+    for more in (["--mode", "cache"], ["--plot", "p.svg"]):
+        with pytest.raises(SystemExit) as wrong:
+            main([*argv, *more])
+        assert wrong.value.code == 2
+        assert "--tenants: timed mode only, and without --plot" in capsys.readouterr().err

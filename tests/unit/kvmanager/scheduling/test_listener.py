@@ -41,6 +41,7 @@ def test_calls_are_told_before_they_decide_and_plans_after() -> None:
     driver.step()
     driver.scheduler.preempt_all()
     driver.scheduler.clear_prefix_cache()
+    driver.scheduler.set_tenants({1: 2.0}, {1: 3})
     driver.step()
     driver.abort(request)
     driver.scheduler.finish(request.sequences[0])
@@ -51,6 +52,7 @@ def test_calls_are_told_before_they_decide_and_plans_after() -> None:
         ("committing", 0, 14),
         ("preempting_all", 0, 14),
         ("clearing_cache", 1, 16),
+        ("tenants_set", 1, 16),
         ("scheduled", 0, 14),
         ("committing", 0, 14),
         ("finishing", 0, 14),

@@ -15,8 +15,9 @@ def test_sequences_come_out_by_priority_and_then_by_arrival() -> None:
         queue.push(sequence)
     assert len(queue) == 3
     out = []
-    while queue.head() is not None:
-        out.append(queue.pop())
+    while (head := queue.head()) is not None:
+        queue.take(head)
+        out.append(head)
     assert out == [urgent, late, early]
     assert len(queue) == 0
 
@@ -36,6 +37,7 @@ def test_children_wait_for_a_fork_until_they_are_taken() -> None:
     queue = WaitingQueue()
     queue.add(request)
     assert (len(queue), queue.num_forking) == (1, 3)
+    assert (queue.count(0), queue.count(1)) == (4, 0)
     queue.remove(request.sequences[2])
     assert (request.sequences[2].state, queue.num_forking) == (SeqStatus.FINISHED, 2)
     queue.expect_fork(request)

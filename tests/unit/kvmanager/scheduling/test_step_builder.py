@@ -5,6 +5,8 @@ from __future__ import annotations
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, output
 
+from pagekv.kvmanager.request.tenant import Tenant
+
 
 def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
     return expected_output(prompt, max_tokens, VOCAB, ends)
@@ -69,3 +71,25 @@ def test_a_sequence_that_finds_no_room_pauses() -> None:
     driver.drain()
     assert output(third) == expect([3] * 4, 1)
     assert output(late) == expect([4], 1)
+
+
+def test_behind_the_prompt_of_another_tenant_a_tenant_has_a_quarter_of_the_step() -> None:
+    driver = Driver(num_blocks=256, max_batch_tokens=32, depth=1)
+    under_way = driver.submit([1] * 100, max_tokens=1, tenant=Tenant("a", 1))
+    driver.step()
+    driver.submit([2] * 6, max_tokens=1, tenant=Tenant("b", 2))
+    driver.submit([3] * 7, max_tokens=1, tenant=Tenant("c", 3))
+    driver.submit([4] * 5, max_tokens=1, tenant=Tenant("b", 2))
+    driver.drain()
+    sizes = [plan.num_tokens for plan in driver.plans if plan.num_tokens]
+    # In the second step both prompts of b, that of c, and one token of a, which has its quarter with c.
+    assert sizes == [32, 11 + 8, 32, 32, 3]
+    assert output(under_way) == expect([1] * 100, 1)
+
+
+def test_alone_a_tenant_has_the_whole_step() -> None:
+    driver = Driver(num_blocks=256, max_batch_tokens=32, depth=1)
+    for first in range(3):
+        driver.submit([first] * 60, max_tokens=1, tenant=Tenant("a", 1))
+    driver.drain()
+    assert [plan.num_tokens for plan in driver.plans if plan.num_tokens][:5] == [32] * 5

@@ -18,6 +18,8 @@ import pytest
 from support.engine import small_tokenizers
 
 from pagekv.common.errors import Overloaded, Unavailable
+from pagekv.kvmanager.access.caller import caller
+from pagekv.kvmanager.access.identity import Identity
 from pagekv.kvmanager.text import worker_process
 from pagekv.kvmanager.text.chat_template import _pack
 from pagekv.kvmanager.text.worker_jobs import JOB
@@ -284,5 +286,22 @@ def test_memory_beyond_the_bound_ends_the_process_and_not_the_machine() -> None:
         with pytest.raises(WorkerStopped, match=r"ended with status -?\d+; it may have 400 MiB"):
             await it.run("encode", encode + b"\0" * 8 * 2**20)
         assert len(await it.run("encode", encode + b"\0" * 100)) == 8 + 4 * 100
+
+    run(it, test)
+
+
+def test_a_text_of_one_tenant_waits_for_one_of_another_at_most() -> None:
+    it, order = worker(), list[str]()
+
+    async def ask(tenant: str) -> None:
+        caller.set(Identity(tenant, frozenset()))
+        await it.run("render", FINE)
+        order.append(tenant)
+
+    async def test() -> None:
+        flood = [asyncio.create_task(ask("flood")) for _ in range(20)]
+        await asyncio.sleep(0)
+        await asyncio.gather(ask("quiet"), *flood)
+        assert order.index("quiet") <= 2
 
     run(it, test)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pagekv.client.aio import AsyncPageKVClient
 from pagekv.client.cli.commands.up import describe
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags, add_target
+from pagekv.client.cli.connection_flags import add_connection, client_of_flags
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
 from pagekv.client.errors import PageKVError
 from pagekv.client.planning.load_test import (
@@ -57,7 +58,7 @@ def span(low: int, high: int) -> Callable[[str], tuple[int, int]]:
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "bench", "measure a running stack under load", run, examples=EXAMPLES)
-    add_target(parser, timeout=None)
+    add_connection(parser, timeout=None)
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency", type=integer(1, 4096), default=8, metavar="N", help="requests at once, closed loop [8]"
@@ -114,7 +115,7 @@ def _errors_text(report: LoadReport) -> str:
 
 
 async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal) -> tuple[ModelInfo, LoadReport]:
-    async with AsyncPageKVClient(args.target) as client:
+    async with client_of_flags(AsyncPageKVClient, args) as client:
         info = await client.model_info()
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
         if needed > info.max_sequence_tokens:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_identity, add_target, connect
+from pagekv.client.cli.connection_flags import add_connection, connect
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_identity
 from pagekv.client.cli.sampling_flags import add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
@@ -23,7 +24,7 @@ HELP = "/help shows this, /reset begins a new conversation, /exit (or Ctrl-D) le
 def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "chat", "talk with the model; the history is kept", run, examples=EXAMPLES)
-    add_target(parser, timeout="seconds to wait for the whole answer [no limit]")
+    add_connection(parser, timeout="seconds to wait for the whole answer [no limit]")
     add_identity(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     add_sampling(parser, max_tokens=256)
@@ -39,7 +40,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             raise UsageError(f"the model {info.model_id or 'served'} has no chat template; use `pagekv generate`")
         if interactive:
             _enable_line_editing()
-            terminal.note(f"{info.model_id} at {args.target}. {HELP}.")
+            terminal.note(f"{info.model_id} at {client.target}. {HELP}.")
         messages = list(first)
         while (line := _read_line(interactive)) is not None:
             if line == "/exit":

@@ -14,6 +14,7 @@ from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import Completion, GenerateOptions
+from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import Stack
 from pagekv.client.launcher.stop_signals import end_signals
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         stack.start()
         wait_ready(stack, args, terminal)
         ready_s = time.monotonic() - begun
-        with PageKVClient(stack.target) as client:
+        with client_of(stack.target) as client:
             return _show(client, args, terminal, ready_s)
 
 

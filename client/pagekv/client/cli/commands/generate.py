@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
-from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_prompt, add_target, connect, read_prompt
+from pagekv.client.cli.connection_flags import add_connection, connect
+from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_prompt, read_prompt
 from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
@@ -24,7 +25,7 @@ def add(commands: Subparsers) -> None:
     """Adds the subcommand."""
     parser = add_command(commands, "generate", "generate text from a prompt", run, examples=EXAMPLES)
     add_prompt(parser)
-    add_target(parser, timeout="seconds to wait for the whole answer [no limit]")
+    add_connection(parser, timeout="seconds to wait for the whole answer [no limit]")
     add_identity(parser)
     parser.add_argument("-n", "--n", type=int, default=1, metavar="N", help="independent continuations, 1 to 64 [1]")
     add_sampling(parser, max_tokens=128)

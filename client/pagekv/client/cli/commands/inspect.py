@@ -10,21 +10,19 @@ from typing import get_args
 
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
+from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.keypress import pause
 from pagekv.client.cli.parser import (
-    Shown,
     Subparsers,
     UsageError,
     add_command,
     add_identity,
     add_prompt,
-    add_query,
-    add_target,
-    connect,
     read_identity,
     read_prompt,
     token_ids,
 )
+from pagekv.client.cli.query import Shown, add_query
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError, Unavailable
@@ -54,7 +52,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "stats", "show the KV pool, the prefix cache and the load", stats, examples=STATS_EXAMPLES
     )
-    add_target(parser)
+    add_connection(parser)
     seconds = number(0.1, 3600)
     parser.add_argument(
         "--watch",
@@ -66,7 +64,7 @@ def add(commands: Subparsers) -> None:
     )
     add_query(commands, "health", "say whether the stack serves; exit status 3 if not", health)
     parser = add_command(commands, "version", "show the versions of client and manager", version)
-    add_target(parser)
+    add_connection(parser)
     add_query(commands, "model", "show the model served and its limits", model)
     parser = add_query(commands, "lookup", "say how much of a prompt is cached now", lookup, examples=LOOKUP_EXAMPLES)
     add_prompt(parser)
@@ -158,9 +156,9 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
 def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """Check of grpc.health.v1."""
     status = client.health()
-    serves = {"target": args.target, "status": status}
-    failure = None if status == "serving" else Unavailable(f"PageKV at {args.target} is not serving")
-    return Shown(serves, f"{args.target} {status}", failure=failure)
+    serves = {"target": client.target, "status": status}
+    failure = None if status == "serving" else Unavailable(f"PageKV at {client.target} is not serving")
+    return Shown(serves, f"{client.target} {status}", failure=failure)
 
 
 def version(args: argparse.Namespace, terminal: Terminal) -> int:

@@ -9,18 +9,16 @@ from dataclasses import asdict
 from datetime import datetime
 from itertools import groupby
 
+from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import (
-    Shown,
     Subparsers,
     add_command,
     add_identity,
     add_prompt,
-    add_query,
-    add_target,
-    connect,
     read_identity,
     read_prompt,
 )
+from pagekv.client.cli.query import Shown, add_query
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import NotFound
@@ -71,7 +69,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "watch", "show what enters and leaves the prefix tables, until Ctrl-C", watch, examples=WATCH_EXAMPLES
     )
-    add_target(parser, timeout=None)
+    add_connection(parser, timeout=None)
     parser.add_argument(
         "--progress", type=number(1, 3600), metavar="S", help="after S seconds without changes say that there were none"
     )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.keypress import pause
-from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_target, connect
+from pagekv.client.cli.parser import Subparsers, UsageError, add_command
 from pagekv.client.cli.terminal import Terminal
 from pagekv.common.flags import number
 
@@ -23,7 +24,7 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "top", "watch requests, blocks and rates in the terminal, until q or Ctrl-C", run, examples=EXAMPLES
     )
-    add_target(parser)
+    add_connection(parser)
     parser.add_argument("--every", type=number(0.1, 3600), default=1.0, metavar="S", help="seconds between frames [1]")
     parser.add_argument(
         "--once", action="store_true", help="one frame, as where the output is no terminal and --json is not given"
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
                 return 0
             pause(args.every)
         console = Console(file=terminal.out)
-        watcher = TopWatcher(client, args.target)
+        watcher = TopWatcher(client, client.target)
         try:
             if args.once or not console.is_terminal:
                 console.print(watcher.frame(fail=True))

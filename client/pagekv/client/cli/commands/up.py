@@ -11,11 +11,14 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pagekv.client.channel import DEFAULT_TARGET
+from pagekv.client.cli.identities_file import list_identities
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, pagekv_command
-from pagekv.client.client import PageKVClient
+from pagekv.client.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
+from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import Stack, StackConfig
 from pagekv.client.launcher.stop_signals import StopSignals
 from pagekv.client.types import ModelInfo
@@ -31,6 +34,7 @@ EXAMPLES = """\
   pagekv up --gateway                       # also an OpenAI endpoint, http://127.0.0.1:8000/v1
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
+  pagekv certs certificates && pagekv up --certs certificates        # TLS, and callers who are known
 """
 # Other names of the command: as vLLM and ollama call it.
 ALIASES = ("serve",)
@@ -45,6 +49,8 @@ _ADDRESSES = {
 }
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
+# In a directory of certificates.
+IDENTITIES = "identities.toml"
 # Seconds between two lines that say how far a part of the start is.
 _PROGRESS_S = 5.0
 # Seconds between two looks at the processes.
@@ -82,6 +88,15 @@ def add(commands: Subparsers) -> None:
         ("gateway-args", _words, None, "ARGS", "any other of its flags (smg launch --help), quoted"),
     )  # fmt: skip  # laid out as a table
     group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
+    group = parser.add_argument_group("identity (see pagekv certs, pagekv keys)")
+    add_flags(
+        group,
+        ("certs", Path, None, "DIR",
+         "TLS on every port, with the files that pagekv certs DIR made; the executor serves its manager alone"),
+        ("identities", Path, None, "FILE",
+         "callers who are let in, and what each may do; where it knows some by certificate, each has to show one "
+         "[with --certs: identities.toml there]"),
+    )  # fmt: skip  # laid out as a table
     add_stack_flags(parser)
 
 
@@ -122,9 +137,10 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         # `demo` has no gateway.
         if any(word.partition("=")[0] in flags for word in getattr(args, name, None) or ()):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
-    # None: `demo`, which has no such flag.
+    # None: `demo`, which has no such flags.
     accepted: bool | None = getattr(args, "insecure", None)
-    if not accepted and not is_local(f"{host}:{port}"):
+    certs: Path | None = getattr(args, "certs", None)
+    if not accepted and certs is None and not is_local(f"{host}:{port}"):
         raise UsageError(f"--host: {open_words(host)}")
 
     def given(names: tuple[str, ...]) -> list[str]:
@@ -141,8 +157,19 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
     insecure = ["--insecure"] if accepted else []
     if accepted is False and is_true(os.environ.get(variable_of("insecure"), "")):
         insecure = ["--no-insecure"]
+    identities: Path | None = getattr(args, "identities", None)
+    if certs is not None and flag_value("identities", args.manager_args, os.environ) is None:
+        identities = identities or certs / IDENTITIES
+    known = [] if identities is None else [f"--identities={identities}"]
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
-    manager_args = [*insecure, *(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *args.manager_args]
+    manager_args = [*insecure, *(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *known, *args.manager_args]
+    # With --certs the processes are given flags, which win over variables.
+    tls_env = {} if certs is not None else os.environ
+    if any(flag_value("tls-cert", args, tls_env) for args in (executor_args, manager_args)):
+        raise UsageError("--tls-cert (PAGEKV_TLS_CERT): not with this command; pagekv up has --certs DIR instead")
+    callers = flag_value("identities", manager_args, os.environ)
+    if gateway and callers:
+        raise UsageError("--gateway: it passes no identity on, nor speaks TLS to managers: leave out who is known")
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
@@ -157,8 +184,25 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         replicas=getattr(args, "replicas", 1),
         gateway=gateway,
         manager_args=manager_args,
+        certificates=None if certs is None else _certificates(certs, callers),
         on_log=show if args.verbose else None,
     )
+
+
+def _certificates(directory: Path, identities: str | None) -> StackCertificates:
+    """Callers have to show certificates where the file knows one by it: a port asks all of them, or none. Raises
+    UsageError where a file of the directory cannot be used, and PageKVError for the file of identities.
+    """
+    found = StackCertificates(directory, mutual=False)
+    try:
+        found.check()
+        known = list_identities(Path(identities)) if identities else []
+        if any(each.kind == "certificate" for each in known):
+            found = StackCertificates(directory, mutual=True)
+            found.check()
+    except InvalidRequest as error:
+        raise UsageError(f"--certs: {error.description}; pagekv certs {directory} makes what is missing") from error
+    return found
 
 
 def without_tokenizer(config: StackConfig) -> str:
@@ -270,33 +314,61 @@ def describe(info: ModelInfo) -> str:
     )
 
 
+def _model_info(stack: Stack) -> ModelInfo | None:
+    """None where the manager does not know this command as a caller, or does not let it ask."""
+    with client_of(stack.target, stack.certificates) as client:
+        try:
+            return client.model_info()
+        except (Unauthenticated, PermissionDenied):
+            return None
+
+
+def _client_files(stack: Stack) -> dict[str, Path]:
+    return {} if stack.certificates is None else stack.certificates.client_files()
+
+
+def _reached_at(stack: Stack, address: str) -> str:
+    """The address for a client on this machine: no certificate bears the one of every interface."""
+    host, _, port = address.rpartition(":")
+    return f"localhost:{port}" if stack.certificates is not None and host in ("0.0.0.0", "[::]") else address
+
+
 def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
-    with PageKVClient(stack.target) as client:
-        info = client.model_info()
+    info = _model_info(stack)
+    scheme = "http" if stack.certificates is None else "https"
     # An HTTP address that the manager's own flags set may be for metrics alone.
-    pages = [f"http://{address}/" for address in stack.listening("http")] if stack.has_page else []
+    served = [_reached_at(stack, address) for address in stack.listening("http")] if stack.has_page else []
+    pages = [f"{scheme}://{address}/" for address in served]
     events: list[dict[str, str]] = stack.listening("kv_events")
     recordings = [path for paths in stack.listening("recordings") for path in paths]
     listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
     listeners += [endpoint for at in events for endpoint in at.values()]
-    if reached := [address for address in listeners if address and not is_local(address)]:
+    reached = [address for address in listeners if address and not is_local(address)]
+    if reached and stack.certificates is None:
         terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
-        found: dict[str, object] = {"target": stack.target, "executor": stack.executor_target}
+        found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
         # The first manager's, and those of all.
+        found |= {name: str(path) for name, path in _client_files(stack).items()}
         found |= {"page": pages[0], "pages": pages} if pages else {}
         found |= {"kv_events": events} if events else {}
         found |= {"recordings": recordings} if recordings else {}
         terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
         return
-    where = "" if stack.target == DEFAULT_TARGET else f" --target {stack.target}"
+    where = "" if stack.target == DEFAULT_TARGET else f" --target {_reached_at(stack, stack.target)}"
+    where += "".join(
+        f" --{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in _client_files(stack).items()
+    )
     name = pagekv_command()
-    what = '"In the beginning"' if info.has_tokenizer else "--token-ids 1,2,3"
+    if info is None and "client_cert" not in _client_files(stack):
+        # A key that the file of identities has; where this command has one, the one to show is known.
+        name = f"PAGEKV_API_KEY=KEY {name}"
+    what = '"In the beginning"' if info is None or info.has_tokenizer else "--token-ids 1,2,3"
     lines = [
         f"PageKV is ready at {terminal.bold(stack.target)}",
-        f"  {describe(info)}",
+        *([] if info is None else [f"  {describe(info)}"]),
         f"  try: {terminal.bold(f'{name} generate{where} {what}')}",
         f"  or:  {name} stats{where}",
     ]

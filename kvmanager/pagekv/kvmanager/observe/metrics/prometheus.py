@@ -169,10 +169,11 @@ class EngineCollector(Collector):
         ]  # fmt: skip  # laid out as a table
 
 
-def metrics_routes(collector: Collector) -> list[web.AbstractRouteDef]:
+def metrics_routes(*collectors: Collector) -> list[web.AbstractRouteDef]:
     """`GET /metrics`, with a registry of its own."""
     registry = CollectorRegistry()
-    registry.register(collector)
+    for collector in collectors:
+        registry.register(collector)
 
     async def metrics(request: web.Request) -> web.Response:
         # Never OpenMetrics: prometheus-client would write vllm_ for vllm: to a scraper that asks for no escaping.

@@ -5,6 +5,7 @@ records up to and with this one. The first record is a map that names format and
 
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
     add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
+    tenants  weights and floors by tenant, for this epoch and later ones
     plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
     commit   a step's result: tokens by seq_id, candidates of beams; failures by seq_id, if any
     finish   a sequence was ended: by abort, stop string or error
@@ -20,7 +21,7 @@ Columns of numbers are little-endian uint32. The record holds the token ids of e
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -38,6 +39,7 @@ from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
+from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 FORMAT, VERSION = "pagekv steps", 2
 # Fields of SamplingParams that the scheduler looks at.
@@ -127,12 +129,16 @@ class StepRecorder(Observer):
                 "n": command.n,
                 "resumed_tokens": command.resumed_tokens,
                 "priority": command.priority,
+                "tenant": request.tenant,
                 "read": identity.read,
                 "write": identity.write,
                 "media": [[span.position, span.length, span.digest] for span in identity.media],
                 "sampling": {name: getattr(command.sampling, name) for name in SAMPLING},
             },
         )
+
+    def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
+        self._add("tenants", *(list(each.items()) for each in (weights, floors, caps)))
 
     def scheduled(self, plan: StepPlan | None) -> None:
         self._add("plan", None if plan is None else plan_columns(plan))

@@ -122,7 +122,7 @@ def _output_length(request: LiveRequest) -> int:
 def hash_ids(command: GenerateCommand, block_size: int, salt: bytes) -> list[int]:
     """An id for each block of the prompt, a partial last one included; `salt` makes them mean nothing elsewhere."""
     identity, prompt = command.identity, command.prompt_ids
-    parent: bytes = root_digest("trace", identity.namespace, identity.adapter_id, salt)
+    parent: bytes = root_digest("trace", identity.namespace, identity.adapter_id, salt, identity.tenant)
     digests: list[bytes] = []
     for start in range(0, len(prompt), _PIECE * block_size):
         tokens = token_bytes(prompt[start : start + _PIECE * block_size])

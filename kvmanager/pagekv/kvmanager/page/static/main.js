@@ -9,6 +9,7 @@ import { compact, count, element, milliseconds, percent, plural } from "./format
 import { Inspector } from "./inspector.js";
 import { Requests } from "./requests.js";
 import { Stream, ask } from "./stream.js";
+import { Tenants } from "./tenants.js";
 
 const REFRESH_MS = 500;
 const SILENCE_MS = 1500;
@@ -107,6 +108,7 @@ const charts = [
 
 const requests = new Requests({ onChoose: (id) => lightRequest(id, true) });
 const events = new Events();
+const tenants = new Tenants();
 new Explain({ onBlock: (index) => device.focus(index) });
 
 let refreshing = 0;
@@ -166,6 +168,7 @@ function show(message) {
 
 const LINK = { live: "live", lost: "disconnected, trying again", waiting: "no executor", connecting: "connecting" };
 function setLink(name) {
+  if (document.body.dataset.link !== name) tenants.follow(name === "live");
   document.body.dataset.link = name;
   if (byId("link-text").textContent !== LINK[name]) byId("link-text").textContent = LINK[name];
 }
@@ -179,4 +182,4 @@ new Stream("/api/stream", show, (connected) => {
 });
 
 // The parts of the page for tests and for people with the console open.
-window.pagekv = { device, host, requests, charts };
+window.pagekv = { device, host, requests, tenants, charts };

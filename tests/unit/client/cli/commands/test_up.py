@@ -10,13 +10,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
-from support.clients.scripted_server import ScriptedServer
+from support.clients.scripted_server import Fails, ScriptedServer
 from support.clients.stand_ins import config
 
 from pagekv.client.cli.commands import up
+from pagekv.client.cli.identities_file import add_key
 from pagekv.client.cli.main import main, make_parser
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.launcher.certificates import StackCertificates
+from pagekv.client.launcher.child_flags import flag_value
 from pagekv.client.launcher.gateway import GatewayConfig
 from pagekv.client.launcher.stack import Stack, StackConfig, StackError
 from pagekv.v1 import inference_service_pb2 as pb
@@ -285,3 +289,95 @@ def test_a_signal_before_anything_is_ready_stops_it(
 ) -> None:
     run_up(monkeypatch, config(tmp_path / "journal"), lambda stack: pytest.fail("told too early"), ready=False)
     assert "stopping" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("process", ["manager", "executor"])
+def test_tls_comes_with_a_directory(process: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["up", "--port", "0", "--executor-port", "0", f"--{process}-args=--tls-cert a.pem"]) == 2
+    assert "--tls-cert (PAGEKV_TLS_CERT): not with this command; pagekv up has --certs DIR" in capsys.readouterr().err
+
+
+def identities_of_keys(folder: Path) -> Path:
+    path = folder / "keys.toml"
+    add_key(path, "alice", "alice-key", ["generate"])
+    return path
+
+
+def test_processes_have_the_certificates_of_a_directory(
+    certificates: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A port asks for certificates where the file of identities has some; variables for other processes yield."""
+    monkeypatch.setenv("PAGEKV_TLS_CERT", "of-others.pem")
+    ours = made("--certs", str(certificates))
+    assert f"--identities={certificates}/identities.toml" in ours.manager_args
+    assert ours.certificates == StackCertificates(certificates, mutual=True)
+    assert ours.certificates.executor_args() == [
+        *(f"--tls-cert={certificates}/executor.pem", f"--tls-key={certificates}/executor.key"),
+        f"--tls-client-ca={certificates}/ca.pem",
+    ]
+    own = [f"--tls-cert={certificates}/manager.pem", f"--tls-key={certificates}/manager.key"]
+    client_ca, executor_ca = f"--tls-client-ca={certificates}/ca.pem", f"--executor-ca={certificates}/ca.pem"
+    assert ours.certificates.manager_args() == [*own, client_ca, executor_ca]
+    keys = identities_of_keys(tmp_path)
+    for flag in (f"--identities={keys}", f"--manager-args=--identities {keys}"):
+        with_keys = made("--certs", str(certificates), flag)
+        assert flag_value("identities", with_keys.manager_args, {}) == str(keys)
+        assert with_keys.certificates is not None
+        assert with_keys.certificates.manager_args() == [*own, executor_ca]
+
+
+def test_with_certificates_other_machines_may_connect(certificates: Path) -> None:
+    args = make_parser().parse(["up", "--certs", str(certificates)])
+    assert up.stack_config(args, Terminal(), "0.0.0.0", 0, 0).host == "0.0.0.0"
+
+
+def test_certificates_that_are_not_there(
+    certificates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(up, "Stack", lambda _: pytest.fail("started"))
+    assert main(["up", "--certs", str(tmp_path)]) == 2
+    words = f"--certs: {tmp_path}/ca.pem: cannot be read: No such file or directory; pagekv certs {tmp_path} makes"
+    assert words in capsys.readouterr().err
+    assert main(["up", "--certs", str(certificates), "--identities", str(tmp_path / "gone")]) == 1
+    assert f"{tmp_path}/gone: cannot be read" in capsys.readouterr().err
+
+
+def test_a_gateway_can_prove_no_identity(certificates: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--certs", str(certificates)], ["--identities", "keys.toml"]):
+        assert main(["up", "--gateway", *flags]) == 2
+        assert "--gateway: it passes no identity on, nor speaks TLS to managers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_it_says_how_to_ask_a_manager_with_certificates(
+    certificates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, known: bool
+) -> None:
+    """A manager that lets in keys alone does not let this command ask, which has none."""
+    monkeypatch.delenv("PAGEKV_API_KEY", raising=False)
+    pair = (certificates / "manager.key").read_bytes(), (certificates / "manager.pem").read_bytes()
+    server = ScriptedServer(credentials=grpc.ssl_server_credentials([pair]))
+    server.start()
+    try:
+        found = StackCertificates(certificates, mutual=known)
+        stack = Stack(StackConfig(host="0.0.0.0", port=0, executor_port=0, page_port=0, certificates=found))
+        stack.target = stack.targets[0] = f"0.0.0.0:{server.target.rpartition(':')[2]}"
+        monkeypatch.setattr(stack, "listening", lambda key: ["0.0.0.0:8080"] if key == "http" else [])
+        for flags in ([], ["--json"]):
+            answer: Any = pb.GetModelInfoResponse(model_id="demo", has_tokenizer=True)
+            server.expect("GetModelInfo", answer if known else Fails(grpc.StatusCode.UNAUTHENTICATED))
+            up._announce(stack, make_parser().parse(["up", *flags]), Terminal())
+    finally:
+        server.stop()
+    out, err = capsys.readouterr()
+    asked = next(line for line in out.splitlines() if line.startswith("  try: "))
+    target = f"--target localhost:{server.target.rpartition(':')[2]}"
+    files = f"--ca {certificates}/ca.pem"
+    if known:
+        files += f" --client-cert {certificates}/client.pem --client-key {certificates}/client.key"
+    assert asked.endswith(f'generate {target} {files} "In the beginning"')
+    assert ("PAGEKV_API_KEY=KEY " in asked) == (not known)
+    assert "without TLS" not in err
+    said = json.loads(out.splitlines()[-1])
+    assert (said["target"], said["page"]) == (target.partition(" ")[2], "https://localhost:8080/")
+    assert said["ca"] == f"{certificates}/ca.pem"
+    assert ("client_key" in said) == known

@@ -16,15 +16,22 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from support.clients.certificates import Authority
+from support.clients.protected_stack import write_identities
 from support.engine import engine_harness as harness
 from support.engine.engine_harness import Bench, command, read
 
 import pagekv.kvmanager
+from pagekv.common.tls_flags import TlsConfig
+from pagekv.kvmanager.access.flags import AccessConfig
+from pagekv.kvmanager.access.opening import open_access
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.observe.http_server import HttpServer
+from pagekv.kvmanager.observe.metrics.access_metrics import AccessCollector
 from pagekv.kvmanager.observe.metrics.prometheus import EngineCollector, metrics_routes
 from pagekv.kvmanager.observe.metrics.request_metrics import MAX_ADAPTERS, RequestMetrics
+from pagekv.kvmanager.observe.metrics.tenant_metrics import TenantCollector
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
@@ -225,7 +232,9 @@ def test_before_the_first_attachment_there_is_little_to_say() -> None:
     assert found == {"pagekv_executor_attached": 0, "pagekv_insecure_listeners": 2}
 
 
-def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_metric_is_explained_and_every_explained_one_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """The table of docs/metrics.md and the registry name the same metrics, with the same labels and types."""
     page = Path(pagekv.kvmanager.__file__).parents[3] / "docs" / "metrics.md"
     rows = re.findall(r"^\| `([a-z:_0-9]+)(?:\{([a-z_, ]*)\})?` \| (\w+) \|", page.read_text(), re.MULTILINE)
@@ -234,13 +243,26 @@ def test_every_metric_is_explained_and_every_explained_one_is_there(monkeypatch:
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
         await read(engine.submit(command("a", PROMPT)))
         served = {}
-        for family in EngineCollector(engine, requests, prefix_cache=True).collect():
+        accounts = engine._state.accounts
+        accounts.of("a").usage.refusals["max_running"] += 1
+        collectors = (
+            EngineCollector(engine, requests, prefix_cache=True),
+            AccessCollector(access),
+            TenantCollector(engine.queries, accounts),
+        )
+        families = [family for collector in collectors for family in collector.collect()]
+        for family in families:
             labels = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = f"{family.name}_total" if family.type == "counter" else family.name
             served[name] = (family.type, labels - set(VLLM) if name.startswith("vllm:") else labels)
         assert served == explained
 
+    pair = Authority(tmp_path).pair("pagekv-manager")
+    write_identities(tmp_path / "identities.toml")
+    tls, identities = TlsConfig(str(pair.cert), str(pair.key)), str(tmp_path / "identities.toml")
+    access = open_access(AccessConfig(tls, identities=identities, audit_log=str(tmp_path / "audit.jsonl")))
     run(monkeypatch, body)
+    access.close()
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])

@@ -1,0 +1,93 @@
+"""`pagekv keys`: API keys of callers, in the file that the manager reads with --identities."""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+from pathlib import Path
+
+from pagekv.client.cli.identities_file import ACT_FOR, ROLES, add_key, is_name, list_identities
+from pagekv.client.cli.parser import CommandParser, Run, Subparsers, add_command
+from pagekv.client.cli.terminal import Terminal, table
+
+EXAMPLES = """\
+  pagekv keys add alice --role generate --file identities.toml
+  PAGEKV_API_KEY=$(pagekv keys add grafana --role observe --file identities.toml)
+  pagekv keys list --file identities.toml
+"""
+# Says in logs and searches of repositories what a string is.
+_PREFIX = "pkv_"
+_RANDOM_BYTES = 32
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommand and its own two."""
+    # Never runs: one of its own is required.
+    parser = add_command(commands, "keys", "make and list API keys of callers", list_, examples=EXAMPLES)
+    own = parser.add_subparsers(prog="pagekv keys", metavar="add|list", required=True, parser_class=CommandParser)
+    adding = _add_own(own, "add", "draw a key for a caller; standard output has it, once", add_)
+    adding.add_argument("name", type=_name, metavar="NAME", help="of the caller, as logs and metrics show it")
+    adding.add_argument(
+        "--role",
+        action="append",
+        required=True,
+        choices=ROLES,
+        dest="roles",
+        help="what the caller may do: generate, with all about its own prompts; observe all that is served; operate, "
+        "which changes what belongs to all. Repeatable",
+    )
+    adding.add_argument("--tenant", type=_name, metavar="NAME", help="for whom the calls are [NAME itself]")
+    adding.add_argument(
+        "--act-for",
+        action="append",
+        default=[],
+        type=lambda text: text if text == "*" else _name(text),
+        metavar="TENANT",
+        help="a tenant that calls may name instead, with the role act-for; * for any. Repeatable",
+    )
+    listing = _add_own(own, "list", "list callers and their roles", list_)
+    for each in (adding, listing):
+        each.add_argument("--file", type=Path, required=True, metavar="FILE", help="identities.toml of the manager")
+
+
+def _add_own(commands: Subparsers, name: str, help: str, run: Run) -> CommandParser:
+    parser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
+    parser.set_defaults(run=run)
+    # Not to take the flag back where it stands before the name.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="JSON on standard output")
+    return parser
+
+
+def _name(text: str) -> str:
+    if not is_name(text):
+        raise argparse.ArgumentTypeError(f"must be 1 to 64 letters, digits, _ and -, with no - first, got {text!r}")
+    return text
+
+
+def add_(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Prints the key only once the file has its hash. Raises PageKVError."""
+    roles = [role for role in ROLES if role in args.roles] + ([ACT_FOR] if args.act_for else [])
+    key = _PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
+    add_key(args.file, args.name, key, roles, args.tenant or "", args.act_for)
+    if args.json:
+        terminal.json({"name": args.name, "roles": roles, "key": key})
+        return 0
+    terminal.print(key)
+    terminal.note(
+        f"This is the key of {args.name} ({', '.join(roles)}), shown only now: {args.file} has its SHA-256 alone. "
+        "A caller gives it as PAGEKV_API_KEY."
+    )
+    return 0
+
+
+def list_(args: argparse.Namespace, terminal: Terminal) -> int:
+    """Keys and certificates. Raises PageKVError."""
+    found = list_identities(args.file)
+    if args.json:
+        terminal.json({"identities": [each._asdict() for each in found]})
+    elif found:
+        rows = [(each.name, each.kind, ", ".join(each.roles)) for each in found]
+        terminal.print(table(rows, ("name", "kind", "roles")))
+    else:
+        terminal.print("no callers")
+    return 0

@@ -1,0 +1,51 @@
+"""The file of `pagekv`: the manager that commands ask, and how both know each other, for every shell of a user."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+
+from pagekv.client.cli.parser import UsageError
+
+KEYS = ("target", "api_key", "ca", "client_cert", "client_key")
+# Keys whose values are files; a path that is not absolute begins where the configuration is.
+_FILES = ("ca", "client_cert", "client_key")
+# Bits of a mode with which others than its owner have to do with a file.
+OTHERS = 0o077
+
+
+def config_path(env: Mapping[str, str]) -> Path:
+    """Where the file is, whether it is there or not."""
+    folder = env.get("XDG_CONFIG_HOME", "")
+    # The specification of these folders ignores one that is not absolute.
+    return Path(folder if os.path.isabs(folder) else os.path.expanduser("~/.config"), "pagekv", "config.toml")
+
+
+def read_config(path: Path) -> dict[str, str]:
+    """The values of the file by key; none where it is not there. Raises UsageError, which shows no value."""
+    try:
+        with path.open("rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            found = tomllib.load(file)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is not UTF-8 text") from error
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path}: is not TOML: {error}") from error
+    for key, value in found.items():
+        if key not in KEYS:
+            near = difflib.get_close_matches(key, KEYS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(KEYS)}"
+            raise UsageError(f"{path}: no key {key!r}; {hint}")
+        if not isinstance(value, str) or not value:
+            given = "is empty" if isinstance(value, str) else f"is a {type(value).__name__}"
+            raise UsageError(f"{path}: {key}: must be text, {given}")
+    if "api_key" in found and mode & OTHERS:
+        raise UsageError(f"{path}: has an api_key, and others than its owner may open it: chmod 600 {path}")
+    return {key: str(path.parent / os.path.expanduser(v)) if key in _FILES else v for key, v in found.items()}

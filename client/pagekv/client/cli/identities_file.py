@@ -1,0 +1,116 @@
+"""The manager's file of identities: keys and certificates of callers, and their roles.
+
+A key itself is nowhere in it, only its SHA-256: a key has 256 random bits, so nothing slower is needed against guesses.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagekv.client.cli.private_file import replace_file
+from pagekv.client.errors import PageKVError
+
+ROLES = ("generate", "observe", "operate")
+# The role of those who name other tenants.
+ACT_FOR = "act-for"
+# Sections of the file, one table each for every caller by name.
+KEYS, CERTIFICATES = "keys", "certificates"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
+# Of a file made here: names of callers are for the manager alone.
+_MODE = 0o600
+
+
+class ListedIdentity(NamedTuple):
+    """A caller as the file has it: `kind` is its section without the plural's s."""
+
+    name: str
+    kind: str
+    roles: tuple[str, ...]
+
+
+def is_name(text: str) -> bool:
+    """Whether a caller can have this name, which stands bare in TOML."""
+    return _NAME.fullmatch(text) is not None
+
+
+def list_identities(path: Path) -> list[ListedIdentity]:
+    """The callers in the order of the file, keys first. Raises PageKVError."""
+    return list(_identities(path, _parse(path, _read(path))))
+
+
+def add_key(
+    path: Path, name: str, key: str, roles: Sequence[str], tenant: str = "", act_for: Sequence[str] = ()
+) -> None:
+    """Adds a key to the file, which is made where it is not there; all else in it stays as it is. `tenant`: for whom
+    the caller's calls are, one of its own name where it is empty; `act_for`: tenants that it may name instead. Raises
+    PageKVError, also where a caller has the name already.
+    """
+    text = _read(path) if path.exists() else ""
+    if any(each.name == name for each in _identities(path, _parse(path, text))):
+        raise PageKVError(f"{path}: has a caller {name!r} already: remove its section first, or choose another name")
+    lines = [f"[{KEYS}.{name}]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', f"roles = {_listed(roles)}"]
+    lines += [f'tenant = "{tenant}"'] if tenant else []
+    lines += [f"act_for = {_quoted(act_for)}"] if act_for else []
+    _write(path, text, lines)
+
+
+def add_certificate(path: Path, name: str, subject: str, roles: Sequence[str]) -> None:
+    """Makes the file, with one certificate. Raises PageKVError."""
+    lines = [f"[{CERTIFICATES}.{name}]", f'subject = "{subject}"', f"roles = {_listed(roles)}"]
+    _write(path, "", lines)
+
+
+def _listed(roles: Sequence[str]) -> str:
+    return _quoted([role for role in (*ROLES, ACT_FOR) if role in roles])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _write(path: Path, text: str, lines: list[str]) -> None:
+    """Writes the file with this text and a section of these lines behind it."""
+    text += "" if not text or text.endswith("\n") else "\n"
+    text += ("\n" if text else "") + "\n".join(lines) + "\n"
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # As where all keys stand in one inline table.
+        raise PageKVError(f"{path}: takes no section {lines[0]} at its end: {error}") from error
+    try:
+        replace_file(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else _MODE)
+    except OSError as error:
+        raise PageKVError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise PageKVError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PageKVError(f"{path}: is not UTF-8 text") from error
+
+
+def _parse(path: Path, text: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PageKVError(f"{path}: is not TOML: {error}") from error
+
+
+def _identities(path: Path, found: dict[str, Any]) -> Iterator[ListedIdentity]:
+    for section in (KEYS, CERTIFICATES):
+        callers = found.get(section, {})
+        if not isinstance(callers, dict):
+            raise PageKVError(f"{path}: {section}: must be a table, is a {type(callers).__name__}")
+        for name, caller in callers.items():
+            roles = caller.get("roles", []) if isinstance(caller, dict) else None
+            if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
+                raise PageKVError(f"{path}: {section}.{name}: must be a table with roles, a list of names")
+            yield ListedIdentity(name, section.removesuffix("s"), tuple(roles))

@@ -1,0 +1,224 @@
+"""An authority of a deployment's own, and the certificates of its processes and callers: PEM files in one directory.
+
+Needs cryptography, which comes with the processes.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from pagekv.client.cli.config_file import OTHERS
+from pagekv.client.cli.private_file import replace_file
+from pagekv.client.errors import PageKVError
+
+CA_DAYS = 3650
+# Clocks of other machines may be behind this one's.
+_EARLIER = timedelta(minutes=5)
+_KEY_MODE, _CERTIFICATE_MODE, _DIRECTORY_MODE = 0o600, 0o644, 0o700
+
+
+class CertificateRole(NamedTuple):
+    """A certificate to make: its file without an ending, which uses it has, and how others call it."""
+
+    name: str
+    uses: tuple[x509.ObjectIdentifier, ...]
+    # Services of compose.yaml; none for a role that nobody connects to.
+    services: tuple[str, ...] = ()
+
+    @property
+    def common_name(self) -> str:
+        """The name by which the other processes know it."""
+        return f"pagekv-{self.name}"
+
+
+_SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
+ROLES = (
+    # A client of its executor, too.
+    CertificateRole("manager", (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3")),
+    CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3")),
+    # Of health checks, where a process asks every connection for a certificate: nobody's identity.
+    CertificateRole("probe", (_CLIENT,)),
+    CertificateRole("client", (_CLIENT,)),
+)
+
+
+class PrivateAuthority(NamedTuple):
+    """A certificate that signs others, and its key."""
+
+    certificate: x509.Certificate
+    key: ec.EllipticCurvePrivateKey
+
+
+def make_directory(directory: Path) -> None:
+    """The directory, for its owner alone where it is made here. Raises PageKVError."""
+    try:
+        directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
+    except OSError as error:
+        raise PageKVError(f"{directory}: cannot be made: {error.strerror}") from error
+
+
+def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
+    """The authority whose ca.pem and ca.key are in the directory, else a new one that is written there, with the files
+    written. Raises PageKVError for one that must not sign, or cannot.
+    """
+    certificate, key = directory / "ca.pem", directory / "ca.key"
+    match certificate.exists(), key.exists():
+        case True, True:
+            return _read_authority(certificate, key), []
+        case True, False:
+            raise PageKVError(f"{key}: is not there, and nothing else can sign; remove ca.pem for a new authority")
+        case False, True:
+            raise PageKVError(f"{certificate}: is not there, and ca.key is; remove that for a new authority")
+    made = _new_authority()
+    return made, _write_pair(certificate, key, made.certificate, made.key)
+
+
+def issue(
+    directory: Path, role: CertificateRole, authority: PrivateAuthority, days: int, names: Sequence[str]
+) -> tuple[datetime, list[Path]]:
+    """Writes a certificate of the role with a new key, in the place of the one that is there, and returns its end and
+    the files. It ends with its authority at the latest; those that are connected to by name have the names given, and
+    all that the certificate before had. Raises PageKVError.
+    """
+    certificate, key = directory / f"{role.name}.pem", directory / f"{role.name}.key"
+    signer = authority.certificate
+    end = min(_now() + timedelta(days=days), signer.not_valid_after_utc)
+    builder, new_key = _builder(role.common_name, signer.subject, end)
+    if role.services:
+        wanted = [role.common_name, "localhost", "127.0.0.1", "::1", *role.services, *_names_of(certificate), *names]
+        alternatives = [_general_name(name) for name in dict.fromkeys(wanted)]
+        builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
+    signed = (
+        builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(x509.ExtendedKeyUsage(role.uses), critical=False)
+        .add_extension(_authority_identifier(signer), critical=False)
+        .sign(authority.key, hashes.SHA256())
+    )
+    return signed.not_valid_after_utc, _write_pair(certificate, key, signed, new_key)
+
+
+def _now() -> datetime:
+    return datetime.now(UTC).replace(microsecond=0)
+
+
+def _builder(
+    common_name: str, issuer: x509.Name | None, end: datetime
+) -> tuple[x509.CertificateBuilder, ec.EllipticCurvePrivateKey]:
+    """A certificate of a new key, up to what differs; without an issuer its own."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer or subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(_now() - _EARLIER)
+        .not_valid_after(end)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+    )
+    return builder, key
+
+
+def _new_authority() -> PrivateAuthority:
+    builder, key = _builder("PageKV private CA", None, _now() + timedelta(days=CA_DAYS))
+    return PrivateAuthority(
+        builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_key_usage(signs=True), critical=True)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256()),
+        key,
+    )
+
+
+def _key_usage(*, digital_signature: bool = False, signs: bool = False) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=digital_signature,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        key_cert_sign=signs,
+        crl_sign=signs,
+        encipher_only=False,
+        decipher_only=False,
+    )
+
+
+def _authority_identifier(signer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
+    # Of an EC key, as `_read_authority` has seen.
+    key = signer.public_key()
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)
+
+
+def _read_authority(certificate_path: Path, key_path: Path) -> PrivateAuthority:
+    try:
+        mode, key_pem, pem = key_path.stat().st_mode, key_path.read_bytes(), certificate_path.read_bytes()
+    except OSError as error:
+        raise PageKVError(f"{error.filename}: cannot be read: {error.strerror}") from error
+    if mode & OTHERS:
+        raise PageKVError(f"{key_path}: others than its owner may open it, and it signs callers: chmod 600 {key_path}")
+    try:
+        key = serialization.load_pem_private_key(key_pem, password=None)
+    except (ValueError, TypeError) as error:
+        # TypeError: there is a passphrase.
+        raise PageKVError(f"{key_path}: must be a private key in PEM without a passphrase") from error
+    try:
+        certificate = x509.load_pem_x509_certificate(pem)
+        signs = certificate.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    except (ValueError, x509.ExtensionNotFound) as error:
+        raise PageKVError(f"{certificate_path}: must be the certificate of an authority in PEM") from error
+    if not signs:
+        raise PageKVError(f"{certificate_path}: is not the certificate of an authority, and signs no others")
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise PageKVError(f"{key_path}: must be a key of an elliptic curve, as made here")
+    if key.public_key() != certificate.public_key():
+        raise PageKVError(f"{key_path}: is not the key of {certificate_path}")
+    if certificate.not_valid_after_utc <= _now():
+        ended = certificate.not_valid_after_utc.date()
+        raise PageKVError(f"{certificate_path}: ended on {ended}: remove it and {key_path.name} for a new authority")
+    return PrivateAuthority(certificate, key)
+
+
+def _names_of(path: Path) -> list[str]:
+    """The names in a certificate; none where it is not there, or is none."""
+    try:
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (OSError, ValueError, x509.ExtensionNotFound):
+        return []
+    kinds = (x509.DNSName, x509.IPAddress)
+    return [str(name.value) for name in found if isinstance(name, kinds)]
+
+
+def _general_name(name: str) -> x509.GeneralName:
+    try:
+        return x509.IPAddress(ipaddress.ip_address(name))
+    except ValueError:
+        return x509.DNSName(name)
+
+
+def _write_pair(
+    certificate_path: Path, key_path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+) -> list[Path]:
+    """The files written: the key first, so that whenever the certificate is there its key is."""
+    key_pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    try:
+        replace_file(key_path, key_pem, _KEY_MODE)
+        replace_file(certificate_path, certificate.public_bytes(serialization.Encoding.PEM), _CERTIFICATE_MODE)
+    except OSError as error:
+        raise PageKVError(f"{certificate_path.parent}: cannot be written: {error.strerror}") from error
+    return [certificate_path, key_path]

@@ -1,0 +1,64 @@
+"""The certificates of a stack that was started here: the files that `pagekv certs` makes, as flags and credentials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from pagekv.client.identity import tls_credentials
+
+# Files of a directory, and the name that the certificate of each process bears.
+MANAGER, EXECUTOR, PROBE, CLIENT = "manager", "executor", "probe", "client"
+
+
+def server_name(role: str) -> str:
+    """The name in the certificate of a process, whatever address it is reached at."""
+    return f"pagekv-{role}"
+
+
+@dataclass(frozen=True, slots=True)
+class StackCertificates:
+    """One directory."""
+
+    directory: Path
+    # Whether callers of the manager have to show a certificate, too.
+    mutual: bool = True
+
+    def executor_args(self) -> list[str]:
+        """Flags with which an executor serves its manager alone."""
+        return [*self._own(EXECUTOR), f"--tls-client-ca={self._ca}"]
+
+    def manager_args(self) -> list[str]:
+        """Flags with which a manager serves TLS and speaks it to its executor."""
+        mutual = [f"--tls-client-ca={self._ca}"] if self.mutual else []
+        return [*self._own(MANAGER), *mutual, f"--executor-ca={self._ca}"]
+
+    def client_files(self) -> dict[str, Path]:
+        """The files that a caller needs, by the arguments of the client library."""
+        cert, key = self._pair(CLIENT)
+        return {"ca": self._ca, **({"client_cert": cert, "client_key": key} if self.mutual else {})}
+
+    def credentials(self, role: str) -> grpc.ChannelCredentials:
+        """Of a client with the certificate of this role. Raises InvalidRequest, whose words have the file."""
+        cert, key = self._pair(role)
+        made = tls_credentials(ca=self._ca, client_cert=cert, client_key=key)
+        assert made is not None, "there are files"
+        return made
+
+    def check(self) -> None:
+        """Raises InvalidRequest, whose words have the file, where one cannot be used."""
+        for role in (MANAGER, EXECUTOR, PROBE, *([CLIENT] if self.mutual else [])):
+            self.credentials(role)
+
+    @property
+    def _ca(self) -> Path:
+        return self.directory / "ca.pem"
+
+    def _pair(self, role: str) -> tuple[Path, Path]:
+        return self.directory / f"{role}.pem", self.directory / f"{role}.key"
+
+    def _own(self, role: str) -> list[str]:
+        cert, key = self._pair(role)
+        return [f"--tls-cert={cert}", f"--tls-key={key}"]

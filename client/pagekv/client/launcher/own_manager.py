@@ -1,0 +1,28 @@
+"""The manager of a stack that was started here, asked by the command that started it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from pagekv.client.channel import channel_options
+from pagekv.client.client import PageKVClient
+from pagekv.client.launcher.certificates import CLIENT, MANAGER, PROBE, StackCertificates, server_name
+
+
+@contextmanager
+def client_of(target: str, certificates: StackCertificates | None = None) -> Iterator[PageKVClient]:
+    """A client with the certificate of the stack's own client, without TLS where the stack has none, whatever files the
+    environment names for other managers.
+    """
+    options = channel_options(target)
+    if certificates is None:
+        channel = grpc.insecure_channel(target, options=options)
+    else:
+        role = CLIENT if certificates.mutual else PROBE
+        options.append(("grpc.ssl_target_name_override", server_name(MANAGER)))
+        channel = grpc.secure_channel(target, certificates.credentials(role), options=options)
+    with channel:
+        yield PageKVClient(target, channel=channel)

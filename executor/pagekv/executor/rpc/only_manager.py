@@ -1,0 +1,32 @@
+"""The executor serves the manager that its flag names, and nobody else, where connections have to show certificates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pagekv.common import health
+from pagekv.common.errors import PermissionDenied
+from pagekv.common.server import Admit
+
+
+def only_manager(name: str) -> Admit:
+    """Lets in connections whose certificate bears `name`; health is open to all that have one."""
+    health_calls = f"/{health.SERVICE_NAME}/"
+
+    async def admit(method: str, context: Any) -> None:
+        if method.startswith(health_calls):
+            return
+        if name not in peer_names(context.auth_context()):
+            words = "this executor serves its manager alone (--manager-name), and your certificate has another name"
+            raise PermissionDenied(words)
+
+    return admit
+
+
+def peer_names(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
+    """The names that a gRPC peer's certificate bears: the subject's common name and the alternative names, of DNS and
+    others. Empty without a certificate.
+    """
+    keys = ("x509_common_name", "x509_subject_alternative_name")
+    return frozenset(name.decode(errors="replace") for key in keys for name in auth_context.get(key, ()))

@@ -1,0 +1,159 @@
+"""The record of refusals and of what operators did: a file of JSON lines, without keys and without prompts.
+
+A thread writes it: a disk that stands still holds up no call. Lines wait for it up to a bound, beyond which they are
+lost and counted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import queue
+import stat
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+FILE_MODE = 0o600
+# Refusals cost a stranger nothing, so more than these in a second are counted instead of written.
+MAX_REFUSALS_A_SECOND = 100
+MAX_FIELD_CHARACTERS = 256
+# Lines that wait for the disk at most: with these bounds of fields, some ten megabytes.
+MAX_WAITING_LINES = 4096
+# Seconds that the last lines get to be written.
+CLOSE_S = 2.0
+# Seconds between two lines of the process's log about lines that were lost.
+COMPLAINT_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class AuditLog:
+    """One line for each event, written soon. `lost_lines` counts those that could not be written: a full disk ends no
+    service. A file that was moved away, as programs that rotate logs do, is begun again at its path.
+    """
+
+    def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
+        """`now`: seconds since 1970. Raises OSError where the file cannot be opened."""
+        self._path = path
+        self._now = now
+        self._file = _open(path)
+        # Anything else, a terminal say, is not rotated.
+        self._may_move = stat.S_ISREG(os.fstat(self._file).st_mode)
+        self._second = -1
+        self._refusals = self._left_out = 0
+        self._complained_at = -math.inf
+        # Lost by callers, and by the writer: each is counted on one thread.
+        self._not_taken = self._not_written = 0
+        self._closed = False
+        # None ends the writer.
+        self._waiting: queue.Queue[bytes | None] = queue.Queue(MAX_WAITING_LINES)
+        self._writer = threading.Thread(target=self._write_all, name="audit log", daemon=True)
+        self._writer.start()
+
+    @property
+    def lost_lines(self) -> int:
+        """Lines that could not be written."""
+        return self._not_taken + self._not_written
+
+    def refused(self, identity: str, peer: str, call: str, reason: str) -> None:
+        """A call was refused. `identity` is the caller's name, "" where it is not known."""
+        now = self._now()
+        self._enter(now)
+        if self._refusals < MAX_REFUSALS_A_SECOND:
+            self._refusals += 1
+            self._add(now, "refused", identity, peer, call, reason)
+        else:
+            self._left_out += 1
+
+    def called(self, identity: str, peer: str, call: str, reason: str = "") -> None:
+        """A known caller made a call that is recorded."""
+        now = self._now()
+        self._enter(now)
+        self._add(now, "called", identity, peer, call, reason)
+
+    def close(self) -> None:
+        """Adds how many refusals were left out, if any, waits for the last lines and closes the file. Idempotent."""
+        if self._closed:
+            return
+        self._add_left_out(self._now())
+        self._closed = True
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=CLOSE_S)
+            self._writer.join(CLOSE_S)
+        # A writer that a disk holds up ends with the process, and the file with it.
+        if not self._writer.is_alive():
+            os.close(self._file)
+
+    def _enter(self, now: float) -> None:
+        """Begins a second, in which refusals are written again."""
+        if int(now) != self._second:
+            self._add_left_out(now)
+            self._second, self._refusals = int(now), 0
+
+    def _add_left_out(self, now: float) -> None:
+        if self._left_out:
+            self._add(now, "refused", "", "", "", f"refusals left out: {self._left_out}")
+            self._left_out = 0
+
+    def _add(
+        self, now: float, event: Literal["refused", "called"], identity: str, peer: str, call: str, reason: str
+    ) -> None:
+        fields = {"identity": identity, "peer": peer, "call": call, "reason": reason}
+        clipped = {name: text[:MAX_FIELD_CHARACTERS] for name, text in fields.items()}
+        moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
+        # ASCII alone: control characters, other alphabets and halves of surrogate pairs are escaped.
+        line = (json.dumps({"time": moment, "event": event} | clipped) + "\n").encode("ascii")
+        try:
+            if self._closed:
+                raise queue.Full
+            self._waiting.put_nowait(line)
+        except queue.Full:
+            self._not_taken += 1
+            self._complain("more lines than the disk takes")
+
+    def _write_all(self) -> None:
+        """The writer's thread."""
+        while (line := self._waiting.get()) is not None:
+            try:
+                self._follow()
+                # One write for a line: with O_APPEND lines of two processes do not mix.
+                if os.write(self._file, line) < len(line):
+                    raise OSError("no room for a whole line")
+            except OSError as error:
+                self._not_written += 1
+                self._complain(str(error))
+
+    def _follow(self) -> None:
+        """Opens the file at the path where that is not the one that is open. Raises OSError."""
+        if not self._may_move:
+            return
+        try:
+            same = os.path.samestat(os.stat(self._path), os.fstat(self._file))
+        except FileNotFoundError:
+            same = False
+        if not same:
+            former, self._file = self._file, _open(self._path)
+            os.close(former)
+
+    def _complain(self, reason: str) -> None:
+        now = self._now()
+        # A clock that was set back counts as a minute gone.
+        if not 0 <= now - self._complained_at < COMPLAINT_S:
+            self._complained_at = now
+            _log.warning("audit log %s: %s; %d lines lost so far", self._path, reason, self.lost_lines)
+
+
+def _open(path: Path) -> int:
+    # Without O_NONBLOCK a named pipe that nobody reads would hold up the process.
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
+    # A file that was there may be open to others; a terminal or a pipe is the system's.
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        os.fchmod(file, FILE_MODE)
+    return file

@@ -1,0 +1,130 @@
+"""From what a caller shows, an authorization header or a client certificate, to its identity."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from pagekv.kvmanager.access.certificates import subject_of
+from pagekv.kvmanager.access.identities_file import Identities
+from pagekv.kvmanager.access.identity import Identity
+from pagekv.kvmanager.access.json_web_tokens import JsonWebTokens
+from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
+
+MAX_HEADER_CHARACTERS = 16 * 2**10
+# Of a subject in the words for its caller.
+MAX_SUBJECT_CHARACTERS = 256
+
+
+class _Known(NamedTuple):
+    """All that callers are held against, replaced as a whole."""
+
+    identities: Identities
+    tokens: JsonWebTokens | None
+
+
+class Authenticator:
+    """Identifies callers. `refusals` counts by reason those that were not known."""
+
+    def __init__(self, identities: Identities) -> None:
+        self.refusals: Counter[str] = Counter({reason.value: 0 for reason in RefusalReason})
+        self._known = _Known(identities, JsonWebTokens(identities.jwt) if identities.jwt is not None else None)
+        # Of token verifiers that were replaced, so that the count never falls.
+        self._earlier_failures = 0
+
+    @property
+    def refresh_failures(self) -> int:
+        """Attempts to read the issuer's key set that failed."""
+        tokens = self._known.tokens
+        return self._earlier_failures + (tokens.refresh_failures if tokens is not None else 0)
+
+    def replace(self, identities: Identities) -> None:
+        """From the next call on these count. An issuer that is the same keeps its keys. May be called on another
+        thread: a call that is being looked at goes on with what it began with.
+        """
+        old = self._known.tokens
+        if old is not None and old.settings != identities.jwt:
+            self._earlier_failures += old.refresh_failures
+            old = None
+        if old is None and identities.jwt is not None:
+            old = JsonWebTokens(identities.jwt)
+        self._known = _Known(identities, old)
+
+    async def identify(
+        self, authorization: str | None, certificate_pem: bytes | None, now: Callable[[], float] = time.time
+    ) -> Identity:
+        """The caller's identity. A header decides alone: a wrong one is refused, whatever the certificate. `now`: the
+        time that certificates are held against, in seconds since 1970. Raises UnknownCaller, an Unauthenticated.
+        """
+        known = self._known
+        try:
+            if authorization is not None:
+                return await _by_header(known, authorization)
+            if certificate_pem is not None:
+                return _by_certificate(known.identities, certificate_pem, now())
+        except UnknownCaller as error:
+            self.refusals[error.reason.value] += 1
+            raise
+        raise self.refusal(RefusalReason.NO_IDENTITY)
+
+    def refusal(self, reason: RefusalReason) -> UnknownCaller:
+        """The error for a caller that is refused for this reason, counted."""
+        self.refusals[reason.value] += 1
+        return UnknownCaller(reason)
+
+
+async def _by_header(known: _Known, authorization: str) -> Identity:
+    if len(authorization) > MAX_HEADER_CHARACTERS or not authorization.isascii():
+        raise UnknownCaller(RefusalReason.UNKNOWN_KEY)
+    scheme, _, rest = authorization.strip().partition(" ")
+    proof = rest.strip()
+    match scheme.lower():
+        case "bearer" if known.tokens is not None and proof.count(".") == 2:
+            return await known.tokens.verify(proof)
+        case "bearer":
+            return _by_key(known.identities, proof.encode())
+        case "basic":
+            return _by_name_and_key(known.identities, proof)
+    raise UnknownCaller(RefusalReason.UNKNOWN_KEY)
+
+
+def _by_name_and_key(identities: Identities, encoded: str) -> Identity:
+    """Basic authentication, as browsers do it. The name may be left out, but one that is not the key's is wrong."""
+    try:
+        name, _, key = base64.b64decode(encoded, validate=True).partition(b":")
+    except ValueError as error:
+        raise UnknownCaller(RefusalReason.UNKNOWN_KEY) from error
+    identity = _by_key(identities, key)
+    if name not in (b"", identity.name.encode()):
+        raise UnknownCaller(RefusalReason.UNKNOWN_KEY)
+    return identity
+
+
+def _by_key(identities: Identities, key: bytes) -> Identity:
+    # The time of this lookup depends on the digest alone. To learn a digest from it helps nobody: a caller cannot
+    # choose a key's digest, and no key is found from one, since keys are random and too long to try.
+    identity = identities.keys.get(hashlib.sha256(key).digest())
+    if identity is None:
+        raise UnknownCaller(RefusalReason.UNKNOWN_KEY)
+    return identity
+
+
+def _by_certificate(identities: Identities, pem: bytes, now: float) -> Identity:
+    try:
+        certificate = subject_of(pem)
+    except ValueError as error:
+        raise UnknownCaller(RefusalReason.UNKNOWN_CERTIFICATE) from error
+    identity = identities.certificates.get(certificate.subject)
+    if identity is None:
+        shown = "".join(each if each.isprintable() else "?" for each in certificate.subject[:MAX_SUBJECT_CHARACTERS])
+        words = f"certificate of {shown or 'an empty subject'} is not in the file of identities"
+        raise UnknownCaller(RefusalReason.UNKNOWN_CERTIFICATE, words)
+    # TLS looked at the dates once, when the connection began, which may have been long ago.
+    if not certificate.not_valid_before <= datetime.fromtimestamp(now, UTC) <= certificate.not_valid_after:
+        raise UnknownCaller(RefusalReason.EXPIRED_CERTIFICATE)
+    return identity

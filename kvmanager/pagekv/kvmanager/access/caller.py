@@ -1,0 +1,24 @@
+"""The caller of the call that a task answers."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from pagekv.kvmanager.access.identity import Identity, Role
+
+# None where nobody is asked for an identity.
+caller: ContextVar[Identity | None] = ContextVar("caller", default=None)
+
+
+def tenant_of_call() -> str:
+    """The tenant that the present call is for; "" where nobody is asked for an identity."""
+    known = caller.get()
+    return known.tenant if known is not None else ""
+
+
+def tenant_to_abort() -> str | None:
+    """The tenant of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
+    requests of this tenant alone, not its own and not those of others that it may act for.
+    """
+    known = caller.get()
+    return None if known is None or Role.OPERATE in known.roles else known.tenant

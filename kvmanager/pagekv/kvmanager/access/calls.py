@@ -1,0 +1,86 @@
+"""The table of calls and HTTP routes, and the role that each needs. A call that is not in it is nobody's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from pagekv.common.errors import PermissionDenied
+from pagekv.kvmanager.access.identity import Identity, Role
+
+_NAME_CHARACTERS = 256
+
+
+def _methods(service: str, names: str, role: Role | None) -> dict[str, Role | None]:
+    return {f"/{service}/{name}": role for name in names.split()}
+
+
+_INFERENCE, _CACHE, _OPERATOR = (f"pagekv.v1.{name}Service" for name in ("Inference", "Cache", "Operator"))
+_GATEWAY = "vllm.grpc.engine.VllmEngine"
+_HEALTH = "grpc.health.v1.Health"
+
+# Load balancers and orchestrators ask these without an identity; the answers have no more than a state.
+OPEN_CALLS = frozenset(_methods(_HEALTH, "Check Watch List", None))
+
+# None: every caller that is known.
+ROLE_OF_CALL: Mapping[str, Role | None] = MappingProxyType(
+    _methods(_INFERENCE, "Generate Abort Tokenize Detokenize GetModelInfo", Role.GENERATE)
+    | _methods(_CACHE, "LookupPrefix ExplainPrefix", Role.GENERATE)
+    | _methods(_CACHE, "PinPrefix ListPins UnpinPrefix", Role.OPERATE)
+    | _methods(_OPERATOR, "GetStats", Role.OBSERVE)
+    | _methods(
+        _OPERATOR, "ListRequests GetBlockTable ListBlocks ResetPrefixCache WatchEvents ListTenants", Role.OPERATE
+    )
+    | _methods(_GATEWAY, "HealthCheck GetModelInfo GetServerInfo GetTokenizer Generate Abort Embed", Role.GENERATE)
+    | _methods(_GATEWAY, "GetLoads", Role.OBSERVE)
+    | _methods(_GATEWAY, "FlushCache SubscribeKvEvents StartProfile StopProfile", Role.OPERATE)
+    | _methods("grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo", None)
+    | _methods("grpc.reflection.v1.ServerReflection", "ServerReflectionInfo", None)
+)
+
+# Operators end the requests of others, and need no prompts of their own for it.
+OPERATORS_TOO = frozenset((f"/{_INFERENCE}/Abort", f"/{_GATEWAY}/Abort"))
+
+# By method and the canonical form of aiohttp's resource, in which the files below /page are one.
+OPEN_ROUTES = frozenset({("GET", "/health"), ("GET", "/ready")})
+ROLE_OF_ROUTE: Mapping[tuple[str, str], Role] = MappingProxyType(
+    {
+        ("GET", "/metrics"): Role.OBSERVE,
+        ("GET", "/"): Role.OPERATE,
+        ("GET", "/page"): Role.OPERATE,
+        ("GET", "/api/stream"): Role.OPERATE,
+        ("GET", "/api/block/{block_id}"): Role.OPERATE,
+        ("GET", "/api/host-block/{block_id}"): Role.OPERATE,
+        ("GET", "/api/requests"): Role.OPERATE,
+        ("GET", "/api/request"): Role.OPERATE,
+        ("GET", "/api/tenants"): Role.OPERATE,
+        ("POST", "/api/explain"): Role.OPERATE,
+    }
+)
+
+
+def check_call(identity: Identity, method: str) -> None:
+    """Raises PermissionDenied unless a caller may make the call: `/package.Service/Method`."""
+    if method in OPEN_CALLS or (method in OPERATORS_TOO and Role.OPERATE in identity.roles):
+        return
+    if method not in ROLE_OF_CALL:
+        raise PermissionDenied(f"nobody may call {method[:_NAME_CHARACTERS]}")
+    _check_role(identity, ROLE_OF_CALL[method])
+
+
+def check_route(identity: Identity, method: str, pattern: str) -> None:
+    """Raises PermissionDenied unless a caller may ask for the route; HEAD is asked for as GET is. `pattern` is the
+    canonical form of its resource.
+    """
+    route = ("GET" if method == "HEAD" else method, pattern)
+    if route in OPEN_ROUTES:
+        return
+    if route not in ROLE_OF_ROUTE:
+        raise PermissionDenied(f"nobody may ask for {' '.join(route)[:_NAME_CHARACTERS]}")
+    _check_role(identity, ROLE_OF_ROUTE[route])
+
+
+def _check_role(identity: Identity, role: Role | None) -> None:
+    if role is not None and role not in identity.roles:
+        held = ", ".join(sorted(identity.roles)) or "none"
+        raise PermissionDenied(f"needs the role {role}; {identity.name} has {held}")

@@ -1,0 +1,46 @@
+"""Subject and dates of a client certificate. That a known authority signed it is checked by TLS, before any call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from functools import lru_cache
+
+from cryptography import x509
+
+MAX_PEM_BYTES = 64 * 2**10
+# Certificates that are read once, and not for each call of a connection.
+MAX_CACHED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Certificate:
+    """`subject` is the whole subject as RFC 4514 text, normalised; the dates are in UTC."""
+
+    subject: str
+    not_valid_before: datetime
+    not_valid_after: datetime
+
+
+@lru_cache(maxsize=MAX_CACHED)
+def subject_of(pem: bytes) -> Certificate:
+    """The certificate in these bytes; of several the first, as TLS sends the client's own first. Raises ValueError for
+    bytes that are none.
+    """
+    if len(pem) > MAX_PEM_BYTES:
+        raise ValueError(f"a certificate must have at most {MAX_PEM_BYTES} bytes, has {len(pem)}")
+    try:
+        read = x509.load_pem_x509_certificate(pem)
+        return Certificate(read.subject.rfc4514_string(), read.not_valid_before_utc, read.not_valid_after_utc)
+    except x509.InvalidVersion as error:
+        raise ValueError(str(error)) from error
+
+
+def normal_subject(text: str) -> str:
+    """RFC 4514 text of a subject as `subject_of` writes it. Raises ValueError for text that is none, and for an empty
+    subject.
+    """
+    name = x509.Name.from_rfc4514_string(text)
+    if not name.rdns:
+        raise ValueError("a subject has one attribute at least")
+    return name.rfc4514_string()

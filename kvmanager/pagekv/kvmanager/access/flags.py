@@ -1,0 +1,83 @@
+"""Flags that say who may use the manager."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagekv.common.flags import FlagParser, flag, flag_group
+from pagekv.common.loopback import open_to_others
+from pagekv.common.tls_flags import TlsConfig, check_tls
+
+
+@dataclass(frozen=True, slots=True)
+class AccessConfig:
+    """Checked values. Empty: none."""
+
+    tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
+    executor_ca: str = flag(
+        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --executor-cert, or "
+        "else --tls-cert, as this manager's certificate there",
+        default="",
+        metavar="FILE",
+    )
+    executor_cert: str = flag(
+        "certificate to show the executor (PEM), where it is not that of --tls-cert",
+        default="",
+        metavar="FILE",
+        needs="executor-ca",
+    )
+    executor_key: str = flag("its private key, without a passphrase", default="", metavar="FILE", needs="executor-cert")
+    identities: str = flag(
+        "API keys, client certificates and the issuer of tokens that are let in, and what each may do (TOML); whatever "
+        "is not in it is refused; read again when it changes",
+        default="",
+        metavar="FILE",
+    )
+    audit_log: str = flag(
+        "file for a JSON line of every call that was refused and every call of an operator",
+        default="",
+        metavar="FILE",
+        needs="identities",
+    )
+
+    tenants: str = flag(
+        "limits of each tenant, and namespaces that several share (TOML); tenants that are not in it, nor in its "
+        "[default], are refused; read again when it changes",
+        default="",
+        metavar="FILE",
+        needs="identities",
+    )
+    cluster_secret: str = flag(
+        "file with 32 random bytes or more, from which the digests of tenants' blocks are made: the same one for all "
+        "managers behind a gateway; without it each start draws its own",
+        default="",
+        metavar="FILE",
+        needs="identities",
+    )
+
+    @property
+    def protected(self) -> bool:
+        """Whether gRPC and HTTP are encrypted and let in only callers who are known."""
+        return bool(self.tls.tls_cert and self.identities)
+
+    def open_listeners(self, listeners: Mapping[str, str], events: Mapping[str, str]) -> dict[str, str]:
+        """Addresses, by the names of their flags, at which other machines can connect without TLS or a login.
+        `listeners` are those of gRPC and HTTP, `events` those of ZeroMQ, which has neither.
+        """
+        return open_to_others({**({} if self.protected else listeners), **events})
+
+
+def check_access(parser: FlagParser, config: AccessConfig, events: Mapping[str, str]) -> None:
+    """Ends the process with status 2, and one line, where flags do not go together."""
+    check_tls(parser, config.tls)
+    if bool(config.executor_cert) != bool(config.executor_key):
+        names = ("executor-cert", "executor-key")
+        there, missing = names if config.executor_cert else names[::-1]
+        parser.error(f"argument --{there}: needs --{missing}, too")
+    if config.tls.tls_client_ca and not config.identities:
+        parser.error("argument --tls-client-ca: needs --identities, which says what each certificate may do")
+    for name, endpoint in events.items():
+        if config.identities and endpoint and not endpoint.startswith("ipc://"):
+            words = "would show the prompts of all to whoever connects, beside --identities: take ipc://PATH"
+            parser.error(f"argument --{name}: {endpoint} {words}")

@@ -1,0 +1,157 @@
+"""The gate that every call of gRPC and every HTTP request passes before anything of it is looked at.
+
+authorization or certificate -> Authenticator -> Identity -> the table of roles -> its tenant -> `caller`, the handler
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pagekv.common.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from pagekv.common.watched_files import WatchedFiles
+from pagekv.kvmanager.access.audit_log import AuditLog
+from pagekv.kvmanager.access.authenticator import Authenticator
+from pagekv.kvmanager.access.caller import caller
+from pagekv.kvmanager.access.calls import (
+    OPEN_CALLS,
+    OPEN_ROUTES,
+    OPERATORS_TOO,
+    ROLE_OF_CALL,
+    ROLE_OF_ROUTE,
+    check_call,
+    check_route,
+)
+from pagekv.kvmanager.access.identities_file import read_identities
+from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.refusals import RefusalReason
+from pagekv.kvmanager.access.tenancy import TENANT, acting
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+# Of gRPC's metadata and of HTTP's headers.
+_AUTHORIZATION = "authorization"
+# Reasons of refusals to callers who are known.
+_NO_ROLE, _WRONG_TENANT = "no_role", "wrong_tenant"
+
+
+class _Attempt(NamedTuple):
+    """A call that asks to be let in: from where, what is called, and what it shows."""
+
+    peer: str
+    call: str
+    shown: Sequence[str]
+    named: Sequence[str]
+    certificate_pem: bytes | None
+
+
+class Gate:
+    """Lets in the callers of one file of identities, which is read again when it changes."""
+
+    def __init__(self, identities: Path, audit_log: AuditLog | None) -> None:
+        """Raises IdentitiesError where the file cannot be used."""
+        self.files = WatchedFiles("identities", [identities], self._reload)
+        self._path = identities
+        self._audit_log = audit_log
+        self._authenticator = Authenticator(read_identities(identities))
+        self._refusals: Counter[str] = Counter({_NO_ROLE: 0, _WRONG_TENANT: 0})
+
+    @property
+    def refusals(self) -> dict[str, int]:
+        """Calls and requests that were refused, by the reason."""
+        return {**self._authenticator.refusals, **self._refusals}
+
+    @property
+    def key_set_failures(self) -> int:
+        """Attempts to read the key set of tokens that failed."""
+        return self._authenticator.refresh_failures
+
+    @property
+    def lost_audit_lines(self) -> int | None:
+        """Lines of the audit log that could not be written; None without one."""
+        return self._audit_log.lost_lines if self._audit_log is not None else None
+
+    def close(self) -> None:
+        """Ends the audit log. Idempotent."""
+        if self._audit_log is not None:
+            self._audit_log.close()
+
+    def _reload(self) -> None:
+        self._authenticator.replace(read_identities(self._path))
+
+    async def admit_call(self, method: str, context: Any) -> None:
+        """Makes the caller of `method`, a full name, the one of this task. Raises Unauthenticated, PermissionDenied and
+        InvalidRequest.
+        """
+        caller.set(None)
+        if method in OPEN_CALLS:
+            return
+        metadata = context.invocation_metadata() or ()
+        # Bytes are no text, and no key and no tenant either.
+        shown, named = (
+            [value if isinstance(value, str) else "" for key, value in metadata if key == name]
+            for name in (_AUTHORIZATION, TENANT)
+        )
+        certificates = context.auth_context().get("x509_pem_cert", ())
+        attempt = _Attempt(context.peer(), method, shown, named, next(iter(certificates), None))
+        known = await self._let_in(attempt, lambda known: check_call(known, method))
+        # An operator may be ending another's request.
+        if ROLE_OF_CALL.get(method) is Role.OPERATE or (method in OPERATORS_TOO and Role.OPERATE in known.roles):
+            self._note_call(known, attempt)
+        caller.set(known)
+
+    async def admit_request(self, request: web.Request) -> None:
+        """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied and
+        InvalidRequest.
+        """
+        # One task answers all requests of a connection: the caller of the one before must not stay.
+        caller.set(None)
+        resource = request.match_info.route.resource
+        method = "GET" if request.method == "HEAD" else request.method
+        route = (method, resource.canonical if resource is not None else "")
+        if route in OPEN_ROUTES:
+            return
+        connection = request.transport.get_extra_info("ssl_object") if request.transport is not None else None
+        encoded = connection.getpeercert(binary_form=True) if connection is not None else None
+        certificate = ssl.DER_cert_to_PEM_cert(encoded).encode() if encoded else None
+        shown, named = (request.headers.getall(name, []) for name in (_AUTHORIZATION, TENANT))
+        call = f"{route[0]} {route[1] or request.path[:128]}"
+        attempt = _Attempt(request.remote or "", call, shown, named, certificate)
+        known = await self._let_in(attempt, lambda known: check_route(known, *route))
+        if ROLE_OF_ROUTE.get(route) is Role.OPERATE:
+            self._note_call(known, attempt)
+        caller.set(known)
+
+    async def _let_in(self, attempt: _Attempt, check: Callable[[Identity], None]) -> Identity:
+        """The caller, with the tenant that the call is for; `check` is of its roles."""
+        known: Identity | None = None
+        reason = _NO_ROLE
+        try:
+            known = await self._identify(attempt.shown, attempt.certificate_pem)
+            check(known)
+            reason = _WRONG_TENANT
+            return acting(known, attempt.named)
+        except (Unauthenticated, PermissionDenied, InvalidRequest) as error:
+            if known is not None:
+                self._refusals[reason] += 1
+            if self._audit_log is not None:
+                name = known.name if known is not None else ""
+                self._audit_log.refused(name, attempt.peer, attempt.call, str(error))
+            raise
+
+    async def _identify(self, authorizations: Sequence[str], certificate_pem: bytes | None) -> Identity:
+        """Raises Unauthenticated; also where authorization was sent twice, for a proxy between may have looked at the
+        other one.
+        """
+        if len(authorizations) > 1:
+            raise self._authenticator.refusal(RefusalReason.SENT_TWICE)
+        return await self._authenticator.identify(next(iter(authorizations), None), certificate_pem)
+
+    def _note_call(self, known: Identity, attempt: _Attempt) -> None:
+        if self._audit_log is not None:
+            reason = f"for the tenant {known.tenant}" if attempt.named else ""
+            self._audit_log.called(known.name, attempt.peer, attempt.call, reason)

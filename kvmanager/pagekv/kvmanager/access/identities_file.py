@@ -1,0 +1,287 @@
+"""The file of identities: API keys by their digests, client certificates by their subjects, an issuer of tokens.
+
+The file is read as a whole and checked field by field. Errors name the file and the field, and quote no secret.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pagekv.common.loopback import is_loopback
+from pagekv.kvmanager.access.certificates import normal_subject
+from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME, Identity, Role
+
+MAX_FILE_BYTES = 2**20
+MAX_IDENTITIES = 10_000
+MAX_TEXT_CHARACTERS = 1024
+MAX_LEEWAY_S = 300
+DEFAULT_LEEWAY_S = 60
+DEFAULT_ROLES_CLAIM = "roles"
+# Everything but reading and writing by the owner and reading by the group, which secrets of containers have.
+FORBIDDEN_MODE = 0o037
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
+_KINDS = {dict: "a table", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
+
+
+class IdentitiesError(ValueError):
+    """The file cannot be used: one line with the file, the field's path, what is wanted and what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class JwtSettings:
+    """The one issuer of JSON Web Tokens. `jwks` is its key set: the path of a file, or a URL."""
+
+    issuer: str
+    audience: str
+    jwks: Path | str
+    roles_claim: str = DEFAULT_ROLES_CLAIM
+    leeway_s: int = DEFAULT_LEEWAY_S
+    # The claim that names a token's tenant; "": the tenant is the caller's name.
+    tenant_claim: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Identities:
+    """A checked file: API keys by the 32 bytes of their SHA-256, certificates by their normalised subject."""
+
+    keys: Mapping[bytes, Identity]
+    certificates: Mapping[str, Identity]
+    jwt: JwtSettings | None = None
+
+
+def read_identities(path: Path) -> Identities:
+    """The identities in a file. Raises IdentitiesError."""
+    try:
+        document = _parse(_read(path))
+        _check_names("", document, ("keys", "certificates", "jwt"))
+        keys, certificates = (_table(name, document.get(name, {})) for name in ("keys", "certificates"))
+        count = len(keys) + len(certificates)
+        if count > MAX_IDENTITIES:
+            raise IdentitiesError(f"must have at most {MAX_IDENTITIES} identities, has {count}")
+        both = sorted(keys.keys() & certificates.keys())
+        if both:
+            raise IdentitiesError(f"certificates.{_clip(both[0])}: the name is taken by keys.{_clip(both[0])}")
+        jwt = _read_jwt(document["jwt"], path.parent) if "jwt" in document else None
+        if not count and jwt is None:
+            raise IdentitiesError("must have one identity at least: a table [keys.NAME], [certificates.NAME] or [jwt]")
+        return Identities(_read_keys(keys), _read_certificates(certificates), jwt)
+    except IdentitiesError as error:
+        raise IdentitiesError(f"{path}: {error}") from error
+
+
+def _read(path: Path) -> bytes:
+    """The bytes of a regular file that nobody else can change or read."""
+    try:
+        # Without O_NONBLOCK a named pipe would hold up the process here.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            # Of the file that was opened: the one at this path may be another a moment later.
+            found = os.fstat(file)
+            if not stat.S_ISREG(found.st_mode):
+                raise IdentitiesError("must be a regular file")
+            mode = stat.S_IMODE(found.st_mode)
+            if mode & FORBIDDEN_MODE:
+                raise IdentitiesError(
+                    f"must be closed to others, and to its group but for reading (chmod 640 or 600), has {mode:03o}"
+                )
+            with os.fdopen(file, "rb", closefd=False) as reader:
+                text = reader.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise IdentitiesError(f"cannot be read: {error.strerror}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise IdentitiesError(f"must have at most {MAX_FILE_BYTES} bytes")
+    return text
+
+
+def _parse(text: bytes) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise IdentitiesError(f"must be UTF-8, has another byte at {error.start}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise IdentitiesError(f"must be TOML: {_one_line(str(error))}") from error
+    except RecursionError as error:
+        raise IdentitiesError("must be TOML of few levels") from error
+
+
+def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
+    keys: dict[bytes, Identity] = {}
+    for name, value in tables.items():
+        field, table = _identity_table("keys", name, value, "sha256")
+        text = _typed(f"{field}.sha256", table.get("sha256"), str)
+        if not _DIGEST.fullmatch(text):
+            # Never quoted: it may be the key itself.
+            raise IdentitiesError(
+                f"{field}.sha256: must be the 64 hexadecimal digits of the key's SHA-256, got {len(text)} characters"
+            )
+        digest = bytes.fromhex(text)
+        if digest in keys:
+            raise IdentitiesError(f"{field}.sha256: is that of keys.{keys[digest].name}, too; keys must differ")
+        keys[digest] = _read_identity(field, name, table)
+    return keys
+
+
+def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
+    certificates: dict[str, Identity] = {}
+    for name, value in tables.items():
+        field, table = _identity_table("certificates", name, value, "subject")
+        text = _text(f"{field}.subject", table.get("subject"))
+        try:
+            subject = normal_subject(text)
+        except ValueError as error:
+            raise IdentitiesError(
+                f"{field}.subject: must be a whole subject as RFC 4514 writes it, such as CN=alice,O=example, "
+                f"got {_quote(text)}"
+            ) from error
+        if subject in certificates:
+            raise IdentitiesError(
+                f"{field}.subject: is that of certificates.{certificates[subject].name}, too; subjects must differ"
+            )
+        certificates[subject] = _read_identity(field, name, table)
+    return certificates
+
+
+def _read_jwt(value: Any, folder: Path) -> JwtSettings:
+    table = _table("jwt", value)
+    _check_names("jwt", table, ("issuer", "audience", "jwks", "roles_claim", "tenant_claim", "leeway_s"))
+    leeway_s = _typed("jwt.leeway_s", table.get("leeway_s", DEFAULT_LEEWAY_S), int)
+    if not 0 <= leeway_s <= MAX_LEEWAY_S:
+        raise IdentitiesError(f"jwt.leeway_s: must be from 0 to {MAX_LEEWAY_S}, got {leeway_s}")
+    return JwtSettings(
+        issuer=_text("jwt.issuer", table.get("issuer")),
+        audience=_text("jwt.audience", table.get("audience")),
+        jwks=_read_jwks(_text("jwt.jwks", table.get("jwks")), folder),
+        roles_claim=_text("jwt.roles_claim", table.get("roles_claim", DEFAULT_ROLES_CLAIM)),
+        tenant_claim=_text("jwt.tenant_claim", table["tenant_claim"]) if "tenant_claim" in table else "",
+        leeway_s=leeway_s,
+    )
+
+
+def _read_jwks(text: str, folder: Path) -> Path | str:
+    """A path, or a URL from which keys cannot be swapped on the way."""
+    if "://" not in text:
+        return folder / text
+    try:
+        parts = urlsplit(text)
+        host = parts.hostname or ""
+        valid = bool(host) and parts.port != 0 and "@" not in parts.netloc and not parts.fragment and text.isascii()
+    except ValueError:
+        valid = False
+    if not valid or " " in text or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))):
+        # A URL with a password in it is quoted without.
+        shown = _quote(text) if "@" not in text else "one with a user or password"
+        raise IdentitiesError(
+            f"jwt.jwks: must be the path of a file or an https URL, or http to an address of loopback, got {shown}"
+        )
+    return text
+
+
+def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
+    """The caller of a table, but for how it proves its name."""
+    roles = _read_roles(field, table.get("roles"))
+    tenant = _tenant(f"{field}.tenant", table.get("tenant", name))
+    if (Role.ACT_FOR in roles) != ("act_for" in table):
+        words = "must list tenants, for the role act-for" if Role.ACT_FOR in roles else "is for the role act-for alone"
+        raise IdentitiesError(f"{field}.act_for: {words}")
+    return Identity(
+        name, roles, tenant, _read_act_for(f"{field}.act_for", table["act_for"]) if "act_for" in table else frozenset()
+    )
+
+
+def _read_act_for(field: str, value: Any) -> frozenset[str]:
+    listed = _typed(field, value, list)
+    if not listed:
+        raise IdentitiesError(f'{field}: must have one tenant at least, or be ["{ANY_TENANT}"] for any, is empty')
+    if listed == [ANY_TENANT]:
+        return frozenset(listed)
+    return frozenset(_tenant(f"{field}[{index}]", tenant) for index, tenant in enumerate(listed))
+
+
+def _tenant(field: str, value: Any) -> str:
+    text: str = _typed(field, value, str)
+    if not TENANT_NAME.fullmatch(text):
+        raise IdentitiesError(f"{field}: must be 1 to 64 characters of [A-Za-z0-9._-], got {_quote(text)}")
+    return text
+
+
+def _read_roles(field: str, value: Any) -> frozenset[Role]:
+    names = _typed(f"{field}.roles", value, list)
+    known = [role.value for role in Role]
+    for index, name in enumerate(names):
+        if name not in known:
+            shown = _quote(name) if isinstance(name, str) else _kind(name)
+            raise IdentitiesError(f"{field}.roles[{index}]: must be one of {', '.join(known)}, got {shown}")
+    if not names:
+        raise IdentitiesError(f"{field}.roles: must have one of {', '.join(known)} at least, is empty")
+    return frozenset(map(Role, names))
+
+
+def _identity_table(kind: str, name: str, value: Any, proof: str) -> tuple[str, dict[str, Any]]:
+    """The path of an identity's table, and the table."""
+    if not _NAME.fullmatch(name):
+        raise IdentitiesError(f"{kind}: names must be 1 to 64 characters of [A-Za-z0-9._-], got {_quote(name)}")
+    # TOML splits [keys.a.b] at each point, so a name with points is written between quotes.
+    field = f'{kind}."{name}"' if "." in name else f"{kind}.{name}"
+    table = _table(field, value)
+    _check_names(field, table, (proof, "roles", "tenant", "act_for"))
+    return field, table
+
+
+def _check_names(field: str, table: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise IdentitiesError(f"{field + '.' if field else ''}{_clip(name)}: is not known; {advice}")
+
+
+def _table(field: str, value: Any) -> dict[str, Any]:
+    table: dict[str, Any] = _typed(field, value, dict)
+    return table
+
+
+def _text(field: str, value: Any) -> str:
+    text: str = _typed(field, value, str)
+    if not 1 <= len(text) <= MAX_TEXT_CHARACTERS or not text.isprintable():
+        raise IdentitiesError(
+            f"{field}: must be from 1 to {MAX_TEXT_CHARACTERS} printable characters, got {_quote(text)}"
+        )
+    return text
+
+
+def _typed(field: str, value: Any, kind: type) -> Any:
+    """The value, which is of this type and not merely of a subtype, as a boolean is of numbers."""
+    if value is None:
+        raise IdentitiesError(f"{field}: must be {_KINDS[kind]}, is not there")
+    if type(value) is not kind:
+        raise IdentitiesError(f"{field}: must be {_KINDS[kind]}, got {_kind(value)}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "a date or time")
+
+
+def _quote(text: str) -> str:
+    return repr(text) if len(text) <= 64 else f"{text[:64]!r}... ({len(text)} characters)"
+
+
+def _clip(name: str) -> str:
+    """A name in a field's path: as it is, or quoted where it would not read as one."""
+    return name if _NAME.fullmatch(name) else _quote(name)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:200]

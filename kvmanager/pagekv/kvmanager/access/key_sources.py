@@ -1,0 +1,129 @@
+"""Where the key set of tokens comes from, and when it is read again. When reading fails the last good set stays: an
+issuer's outage locks nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES, KeySet, read_key_set
+from pagekv.kvmanager.access.key_set_download import LIMIT_S, KeySetDownloadError, download_key_set
+
+# Seconds after which a set from a URL is read again, and between two attempts at least: tokens that name unknown keys
+# cost nothing to make.
+REFRESH_S = 300.0
+RETRY_S = 30.0
+
+_log = logging.getLogger(__name__)
+
+
+class KeySource(Protocol):
+    """A key set that may change. `refresh_failures` counts attempts to read it that failed."""
+
+    refresh_failures: int
+
+    def current(self) -> KeySet | None:
+        """The set as far as it is known without waiting; None before the first good one."""
+
+    async def newer(self) -> KeySet | None:
+        """The set after reading it again, where that is due: for a token that names a key which is not in it."""
+
+
+def key_source(jwks: Path | str) -> KeySource:
+    """The source of a path or a URL."""
+    return KeySetFile(jwks) if isinstance(jwks, Path) else KeySetUrl(jwks)
+
+
+class KeySetFile:
+    """A file, read again when it is another one or was written to."""
+
+    def __init__(self, path: Path) -> None:
+        self.refresh_failures = 0
+        self._path = path
+        self._keys: KeySet | None = None
+        # Of the file that was last tried, good or bad; () before the first.
+        self._seen: tuple[int, ...] | None = ()
+
+    def current(self) -> KeySet | None:
+        """Looks at the file's state, and reads the file only where that is another than before."""
+        seen = self._state()
+        if seen != self._seen:
+            self._seen = seen
+            try:
+                self._keys = _kept(self._keys, read_key_set(self._read()))
+            except (OSError, ValueError) as error:
+                self.refresh_failures += 1
+                _log.warning("key set of tokens: %s: %s", self._path, error)
+        return self._keys
+
+    async def newer(self) -> KeySet | None:
+        return self.current()
+
+    def _state(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self._path)
+        except OSError:
+            return None
+        return (found.st_mtime_ns, found.st_size, found.st_ino, found.st_dev)
+
+    def _read(self) -> bytes:
+        if not self._path.is_file():
+            raise FileNotFoundError("must be a regular file")
+        with self._path.open("rb") as file:
+            return file.read(MAX_KEY_SET_BYTES + 1)
+
+
+class KeySetUrl:
+    """A URL, read in a thread; there is one attempt at a time, for which all who wait for it wait."""
+
+    def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.refresh_failures = 0
+        self._url = url
+        self._clock = clock
+        self._keys: KeySet | None = None
+        self._read_at = self._tried_at = -math.inf
+        self._refresh: asyncio.Task[None] | None = None
+
+    def current(self) -> KeySet | None:
+        """The last set. One that is old is read again behind the caller's back, which need not wait for it."""
+        if self._keys is not None and self._clock() - self._read_at >= REFRESH_S:
+            self._start()
+        return self._keys
+
+    async def newer(self) -> KeySet | None:
+        self._start()
+        if self._refresh is not None:
+            # Not cancelled with the caller, since others wait for it too.
+            await asyncio.wait({self._refresh}, timeout=LIMIT_S)
+        return self._keys
+
+    def _start(self) -> None:
+        if self._refresh is not None and not self._refresh.done():
+            return
+        now = self._clock()
+        self._refresh = None
+        if now - self._tried_at >= RETRY_S:
+            self._tried_at = now
+            self._refresh = asyncio.get_running_loop().create_task(self._load())
+
+    async def _load(self) -> None:
+        try:
+            keys = await asyncio.to_thread(lambda: read_key_set(download_key_set(self._url)))
+        except (KeySetDownloadError, ValueError, RuntimeError) as error:  # RuntimeError: no thread can be started
+            self.refresh_failures += 1
+            _log.warning("key set of tokens: %s: %s", self._url, error)
+        else:
+            self._keys = _kept(self._keys, keys)
+            self._read_at = self._clock()
+
+
+def _kept(old: KeySet | None, new: KeySet) -> KeySet:
+    """The old set where it is the same, so that what was verified with it stays verified."""
+    return old if old is not None and old.digest == new.digest else new

@@ -1,0 +1,112 @@
+"""TLS and the gate of a manager, opened as its flags say. Nothing is imported that no flag asks for."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pagekv.kvmanager.access.flags import AccessConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    import grpc
+    from aiohttp import web
+
+    from pagekv.common.server import Admit
+    from pagekv.common.tls import Tls
+    from pagekv.common.watched_files import WatchedFiles
+    from pagekv.kvmanager.access.gate import Gate
+
+# Of the cluster's secret.
+MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 1024
+
+
+class CannotProtect(Exception):
+    """A file of TLS or of identities cannot be used; the message is one line that names file and field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """TLS and gate of a manager. Without `tls` nothing is encrypted, without `gate` everybody may call everything."""
+
+    tls: Tls | None = None
+    gate: Gate | None = None
+    # Digests of blocks are made with it; empty where nobody is asked for an identity.
+    secret: bytes = b""
+    # The file of tenants, where there is one.
+    tenants: WatchedFiles | None = None
+
+    @property
+    def files(self) -> list[WatchedFiles]:
+        """The files to be watched while the manager runs."""
+        read_here = [each.files for each in (self.tls, self.gate) if each is not None]
+        return read_here if self.tenants is None else [*read_here, self.tenants]
+
+    @property
+    def admit_call(self) -> Admit | None:
+        """Decides about calls of gRPC; None: all are let in."""
+        return self.gate.admit_call if self.gate is not None else None
+
+    @property
+    def admit_request(self) -> Callable[[web.Request], Awaitable[None]] | None:
+        """Decides about HTTP requests; None: all are let in."""
+        return self.gate.admit_request if self.gate is not None else None
+
+    def close(self) -> None:
+        """Ends the audit log, behind the last call. Idempotent."""
+        if self.gate is not None:
+            self.gate.close()
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """For the port of gRPC; None: no TLS."""
+        return self.tls.server_credentials() if self.tls is not None and self.tls.serves else None
+
+    def http_context(self) -> ssl.SSLContext | None:
+        """For the port of HTTP; None: no TLS."""
+        return self.tls.http_context() if self.tls is not None and self.tls.serves else None
+
+    def executor_credentials(self) -> grpc.ChannelCredentials | None:
+        """For a connection to an executor, of the files as they are now; None: no TLS."""
+        return self.tls.channel_credentials() if self.tls is not None else None
+
+
+def open_access(config: AccessConfig) -> Access:
+    """Reads the files that the flags name. Raises CannotProtect."""
+    tls: Tls | None = None
+    gate: Gate | None = None
+    secret = b""
+    try:
+        if config.tls.tls_cert or config.executor_ca:
+            from pagekv.common.tls import PairFiles, Tls
+
+            own = PairFiles("executor-cert", config.executor_cert, "executor-key", config.executor_key)
+            tls = Tls(config.tls, ("executor-ca", config.executor_ca), own if config.executor_cert else None)
+        if config.identities:
+            from pagekv.kvmanager.access.audit_log import AuditLog
+            from pagekv.kvmanager.access.gate import Gate
+
+            gate = Gate(Path(config.identities), AuditLog(Path(config.audit_log)) if config.audit_log else None)
+            secret = _read_secret(Path(config.cluster_secret)) if config.cluster_secret else secrets.token_bytes(32)
+    except ImportError as error:
+        raise CannotProtect(f"TLS and --identities need {error.name}: pip install 'pagekv[manager]'") from error
+    except (OSError, ValueError) as error:
+        raise CannotProtect(str(error)) from error
+    return Access(tls, gate, secret)
+
+
+def _read_secret(path: Path) -> bytes:
+    """Raises CannotProtect."""
+    with path.open("rb") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if mode & 0o037:
+            raise CannotProtect(f"--cluster-secret {path}: others can read or change it (mode {mode & 0o777:o})")
+        secret = file.read(MAX_SECRET_BYTES + 1)
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        words = f"must have from {MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes, has {len(secret)}"
+        raise CannotProtect(f"--cluster-secret {path}: {words}")
+    return secret

@@ -1,0 +1,88 @@
+"""Tenants as operators see them: the limits of each, its use now, and what it took since the manager started."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from operator import attrgetter
+
+from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.tenants.accounts import Account
+from pagekv.kvmanager.tenants.limits import TenantLimits
+from pagekv.v1 import operator_service_pb2 as pb
+
+# Tenants that are written at once: more than a millisecond's work.
+TENANTS_AT_ONCE = 256
+# Limits that are called the same in the contract, where one that is None is absent.
+_COUNTS = (
+    "max_running",
+    "max_waiting",
+    "tokens_per_minute",
+    "max_blocks",
+    "max_pinned_blocks",
+    "max_watchers",
+    "tokenized_bytes_per_second",
+)
+
+
+def tenant_blocks(state: EngineState) -> list[tuple[Account, int]]:
+    """Every tenant's account, and blocks of the device that are its own: 0 before an executor is attached."""
+    order = None if state.scheduler is None else state.scheduler.pool.tenants
+    return [
+        (account, 0 if order is None else order.footprint(account.tenant.number)) for account in state.accounts.all()
+    ]
+
+
+async def tenant_list(state: EngineState) -> pb.ListTenantsResponse:
+    """The tenants by name; requests and blocks are of the moment of the call, and of many tenants what they took is
+    read with turns of the event loop in between. Raises Unavailable before the first attachment.
+    """
+    running, waiting = _requests(state, state.serving())
+    found = sorted(tenant_blocks(state), key=lambda each: each[0].tenant.name)
+    answer = pb.ListTenantsResponse()
+    for start in range(0, len(found), TENANTS_AT_ONCE):
+        if start:
+            await asyncio.sleep(0)
+        answer.tenants.extend(
+            _info(account, blocks, running[account.tenant.number], waiting[account.tenant.number])
+            for account, blocks in found[start : start + TENANTS_AT_ONCE]
+        )
+    return answer
+
+
+def _requests(state: EngineState, scheduler: Scheduler) -> tuple[Counter[int], Counter[int]]:
+    """Requests by their tenant's number: those of which a sequence holds blocks, and the other live ones."""
+    holding = {sequence.request for sequence in scheduler.running}
+    live = Counter(map(attrgetter("tenant"), state.live.all()))
+    running = Counter(map(attrgetter("tenant"), holding))
+    return running, live - running
+
+
+def _info(account: Account, blocks: int, running: int, waiting: int) -> pb.TenantInfo:
+    limits, usage = account.limits, account.usage
+    info = pb.TenantInfo(
+        name=account.tenant.name,
+        weight=limits.weight,
+        any_adapter=limits.adapters is None,
+        adapters=sorted(limits.adapters or ()),
+        floor_blocks=limits.floor_blocks,
+        running_requests=running,
+        waiting_requests=waiting,
+        blocks=blocks,
+        watchers=account.watchers,
+        requests_total=usage.requests,
+        prompt_tokens_total=usage.prompt_tokens,
+        cached_tokens_total=usage.cached_tokens,
+        output_tokens_total=usage.output_tokens,
+        block_seconds_total=usage.block_seconds,
+        refusals_total=usage.refusals,
+        **_counts(limits),
+    )
+    if limits.priorities is not None:
+        info.min_priority, info.max_priority = limits.priorities
+    return info
+
+
+def _counts(limits: TenantLimits) -> dict[str, int]:
+    return {name: most for name in _COUNTS if (most := getattr(limits, name)) is not None}

@@ -1,0 +1,255 @@
+"""Free blocks where several tenants share a pool: the blocks that each may lose, and to whom (DESIGN 5).
+
+Every block that is held or cached belongs to one tenant, for whom it was allocated, whoever hits it; the blocks of a
+tenant are its footprint. Free blocks without content belong to nobody and are given away first. Then the tenant with
+the largest footprint / weight loses its next one, again and again: the taker any that is free, others only what they
+have above their floor. In each tenant the order is that of `EvictionOrder`, with the tenant's share of the protected
+blocks. No clock is looked at, so equal histories evict equally.
+
+A block that follows another tenant's in its chain leaves the table with that one, whatever its owner's floor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.kvcache.eviction_policy import Blocks, EvictionOrder, protected_depth
+from pagekv.kvmanager.kvcache.eviction_quotas import eviction_quotas
+from pagekv.kvmanager.kvcache.growing_queue import GrowingQueue, Positions
+
+MAX_TENANT = 32_767
+_NOBODY = -1
+
+
+def fitted_floors(floors: Mapping[int, int], num_blocks: int) -> dict[int, int]:
+    """The floors, all made smaller alike where they are more than a pool of so many blocks."""
+    total = max(num_blocks, sum(floors.values()))
+    return {number: floor * num_blocks // total for number, floor in floors.items()}
+
+
+class _TenantBlocks(EvictionOrder):
+    """The free cached blocks of one tenant."""
+
+    def __init__(self, number: int, position: Positions, proven: NDArray[np.bool_]) -> None:
+        self.share(0)
+        self._probation = GrowingQueue(position, 2 * number + 1)
+        self._protected = GrowingQueue(position, 2 * number + 2)
+        self._proven = proven
+
+    def share(self, capacity: int) -> None:
+        """At most so many are protected from now on."""
+        self.capacity, self.depth = capacity, protected_depth(capacity)
+
+
+class TenantOrder:
+    """Free blocks of several tenants. A block costs 11 bytes, and up to 16 while it is free, however many tenants there
+    are; a tenant some hundred bytes.
+    """
+
+    def __init__(self, order: EvictionOrder, published: NDArray[np.bool_]) -> None:
+        """Takes over from an order, which must not be used any more: every block that is held or cached is tenant 0's.
+        `published`: whether a block is in the prefix table; the table's column, read only.
+        """
+        self._published = published
+        self._proven = order.proven
+        self._num_protected = order.capacity
+        num_blocks = len(published)
+        self._position: Positions = np.full(num_blocks, -1, np.int64)
+        self._owner = np.zeros(num_blocks, np.int16)
+        self._blank = GrowingQueue(self._position, 0)
+        self._orders: list[_TenantBlocks] = []
+        # By tenant: blocks held and cached, those of them that are free, and what was configured.
+        self._footprint = np.zeros(0, np.int64)
+        self._cached = np.zeros(0, np.int64)
+        self._weight = np.zeros(0)
+        self._floor = np.zeros(0, np.int64)
+        self._has_floors = False
+        self._reach(0)
+        self._footprint[0] = num_blocks
+        self._num_cached = 0
+        self.append(np.fromiter(order, np.int32, len(order)))
+
+    def __len__(self) -> int:
+        return len(self._blank) + self._num_cached
+
+    def __iter__(self) -> Iterator[int]:
+        """Blocks without content, then tenant by tenant in eviction order."""
+        yield from self._blank
+        for each in self._orders:
+            yield from each
+
+    # -- configuration
+
+    def configure(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
+        """Weights and floors by tenant, instead of all before; 1 and 0 where there is none. Raises ValueError."""
+        num_blocks = len(self._owner)
+        for number, weight in weights.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise ValueError(f"weight of tenant {number}: must be above 0, got {weight}")
+        for number, floor in floors.items():
+            if floor < 0:
+                raise ValueError(f"floor of tenant {number}: must be 0 blocks or more, got {floor}")
+        if sum(floors.values()) > num_blocks:
+            raise ValueError(f"floors: {sum(floors.values())} blocks together, the pool has {num_blocks}")
+        numbers = [*weights, *floors]
+        if numbers and min(numbers) < 0:
+            raise ValueError(f"tenant {min(numbers)}: numbers begin at 0")
+        self._reach(max(numbers, default=0))
+        self._weight[:] = 1
+        self._floor[:] = 0
+        self._weight[[*weights]] = [*weights.values()]
+        self._floor[[*floors]] = [*floors.values()]
+        self._has_floors = bool(self._floor.any())
+
+    def _reach(self, number: int) -> None:
+        """Makes room for tenants up to this one."""
+        more = number + 1 - len(self._orders)
+        if more <= 0:
+            return
+        if number > MAX_TENANT:
+            raise ValueError(f"tenant {number}: numbers end at {MAX_TENANT}")
+        self._orders += [
+            _TenantBlocks(each, self._position, self._proven) for each in range(len(self._orders), number + 1)
+        ]
+        self._footprint = np.append(self._footprint, np.zeros(more, np.int64))
+        self._cached = np.append(self._cached, np.zeros(more, np.int64))
+        self._weight = np.append(self._weight, np.ones(more))
+        self._floor = np.append(self._floor, np.zeros(more, np.int64))
+
+    # -- asking
+
+    def footprint(self, tenant: int) -> int:
+        """Blocks of this tenant, held and cached."""
+        return int(self._footprint[tenant]) if tenant < len(self._orders) else 0
+
+    def owner(self, block: int) -> int | None:
+        """The tenant of a block that is held or cached; None for others."""
+        owner = int(self._owner[block])
+        return None if owner == _NOBODY else owner
+
+    def num_free_for(self, tenant: int, touched: Blocks) -> int:
+        """Blocks that can be allocated for this tenant, once these free blocks, none named twice, are held."""
+        free = len(self) - len(touched)
+        if not self._has_floors:
+            return free
+        cached, held = self._cached, self._footprint - self._cached
+        if len(touched):
+            counts = self._counts(touched)
+            cached, held = cached - counts, held + counts
+        protected = np.minimum(cached, np.maximum(self._floor - held, 0))
+        own = int(protected[tenant]) if tenant < len(protected) else 0
+        return free - int(protected.sum()) + own
+
+    def most_for(self, tenant: int, held: Blocks) -> int:
+        """Blocks that one request of this tenant can come to hold while others hold these alone, whatever is cached."""
+        counts = self._counts(held)
+        taken = np.maximum(counts, self._floor)
+        if tenant < len(taken):
+            taken[tenant] = counts[tenant]
+        return len(self._owner) - int(taken.sum())
+
+    def floors_beside(self, tenant: int) -> int:
+        """The floors of all others."""
+        return int(self._floor.sum()) - (int(self._floor[tenant]) if tenant < len(self._floor) else 0)
+
+    def yields(self, tenant: int, taker: int) -> bool:
+        """Whether blocks that a request of `tenant` gives back can be the taker's; else its floor keeps them."""
+        return tenant == taker or self._footprint[tenant] > self._floor[tenant]
+
+    def _counts(self, blocks: Blocks) -> NDArray[np.int64]:
+        """How many of these blocks, which have owners, each tenant has."""
+        return np.bincount(self._owner[blocks], minlength=len(self._orders))
+
+    # -- changing
+
+    def take(self, count: int, tenant: int, *, over_floors: bool = False) -> Blocks:
+        """`count` blocks, which are the tenant's and held from now on; the caller knows that it can have so many.
+        `over_floors`: the floors of others are nothing this time.
+        """
+        self._reach(tenant)
+        taken = [self._blank.pop(min(count, len(self._blank)))]
+        left = count - len(taken[0])
+        if left:
+            floors = 0 if over_floors else self._floor
+            allowed = np.clip(self._footprint - floors, 0, self._cached)
+            allowed[tenant] = self._cached[tenant]
+            # The taker's when it has all but one: block by block it would evict in the very same way.
+            footprint = self._footprint.copy()
+            footprint[tenant] += count - 1
+            quotas = eviction_quotas(left, footprint, self._weight, allowed, tenant)
+            numbers = np.flatnonzero(quotas).tolist()
+            taken += [self._orders[number].pop(int(quotas[number])) for number in numbers]
+            self._footprint -= quotas
+            self._cached -= quotas
+            self._num_cached -= left
+        blocks = taken[0] if len(taken) == 1 else np.concatenate(taken)
+        self._owner[blocks] = tenant
+        self._footprint[tenant] += count
+        return blocks
+
+    def append(self, blocks: Blocks) -> None:
+        """Puts blocks that became free, the deepest of a chain first, behind the others of their owner; those without
+        content are nobody's from now on.
+        """
+        published = self._published[blocks]
+        blank = blocks[~published]
+        if len(blank):
+            self._footprint -= self._counts(blank)
+            self._owner[blank] = _NOBODY
+            self._proven[blank] = False
+            self._blank.append(blank)
+            blocks = blocks[published]
+        if not len(blocks):
+            return
+        self._num_cached += len(blocks)
+        counts = self._counts(blocks)
+        self._cached += counts
+        weights = float(self._weight[self._footprint > 0].sum())
+        for number, mine in self._divided(blocks, counts):
+            order = self._orders[number]
+            order.share(int(self._num_protected * (float(self._weight[number]) / weights)))
+            order.append(mine)
+
+    def remove(self, blocks: Blocks) -> None:
+        """Removes free cached blocks that are held again."""
+        counts = self._counts(blocks)
+        for number, mine in self._divided(blocks, counts):
+            self._orders[number].remove(mine)
+        self._cached -= counts
+        self._num_cached -= len(blocks)
+
+    def _divided(self, blocks: Blocks, counts: NDArray[np.int64]) -> Iterator[tuple[int, Blocks]]:
+        """The blocks of each tenant, in order; `counts` of them."""
+        numbers = np.flatnonzero(counts).tolist()
+        if len(numbers) == 1:
+            yield numbers[0], blocks
+            return
+        owners = self._owner[blocks]
+        for number in numbers:
+            yield number, blocks[owners == number]
+
+    def hit(self, blocks: Blocks) -> None:
+        """As in `EvictionOrder`, by the order of the tenant whose block is the first."""
+        if len(blocks):
+            self._orders[int(self._owner[blocks[0]])].hit(blocks)
+
+    def invalidate(self, blocks: Blocks) -> None:
+        """The content of these blocks, free or held, is void; free ones are nobody's from now on."""
+        fallen = blocks[(self._position[blocks] >= 0) & (self._owner[blocks] != _NOBODY)]
+        if len(fallen):
+            self.remove(fallen)
+            self._footprint -= self._counts(fallen)
+            self._owner[fallen] = _NOBODY
+            self._blank.append(fallen)
+        self._proven[blocks] = False
+
+    def supersede(self, blocks: Sequence[int], heirs: Sequence[int]) -> None:
+        """Held blocks `heirs` have the content of these from now on, and count as proven where it was."""
+        if blocks:
+            old = np.array(blocks, np.int32)
+            self._proven[[heir for heir, proven in zip(heirs, self._proven[old], strict=True) if proven]] = True
+            self.invalidate(old)

@@ -1,0 +1,42 @@
+"""Metrics of TLS and of the gate: when the certificate ends, files and key sets that could not be used, calls that were
+refused, lines of the audit log that were lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from pagekv.kvmanager.access.opening import Access
+
+
+class AccessCollector(Collector):
+    """Nothing for what no flag turns on."""
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+
+    def collect(self) -> Iterator[Metric]:
+        access = self._access
+        if access.tls is not None and access.tls.not_after is not None:
+            text = "When the manager's certificate ends, in seconds since 1970"
+            yield GaugeMetricFamily("pagekv_certificate_end_seconds", text, access.tls.not_after.timestamp())
+        if access.files:
+            text = "Changed files that could not be used, while what was read before stayed"
+            failures = CounterMetricFamily("pagekv_reload_failures", text, labels=["files"])
+            for files in access.files:
+                failures.add_metric([files.what], files.failures)
+            yield failures
+        if access.gate is not None:
+            refused = CounterMetricFamily("pagekv_refused_calls", "Calls that were refused, by why", labels=["reason"])
+            for reason, count in access.gate.refusals.items():
+                refused.add_metric([reason], count)
+            yield refused
+            text = "Attempts to read the key set of tokens that failed, while the one before stayed"
+            yield CounterMetricFamily("pagekv_key_set_failures", text, access.gate.key_set_failures)
+            if (lost := access.gate.lost_audit_lines) is not None:
+                text = "Lines of the audit log that could not be written"
+                yield CounterMetricFamily("pagekv_lost_audit_lines", text, lost)

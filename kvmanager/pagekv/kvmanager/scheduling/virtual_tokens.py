@@ -1,0 +1,96 @@
+"""Fairness among tenants: weighted virtual token counters (Sheng et al., Fairness in Serving Large Language Models,
+OSDI 2024, algorithms 2 and 4).
+
+A tenant's counter has the tokens that it was served, divided by its weight. The waiting tenant with the lowest counter
+is served next. A tenant that comes back is lifted to the lowest counter of those that wait, so an idle time is no
+credit; it is lowered never, so a burst is paid for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Tokens of a prompt are computed many at a time. An output token costs a pass of its own (section 4.1 there: 1 and 2).
+INPUT_COST = 1.0
+OUTPUT_COST = 2.0
+
+
+class VirtualTokens:
+    """The counters, by a tenant's number. With one tenant nothing is counted.
+
+    While two tenants of weight 1 wait without a pause, what they are served differs by 2 max(INPUT_COST * P,
+    OUTPUT_COST * M) at most (theorem 4.4 there), P being the tokens of the longest prompt and M those that running
+    sequences may have: the slots of the pool. With other weights that is so of what each is served divided by its
+    weight. Tokens found in the prefix cache are not counted, nor those computed again after a preemption.
+    """
+
+    def __init__(self) -> None:
+        self._counters = np.zeros(1)
+        self._weights = np.ones(1)
+        # Output tokens of each tenant in all, [number].
+        self.outputs = np.zeros(1, np.int64)
+        # The counter of the last tenant that had nothing waiting any more.
+        self._floor = 0.0
+        # Whether there is more than one tenant.
+        self.several = False
+
+    def know(self, tenant: int, weight: float = 1.0) -> None:
+        """Gives a tenant its weight, above 0; from then on it is counted."""
+        if tenant >= len(self._counters):
+            more = 2 * tenant - len(self._counters)
+            self._counters = np.append(self._counters, np.zeros(more))
+            self._weights = np.append(self._weights, np.ones(more))
+            self.outputs = np.append(self.outputs, np.zeros(more, np.int64))
+        self._weights[tenant] = weight
+        self.several = self.several or tenant > 0
+
+    def set_weights(self, weights: Mapping[int, float]) -> None:
+        """Weights instead of all that were set before; 1 where there is none."""
+        self._weights[:] = 1
+        for tenant, weight in weights.items():
+            self.know(tenant, weight)
+
+    def of(self, tenant: int) -> float:
+        """A tenant's counter."""
+        return float(self._counters[tenant]) if tenant < len(self._counters) else 0.0
+
+    def weight(self, tenant: int) -> float:
+        """A tenant's weight."""
+        return float(self._weights[tenant]) if tenant < len(self._weights) else 1.0
+
+    def goes_before(self, tenant: int, other: int) -> bool:
+        """Whether another tenant's request goes before what is under way of this `other`."""
+        return tenant != other and self.of(tenant) <= self.of(other)
+
+    def joined(self, tenant: int, waiting: Iterable[int]) -> None:
+        """A tenant of which nothing waited has a new request; `waiting` are the tenants of which something does."""
+        if tenant > 0 and tenant >= len(self._counters):
+            self.know(tenant)
+        if self.several:
+            least = min((self.of(other) for other in waiting), default=self._floor)
+            self._counters[tenant] = max(self._counters[tenant], least)
+
+    def left(self, tenant: int) -> None:
+        """Nothing of a tenant waits any more."""
+        if self.several:
+            self._floor = self.of(tenant)
+
+    def charge_prompt(self, tenant: int, tokens: int) -> None:
+        """So many tokens of a tenant's prompt are being computed, for the first time."""
+        if self.several:
+            self._counters[tenant] += INPUT_COST * tokens / self._weights[tenant]
+
+    def charge_output(self, tenant: int, tokens: int) -> None:
+        """So many tokens of a tenant's output are being computed."""
+        if self.several:
+            self._counters[tenant] += OUTPUT_COST * tokens / self._weights[tenant]
+            self.outputs[tenant] += tokens
+
+    def charge_outputs(self, tenants: NDArray[np.int32]) -> None:
+        """One token of output for each of these, [n]: a tenant as often as it decodes."""
+        counts = np.bincount(tenants, minlength=len(self._counters))
+        self._counters += OUTPUT_COST * counts / self._weights
+        self.outputs += counts

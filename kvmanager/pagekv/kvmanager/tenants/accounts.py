@@ -1,0 +1,179 @@
+"""Every tenant's account: its limits now, and what it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pagekv.common.errors import LimitExceeded, Overloaded, PermissionDenied
+from pagekv.common.watched_files import WatchedFiles
+from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
+from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
+from pagekv.kvmanager.tenants.tenants_file import (
+    MAX_TENANTS,
+    NO_FILE,
+    TenantsError,
+    TenantsFile,
+    read_tenants,
+)
+from pagekv.kvmanager.tenants.token_bucket import TokenBucket
+
+# A bucket holds a minute's tokens, or two seconds' text.
+TOKENS_BURST_S, TEXT_BURST_S = 60.0, 2.0
+# Tenants that nobody named, beyond so many, are counted together under this name, which no tenant can have.
+OTHERS = "*"
+
+
+@dataclass(slots=True)
+class TenantUsage:
+    """Counts since the manager started."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    requests: int = 0
+    # Blocks that are its own, held or cached, times seconds.
+    block_seconds: float = 0.0
+    # By reason: the name of the limit.
+    refusals: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True, eq=False)
+class Account:
+    """One tenant, or those beyond the bound together. Its object lives as long as the manager."""
+
+    tenant: Tenant
+    limits: TenantLimits = field(default_factory=TenantLimits)
+    usage: TenantUsage = field(default_factory=TenantUsage)
+    # Requests that have not ended, and watches that are open.
+    live: int = 0
+    watchers: int = 0
+    tokens: TokenBucket = field(default_factory=lambda: TokenBucket(TOKENS_BURST_S))
+    text: TokenBucket = field(default_factory=lambda: TokenBucket(TEXT_BURST_S))
+
+    def set_limits(self, limits: TenantLimits) -> None:
+        """Other limits, from now on."""
+        self.limits = limits
+        per_minute, per_s = limits.tokens_per_minute, limits.tokenized_bytes_per_second
+        self.tokens.set_rate(None if per_minute is None else per_minute / 60)
+        self.text.set_rate(None if per_s is None else float(per_s))
+
+    def check_text(self) -> None:
+        """Raises Overloaded while the tenant has sent more text than it may."""
+        self._check_rate("tokenized_bytes_per_second", self.text, self.limits.tokenized_bytes_per_second)
+
+    def check_tokens(self) -> None:
+        """Raises Overloaded while the tenant has taken more tokens than it may."""
+        self._check_rate("tokens_per_minute", self.tokens, self.limits.tokens_per_minute)
+
+    def check_count(self, limit: str, held: int, more: int = 1) -> None:
+        """Raises LimitExceeded where `held` things of a kind and so many more are above the limit of this name."""
+        most = getattr(self.limits, limit)
+        if most is not None and held + more > most:
+            self.usage.refusals[limit] += 1
+            raise LimitExceeded(
+                f"{limit}: your tenant has {held} of at most {most}, {more} more were asked", limit=most
+            )
+
+    def _check_rate(self, limit: str, bucket: TokenBucket, rate: int | None) -> None:
+        wait_s = bucket.wait_s()
+        if wait_s:
+            assert rate is not None
+            self.usage.refusals[limit] += 1
+            raise Overloaded(f"{limit}: your tenant may take {rate}, and has taken more", wait_s, rate)
+
+
+class Accounts:
+    """The tenants of a manager, by name. Where nobody is asked for an identity there is NO_TENANT alone."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        """`path`: the file of tenants, read again when it changes. Raises TenantsError where it cannot be used."""
+        self._path = path
+        self.files = None if path is None else WatchedFiles("tenants", [path], self._reload)
+        self._file = NO_FILE if path is None else read_tenants(path)
+        self._by_name: dict[str, Account] = {}
+        self._others: Account | None = None
+        # Called after limits have changed, or an account was added.
+        self.on_change: Callable[[], None] = lambda: None
+        # Raises ValueError for a file that does not go with the pool.
+        self.check: Callable[[TenantsFile], None] = lambda file: None
+        self._none = Account(NO_TENANT)
+        for name in self._file.tenants:
+            self._open(name)
+
+    @property
+    def file(self) -> TenantsFile:
+        """The limits that hold now."""
+        return self._file
+
+    def all(self) -> list[Account]:
+        """Every account that there is."""
+        accounts = list(self._by_name.values())
+        return accounts if self._others is None else [*accounts, self._others]
+
+    def of(self, name: str) -> Account:
+        """The account of a tenant. Raises PermissionDenied where it is not named and there is no default."""
+        if not name:
+            return self._none
+        if self._limits(name) is None:
+            raise PermissionDenied(f"the tenant {name} is not known")
+        known = len(self._by_name), self._others
+        account = self._by_name.get(name) or self._open(name)
+        if (len(self._by_name), self._others) != known:
+            self.on_change()
+        return account
+
+    def known(self, name: str) -> Account | None:
+        """The account of a tenant that has, or had, requests; None: of nobody."""
+        return self._by_name.get(name, self._others) if name else None
+
+    def tenant(self, name: str) -> Tenant:
+        """The tenant of this name, whose number is that of its account. Raises as `of`."""
+        number = self.of(name).tenant.number
+        return Tenant(name, number) if name else NO_TENANT
+
+    def shared(self, namespace: str) -> SharedNamespace | None:
+        """The tenants that share a namespace; None: it is each tenant's own."""
+        return self._file.namespaces.get(namespace)
+
+    def _limits(self, name: str) -> TenantLimits | None:
+        return self._file.tenants.get(name, self._file.default)
+
+    def _open(self, name: str) -> Account:
+        """A new account, or the one of those beyond the bound; the caller tells of it."""
+        if len(self._by_name) >= MAX_TENANTS:
+            if self._others is None:
+                self._others = Account(Tenant(OTHERS, MAX_TENANTS + 1))
+                self._others.set_limits(self._file.default or TenantLimits())
+            return self._others
+        account = self._by_name[name] = Account(Tenant(name, len(self._by_name) + 1))
+        account.set_limits(self._limits(name) or TenantLimits())
+        return account
+
+    def _reload(self) -> Callable[[], None]:
+        assert self._path is not None
+        file = read_tenants(self._path)
+        return lambda: self._replace(file)
+
+    def _replace(self, file: TenantsFile) -> None:
+        """Takes another file, whole or, where it raises, not at all. A tenant that is known no more keeps its limits
+        for the requests that it has, but no floor: only those of the file were checked.
+        """
+        self.check(file)
+        new = [name for name in file.tenants if name not in self._by_name]
+        # Counted together with those that nobody named, a tenant would have their limits and not its own.
+        if len(self._by_name) + len(new) > MAX_TENANTS:
+            raise TenantsError(
+                f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts, which live as long "
+                f"as the manager; there can be {MAX_TENANTS}: start the manager again"
+            )
+        self._file = file
+        for name, account in self._by_name.items():
+            account.set_limits(self._limits(name) or replace(account.limits, floor_blocks=0))
+        if self._others is not None:
+            self._others.set_limits(file.default or self._others.limits)
+        for name in new:
+            self._open(name)
+        self.on_change()

@@ -1,0 +1,201 @@
+"""The file of tenants: limits by name, limits of those that are not named, and shared namespaces.
+
+The file is read as a whole and checked field by field. Errors name the file and the field.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME
+from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
+
+MAX_FILE_BYTES = 2**20
+# Named ones and others together: each is a column of counters, and has blocks of its own.
+MAX_TENANTS = 1000
+MAX_NUMBER = 2**40
+MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
+MAX_PRIORITY = 2**20
+_COUNTS = {
+    "max_running": 1,
+    "max_waiting": 1,
+    "tokens_per_minute": 1,
+    "max_blocks": 1,
+    "max_pinned_blocks": 0,
+    "max_watchers": 0,
+    "tokenized_bytes_per_second": 1,
+    "floor_blocks": 0,
+}
+_LIMITS = tuple(field.name for field in fields(TenantLimits))
+
+
+class TenantsError(ValueError):
+    """The file cannot be used: one line with the file, the field's path, what is wanted and what is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class TenantsFile:
+    """A checked file. `default`: the limits of every tenant that is not named; None: such a tenant is refused."""
+
+    tenants: Mapping[str, TenantLimits]
+    default: TenantLimits | None
+    namespaces: Mapping[str, SharedNamespace]
+    path: str = ""
+
+    @property
+    def num_floor_blocks(self) -> int:
+        """The floors of all named tenants together."""
+        return sum(limits.floor_blocks for limits in self.tenants.values())
+
+
+# Where no file is named: whoever is let in is a tenant without limits of its own.
+NO_FILE = TenantsFile(MappingProxyType({}), TenantLimits(), MappingProxyType({}))
+
+
+def read_tenants(path: Path) -> TenantsFile:
+    """The tenants in a file. Raises TenantsError."""
+    try:
+        document = _parse(path)
+        _check_names("", document, ("default", "tenants", "namespaces"))
+        tables, shared = (_typed(name, document.get(name, {}), dict) for name in ("tenants", "namespaces"))
+        if len(tables) > MAX_TENANTS:
+            raise TenantsError(f"tenants: must be at most {MAX_TENANTS}, are {len(tables)}")
+        tenants: dict[str, TenantLimits] = {}
+        for name, table in tables.items():
+            if not TENANT_NAME.fullmatch(name):
+                raise TenantsError(f"tenants: names must be 1 to 64 characters of [A-Za-z0-9._-], got {name[:64]!r}")
+            tenants[name] = _limits(f"tenants.{name}", table)
+        default = _limits("default", document["default"]) if "default" in document else None
+        if default is not None and default.floor_blocks:
+            raise TenantsError("default.floor_blocks: must be 0, for nobody knows how many tenants there will be")
+        if default is None and not tenants:
+            raise TenantsError("must have one tenant at least: a table [tenants.NAME] or [default]")
+        namespaces = {name: _namespace(f"namespaces.{_named(name)}", table) for name, table in shared.items()}
+        return TenantsFile(tenants, default, namespaces, str(path))
+    except TenantsError as error:
+        raise TenantsError(f"{path}: {error}") from error
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        # Without O_NONBLOCK a named pipe would hold up the process here.
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise TenantsError("must be a regular file")
+            with os.fdopen(file, "rb", closefd=False) as reader:
+                text = reader.read(MAX_FILE_BYTES + 1)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise TenantsError(f"cannot be read: {error.strerror}") from error
+    if len(text) > MAX_FILE_BYTES:
+        raise TenantsError(f"must have at most {MAX_FILE_BYTES} bytes")
+    try:
+        return tomllib.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise TenantsError(f"must be UTF-8, has another byte at {error.start}") from error
+    except RecursionError as error:
+        raise TenantsError("must be TOML of few levels") from error
+    except ValueError as error:
+        # Of any kind: Python refuses numbers of thousands of digits by an error of its own.
+        raise TenantsError(f"must be TOML: {_one_line(str(error))[:200]}") from error
+
+
+def _limits(field: str, value: Any) -> TenantLimits:
+    table = _typed(field, value, dict)
+    _check_names(field, table, _LIMITS)
+    found: dict[str, Any] = {}
+    for name, least in _COUNTS.items():
+        if name in table:
+            found[name] = _count(f"{field}.{name}", table[name], least, MAX_NUMBER)
+    if "weight" in table:
+        weight = table["weight"]
+        if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise TenantsError(f"{field}.weight: must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, got {_shown(weight)}")
+        found["weight"] = float(weight)
+    if "priorities" in table:
+        found["priorities"] = _priorities(f"{field}.priorities", table["priorities"])
+    if "adapters" in table:
+        found["adapters"] = _names(f"{field}.adapters", table["adapters"])
+    return TenantLimits(**found)
+
+
+def _priorities(field: str, value: Any) -> tuple[int, int]:
+    bounds = _typed(field, value, list)
+    if len(bounds) != 2:
+        raise TenantsError(f"{field}: must be two numbers, the lowest and the highest, has {len(bounds)}")
+    low, high = (_count(f"{field}[{at}]", bound, -MAX_PRIORITY, MAX_PRIORITY) for at, bound in enumerate(bounds))
+    if low > high:
+        raise TenantsError(f"{field}: must be the lowest and then the highest, got {low} and {high}")
+    return low, high
+
+
+def _namespace(field: str, value: Any) -> SharedNamespace:
+    table = _typed(field, value, dict)
+    _check_names(field, table, ("read", "write"))
+    read, write = (_names(f"{field}.{name}", table.get(name, [])) for name in ("read", "write"))
+    for name in sorted(read | write):
+        if name != ANY_TENANT and not TENANT_NAME.fullmatch(name):
+            raise TenantsError(f"{field}: must name tenants, or {ANY_TENANT!r} for all, got {name[:64]!r}")
+    if not read | write:
+        raise TenantsError(f"{field}: must have a tenant that may read or write")
+    return SharedNamespace(read, write)
+
+
+def _names(field: str, value: Any) -> frozenset[str]:
+    names = _typed(field, value, list)
+    for at, name in enumerate(names):
+        if type(name) is not str:
+            raise TenantsError(f"{field}[{at}]: must be a text, got {_shown(name)}")
+    return frozenset(names)
+
+
+def _count(field: str, value: Any, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise TenantsError(f"{field}: must be a whole number from {least} to {most}, got {_shown(value)}")
+    return value
+
+
+def _typed(field: str, value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TenantsError(f"{field}: must be a {'table' if kind is dict else 'list'}, got {_shown(value)}")
+    return value
+
+
+def _check_names(field: str, table: dict[str, Any], known: tuple[str, ...]) -> None:
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name[:64], known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            if type(table[name]) is dict and field:
+                # TOML takes [tenants.a.b] for a table b in the table of a.
+                advice = f'a tenant with a dot in its name stands in quotes, as [tenants."a.b"]; {advice}'
+            raise TenantsError(f"{field + '.' if field else ''}{_named(name)}: is not known; {advice}")
+
+
+def _named(name: str) -> str:
+    """A name of the file, which may have any characters, as a part of one line."""
+    return name if TENANT_NAME.fullmatch(name) else repr(name[:64])
+
+
+def _shown(value: Any) -> str:
+    try:
+        text = repr(value)
+    except ValueError:
+        # Python writes no numbers of thousands of digits.
+        return "a number that is too long to be shown"
+    return text if len(text) <= 64 else f"{text[:64]}..."
+
+
+def _one_line(text: str) -> str:
+    """The text of an error, without control characters that it quotes from the file."""
+    return "".join(each if each.isprintable() else " " for each in text)

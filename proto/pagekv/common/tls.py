@@ -1,0 +1,228 @@
+"""TLS of a process: its certificate, the authorities it trusts, and their reload when files change.
+
+New connections get what the files say now; those that are open go on with what they began with, so that nothing breaks
+when certificates are rotated.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import stat
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import grpc
+from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from pagekv.common.tls_flags import TlsConfig
+from pagekv.common.watched_files import WatchedFiles
+
+# Bytes of a file at most.
+MAX_FILE_BYTES = 2**20
+
+
+class TlsError(ValueError):
+    """A file of TLS cannot be used; the message is one line that names the flag, the file and the reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Material:
+    """The content of the files, each PEM; empty where there is no such file."""
+
+    chain: bytes
+    key: bytes
+    client_ca: bytes
+    peer_ca: bytes
+    # Of this process as a client.
+    peer_chain: bytes
+    peer_key: bytes
+    # When the first of the process's certificates ends.
+    not_after: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class PairFiles:
+    """A certificate and its key, by the flags, without dashes, that name the files."""
+
+    cert_flag: str
+    cert: str
+    key_flag: str
+    key: str
+
+
+class Tls:
+    """The files of one process."""
+
+    def __init__(
+        self, config: TlsConfig, peer_ca: tuple[str, str] = ("", ""), peer_pair: PairFiles | None = None
+    ) -> None:
+        """`peer_ca`: the flag, without dashes, and the file of the authorities that sign the certificate of a server
+        that this process connects to. `peer_pair`: the certificate to show there, where it is not the one to serve
+        with. Raises TlsError.
+        """
+        self._config = config
+        self._peer_ca = peer_ca
+        self._peer_pair = peer_pair
+        paths = [config.tls_cert, config.tls_key, config.tls_client_ca, peer_ca[1]]
+        if peer_pair is not None:
+            paths += [peer_pair.cert, peer_pair.key]
+        self.files = WatchedFiles("TLS", [Path(path) for path in paths if path], self._load)
+        self._load()
+
+    def _load(self) -> None:
+        material = _read_all(self._config, self._peer_ca, self._peer_pair)
+        grpc_latest = http_latest = None
+        if material.chain:
+            pairs, roots = [(material.key, material.chain)], material.client_ca or None
+            grpc_latest = grpc.ssl_server_certificate_configuration(pairs, roots)
+            http_latest = self._context(material)
+        # All of it or nothing, since each of the lines above may raise.
+        self._material, self._grpc_latest, self._http_latest = material, grpc_latest, http_latest
+
+    @property
+    def serves(self) -> bool:
+        """Whether this process has a certificate to serve with."""
+        return bool(self._material.chain)
+
+    @property
+    def not_after(self) -> datetime | None:
+        """When the first of the process's certificates ends; None without one."""
+        return self._material.not_after
+
+    def server_credentials(self) -> grpc.ServerCredentials:
+        """For a port of gRPC, which asks for the certificate anew at each handshake."""
+
+        def latest() -> grpc.ServerCertificateConfiguration:
+            assert self._grpc_latest is not None, "only a process with a certificate serves TLS"
+            return self._grpc_latest
+
+        return grpc.dynamic_ssl_server_credentials(latest(), latest, bool(self._material.client_ca))
+
+    def channel_credentials(self) -> grpc.ChannelCredentials | None:
+        """For one connection to the server whose authority `peer_ca` is, with this process's certificate as the
+        client's; None where there is no such authority, and nothing is encrypted.
+        """
+        now = self._material
+        if not now.peer_ca:
+            return None
+        return grpc.ssl_channel_credentials(now.peer_ca, now.peer_key or None, now.peer_chain or None)
+
+    def http_context(self) -> ssl.SSLContext:
+        """For a port of HTTP. This context's own files are used for no connection: authorities that a context was
+        given once cannot be taken from it again, so each handshake takes the context of the latest files.
+        """
+        front = self._context(self._material)
+
+        def use_latest(connection: Any, name: str | None, context: ssl.SSLContext) -> None:
+            connection.context = self._http_latest
+
+        # Called at every handshake, whether the client names a server or not.
+        front.sni_callback = use_latest
+        return front
+
+    def _context(self, material: _Material) -> ssl.SSLContext:
+        """Raises TlsError where the files have changed since they were read."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        if material.client_ca:
+            # A session that is resumed is not verified anew: a client whose authority was taken away could come back
+            # with one. Sessions of TLS 1.2 cannot be turned off here.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.num_tickets = 0
+        try:
+            # By their paths, for OpenSSL takes no key from memory.
+            context.load_cert_chain(self._config.tls_cert, self._config.tls_key)
+            if material.client_ca:
+                context.verify_mode = ssl.CERT_REQUIRED
+                context.load_verify_locations(cadata=material.client_ca.decode())
+        except (ssl.SSLError, UnicodeDecodeError) as error:
+            raise TlsError(
+                f"--tls-cert {self._config.tls_cert}: OpenSSL cannot use the files of TLS: {error}"
+            ) from error
+        return context
+
+
+def _read_all(config: TlsConfig, peer_ca: tuple[str, str], peer_pair: PairFiles | None) -> _Material:
+    chain = key = client_ca = b""
+    ends = []
+    if config.tls_cert:
+        chain, key, end = _read_pair(PairFiles("tls-cert", config.tls_cert, "tls-key", config.tls_key))
+        ends.append(end)
+    if config.tls_client_ca:
+        client_ca = _authorities("tls-client-ca", config.tls_client_ca)
+    peer_chain, peer_key = chain, key
+    if peer_pair is not None:
+        peer_chain, peer_key, end = _read_pair(peer_pair)
+        ends.append(end)
+    authorities = _authorities(*peer_ca) if peer_ca[1] else b""
+    return _Material(chain, key, client_ca, authorities, peer_chain, peer_key, min(ends, default=None))
+
+
+def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
+    try:
+        # Without O_NONBLOCK a named pipe would hold up the process here.
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+            # Of the file that was opened: the one at this path may be another a moment later.
+            mode = os.fstat(file.fileno()).st_mode
+            if not stat.S_ISREG(mode):
+                raise TlsError(f"--{flag} {path}: must be a regular file")
+            if secret and mode & 0o037:
+                # A group may read: secrets are mounted into containers so.
+                words = f"others can read or change this private key (mode {mode & 0o777:o}): chmod 600 {path}"
+                raise TlsError(f"--{flag} {path}: {words}")
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise TlsError(f"--{flag} {path}: {error.strerror}") from error
+    if len(data) > MAX_FILE_BYTES:
+        raise TlsError(f"--{flag} {path}: must be at most {MAX_FILE_BYTES} bytes")
+    return data
+
+
+def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(data)
+    except (ValueError, x509.InvalidVersion) as error:
+        raise TlsError(f"--{flag} {path}: must be certificates in PEM") from error
+
+
+def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
+    """Certificate, key, and the certificate's end. Raises TlsError unless it is valid now and that is its key."""
+    chain = _read(files.cert_flag, files.cert)
+    key = _read(files.key_flag, files.key, secret=True)
+    certificate = _certificates(files.cert_flag, files.cert, chain)[0]
+    try:
+        found = load_pem_private_key(key, None)
+    except TypeError as error:
+        raise TlsError(f"--{files.key_flag} {files.key}: must have no passphrase") from error
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--{files.key_flag} {files.key}: must be a private key in PEM") from error
+    try:
+        same = found.public_key() == certificate.public_key()
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise TlsError(f"--{files.cert_flag} {files.cert}: has a key of a kind that is not known here") from error
+    if not same:
+        raise TlsError(f"--{files.key_flag} {files.key}: is not the key of the certificate in {files.cert}")
+    _check_time(files.cert_flag, files.cert, certificate)
+    return chain, key, certificate.not_valid_after_utc
+
+
+def _authorities(flag: str, path: str) -> bytes:
+    data = _read(flag, path)
+    for certificate in _certificates(flag, path, data):
+        _check_time(flag, path, certificate)
+    return data
+
+
+def _check_time(flag: str, path: str, certificate: x509.Certificate) -> None:
+    now = datetime.now(UTC)
+    if certificate.not_valid_after_utc < now:
+        raise TlsError(
+            f"--{flag} {path}: the certificate expired at {certificate.not_valid_after_utc:%Y-%m-%d %H:%M} UTC"
+        )
+    if certificate.not_valid_before_utc > now:
+        since = certificate.not_valid_before_utc
+        raise TlsError(f"--{flag} {path}: the certificate is not valid before {since:%Y-%m-%d %H:%M} UTC")

@@ -1,0 +1,33 @@
+"""The flags of TLS that both processes have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagekv.common.flags import FlagParser, flag
+
+
+@dataclass(frozen=True, slots=True)
+class TlsConfig:
+    """Files in PEM, read again when they change; empty: none."""
+
+    tls_cert: str = flag(
+        "certificate to serve TLS with, and those between it and its authority (PEM); read again when it changes",
+        default="",
+        metavar="FILE",
+    )
+    tls_key: str = flag("its private key, without a passphrase", default="", metavar="FILE")
+    tls_client_ca: str = flag(
+        "authorities whose certificates clients have to show (PEM): mutual TLS",
+        default="",
+        metavar="FILE",
+    )
+
+
+def check_tls(parser: FlagParser, config: TlsConfig) -> None:
+    """Ends the process with status 2, and one line, where a flag is missing that another needs."""
+    if bool(config.tls_cert) != bool(config.tls_key):
+        there, missing = ("tls-cert", "tls-key") if config.tls_cert else ("tls-key", "tls-cert")
+        parser.error(f"argument --{there}: needs --{missing}, too")
+    if config.tls_client_ca and not config.tls_cert:
+        parser.error("argument --tls-client-ca: needs --tls-cert and --tls-key, too")

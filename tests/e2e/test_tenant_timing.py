@@ -1,0 +1,83 @@
+"""Time says nothing of what another tenant has cached."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+
+import grpc
+import pytest
+from support.clients.calls import request_for
+from support.clients.protected_stack import ProtectedStack, protected_stack
+
+from pagekv.v1 import inference_service_pb2_grpc
+
+# With steps so small a prompt that nobody has cached takes eight of them, and a hit one.
+PROMPT, BATCH = 128, 16
+# Of both kinds together. Where there is no difference the standard error of the area is 0.013, so that it leaves the
+# bounds by chance in one run of ten thousand; of 500 samples it would in one of twenty.
+SAMPLES = 2000
+TRIAL = 100
+LOW, HIGH = 0.45, 0.55
+
+pytestmark = [pytest.mark.e2e, pytest.mark.long]
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProtectedStack]:
+    folder = tmp_path_factory.mktemp("timing")
+    (folder / "tenants.toml").write_text("[default]\n")
+    flags = [f"--tenants={folder / 'tenants.toml'}", f"--max-batch-tokens={BATCH}", "--num-device-blocks=1024"]
+    with protected_stack(folder, manager_args=flags) as opened:
+        yield opened
+
+
+class Sides:
+    """A victim that caches prompts, and an observer with a clock; both may be one tenant."""
+
+    def __init__(self, channel: grpc.Channel, victim: str, observer: str) -> None:
+        self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        self._victim, self._observer = victim, observer
+        self._chance = random.Random()
+
+    def _prompt(self) -> list[int]:
+        return [self._chance.randrange(3, 250) for _ in range(PROMPT)]
+
+    def _first_s(self, name: str, prompt: list[int]) -> float:
+        metadata = (("authorization", f"Bearer {name}-key"),)
+        begin = time.perf_counter()
+        messages = self._inference.Generate(request_for(prompt, 1, ignore_eos=True), metadata=metadata, timeout=120)
+        next(messages)
+        taken = time.perf_counter() - begin
+        for _ in messages:
+            pass
+        return taken
+
+    def _sample(self, *, cached: bool) -> float:
+        """Seconds to the observer's first token, for a prompt that the victim has just sent or one that nobody has."""
+        # Both are made before, so that as much time lies between the calls either way.
+        sent, unknown = self._prompt(), self._prompt()
+        self._first_s(self._victim, sent)
+        return self._first_s(self._observer, sent if cached else unknown)
+
+    def area(self, samples: int) -> float:
+        """The chance that of one sample of each kind the cached one was faster (the area under the ROC curve): 0.5
+        where time says nothing. In random order, so that whatever else the machine does meets both alike.
+        """
+        kinds = [True, False] * (samples // 2)
+        self._chance.shuffle(kinds)
+        taken = sorted((self._sample(cached=cached), cached) for cached in kinds)
+        # Wilcoxon's rank sum; no two times of this clock are the same but by a chance that does not matter.
+        ranks = sum(rank for rank, (_, cached) in enumerate(taken, 1) if not cached)
+        half = samples // 2
+        return (ranks - half * (half + 1) / 2) / (half * half)
+
+
+def test_time_to_first_token_does_not_tell_what_another_tenant_has_cached(stack: ProtectedStack) -> None:
+    with stack.channel() as channel:
+        # Its own hits are told apart: the clock would show those of others.
+        assert Sides(channel, "bob", "bob").area(TRIAL) > 0.8
+        area = Sides(channel, "alice", "bob").area(SAMPLES)
+    print(f"AUC {area:.3f}")
+    assert LOW <= area <= HIGH

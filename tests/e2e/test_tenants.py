@@ -1,0 +1,227 @@
+"""Tenants over both processes: nothing of one's cache, requests or limits is another's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.clients.protected_stack import ProtectedStack, key_section, protected_stack
+from support.clients.stack import MANAGER, ORACLE, environment, running_executor
+from support.prompts import as_prompt
+
+from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2_grpc, types_pb2
+from pagekv.v1 import inference_service_pb2 as pb
+
+TENANTS = """
+[tenants.alice]
+floor_blocks = 40
+priorities = [0, 5]
+
+[tenants.bob]
+max_waiting = 2
+tokens_per_minute = 100000
+
+[tenants.olga]
+
+[tenants.carol]
+tokens_per_minute = 64
+max_blocks = 4
+
+[namespaces.public]
+read = ["alice", "bob"]
+write = ["alice", "carol"]
+"""
+CAROL = key_section("carol", "carol-key", ["generate"])
+DAVE = key_section("dave", "dave-key", ["generate"])
+START = [sys.executable, "-m", MANAGER, "--listen=127.0.0.1:0"]
+PROMPT = list(range(3, 67))
+
+
+@pytest.fixture(scope="module")
+def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProtectedStack]:
+    folder = tmp_path_factory.mktemp("tenants")
+    (folder / "tenants.toml").write_text(TENANTS)
+    args = [f"--tenants={folder / 'tenants.toml'}", "--num-device-blocks=128", "--max-running=4"]
+    with protected_stack(folder, manager_args=args, more_identities=(CAROL, DAVE)) as stack:
+        yield stack
+
+
+def key_of(name: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {name}-key"),)
+
+
+class Caller:
+    """One tenant's calls."""
+
+    def __init__(self, channel: grpc.Channel, name: str) -> None:
+        self._metadata = key_of(name)
+        self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
+        self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
+
+    def generate(self, prompt: list[int], max_tokens: int = 4, **fields: Any) -> pb.GenerateComplete:
+        sampling = types_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        request = pb.GenerateRequest(prompt=as_prompt(prompt), sampling_params=sampling, only_complete=True, **fields)
+        answers = list(self._inference.Generate(request, metadata=self._metadata, timeout=120))
+        return answers[-1].complete
+
+    def cached(self, prompt: list[int], **fields: Any) -> int:
+        return int(self.generate(prompt, **fields).cached_tokens)
+
+    def looked_up(self, prompt: list[int], **fields: Any) -> int:
+        request = cache_service_pb2.LookupPrefixRequest(prompt=as_prompt(prompt), **fields)
+        return int(self._cache.LookupPrefix(request, metadata=self._metadata, timeout=60).device_tokens)
+
+    def abort(self, request_id: str) -> list[str]:
+        answer = self._inference.Abort(pb.AbortRequest(request_ids=[request_id]), metadata=self._metadata, timeout=60)
+        return list(answer.aborted_request_ids)
+
+
+@pytest.fixture
+def callers(tenants: ProtectedStack) -> Iterator[dict[str, Caller]]:
+    with tenants.channel() as channel:
+        yield {name: Caller(channel, name) for name in ("alice", "bob", "carol", "dave", "olga")}
+
+
+def refused(call: Any, code: str, words: str) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    assert caught.value.code().name == code
+    assert words in (caught.value.details() or "")
+
+
+def test_blocks_of_one_tenant_are_found_by_no_other(callers: dict[str, Caller]) -> None:
+    alice, bob = callers["alice"], callers["bob"]
+    assert alice.cached(PROMPT) == 0
+    assert alice.cached(PROMPT) > 0
+    assert (alice.looked_up(PROMPT) > 0, bob.looked_up(PROMPT)) == (True, 0)
+    assert bob.cached(PROMPT) == 0
+    # Its own are found now.
+    assert bob.cached(PROMPT) > 0
+
+
+def test_a_shared_namespace_is_read_and_written_by_those_who_may(callers: dict[str, Caller]) -> None:
+    alice, bob, carol = callers["alice"], callers["bob"], callers["carol"]
+    public = types_pb2.CacheControls(namespace="public")
+    prompt = PROMPT[::-1]
+    # Bob reads only: his blocks do not enter it.
+    assert bob.cached(prompt, cache=public) == 0
+    assert alice.cached(prompt, cache=public) == 0
+    assert bob.cached(prompt, cache=public) > 0
+    write = types_pb2.CacheControls(namespace="public", write=True)
+    refused(lambda: bob.generate(prompt, cache=write), "PERMISSION_DENIED", "may not write the shared namespace")
+    # Carol writes only: no call of hers tells what is in it.
+    assert carol.cached(prompt[:20], cache=public) == 0
+    refused(lambda: carol.looked_up(prompt, cache=public), "PERMISSION_DENIED", "may not read the shared namespace")
+    olga = callers["olga"]
+    refused(lambda: olga.generate([1], cache=public), "PERMISSION_DENIED", "may not use the shared namespace")
+
+
+def test_two_tenants_may_use_one_request_id(callers: dict[str, Caller]) -> None:
+    answers: dict[str, pb.GenerateComplete] = {}
+
+    def ask(name: str) -> None:
+        answers[name] = callers[name].generate([7, 8, 9], 200, request_id="the-same")
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("alice", "bob")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers["alice"].token_ids == answers["bob"].token_ids
+    assert len(answers["alice"].token_ids) == 200
+
+
+def test_limits_are_named(callers: dict[str, Caller]) -> None:
+    alice, carol = callers["alice"], callers["carol"]
+    refused(lambda: alice.generate([1], priority=6), "INVALID_ARGUMENT", "priority: must be from 0 to 5")
+    refused(lambda: carol.generate([1], 100), "RESOURCE_EXHAUSTED", "max_blocks")
+    carol.generate(PROMPT[:40], 2)
+    refused(lambda: carol.generate([1]), "RESOURCE_EXHAUSTED", "tokens_per_minute")
+    # Of nobody else's.
+    alice.generate([1])
+
+
+def test_a_tenant_that_is_not_named_is_refused(callers: dict[str, Caller]) -> None:
+    refused(lambda: callers["dave"].generate([1]), "PERMISSION_DENIED", "the tenant dave is not known")
+
+
+def test_alone_or_beside_an_adversary_a_tenant_sees_the_same(
+    tenants: ProtectedStack, callers: dict[str, Caller]
+) -> None:
+    """Answers, counts of cached tokens, look-ups and refusals, to the byte; its working set is within its floor."""
+    alice, bob = callers["alice"], callers["bob"]
+
+    def workload(base: int) -> list[Any]:
+        seen: list[Any] = []
+        for turn in range(6):
+            prompt = [base + turn % 3, *PROMPT[: 20 + turn]]
+            answer = alice.generate(prompt, 6, request_id=f"r{turn}")
+            # The first token of prompts differs from run to run, since those of the first are cached.
+            assert len(answer.token_ids) == 6
+            seen += [answer.cached_tokens, alice.looked_up(prompt), alice.abort("another")]
+            try:
+                alice.generate([1], priority=9)
+            except grpc.RpcError as error:
+                seen.append((error.code().name, error.details()))
+        return seen
+
+    alone = workload(70)
+    over = threading.Event()
+
+    def attack() -> None:
+        turn = 0
+        while not over.is_set():
+            turn += 1
+            # The other thread has the id now and then.
+            with suppress(grpc.RpcError):
+                bob.generate([71 + turn % 3, *PROMPT[: 20 + turn % 30], turn % 90], 8, request_id=f"r{turn % 6}")
+            bob.abort(f"r{turn % 6}")
+
+    attackers = [threading.Thread(target=attack) for _ in range(2)]
+    for thread in attackers:
+        thread.start()
+    try:
+        beside = workload(80)
+    finally:
+        over.set()
+        for thread in attackers:
+            thread.join()
+    assert alone == beside
+
+
+def test_floors_above_the_pool_end_the_start_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "tenants.toml").write_text("[tenants.alice]\nfloor_blocks = 500\n")
+    identities = tmp_path / "identities.toml"
+    identities.touch(0o600)
+    identities.write_text(key_section("alice", "alice-key", ["generate"]))
+    with running_executor(ORACLE, tmp_path) as executor:
+        flags = [f"--identities={identities}", f"--tenants={tmp_path / 'tenants.toml'}", "--num-device-blocks=100"]
+        ended = subprocess.run(
+            [*START, f"--executor=127.0.0.1:{executor.port}", *flags],
+            capture_output=True, text=True, timeout=60, env=environment(), check=False,
+        )  # fmt: skip
+    assert ended.returncode == 1
+    assert "tenants.alice.floor_blocks: the floors are 500 blocks together, the pool has 100" in ended.stderr
+
+
+def test_the_cluster_secret_must_be_a_secret(tmp_path: Path) -> None:
+    identities = tmp_path / "identities.toml"
+    identities.touch(0o600)
+    identities.write_text(key_section("alice", "alice-key", ["generate"]))
+    secret = tmp_path / "secret"
+    for content, mode, words in ((b"short", 0o600, "must have from 32 to 1024 bytes"), (os.urandom(32), 0o644, "644")):
+        secret.write_bytes(content)
+        secret.chmod(mode)
+        ended = subprocess.run(
+            [*START, f"--identities={identities}", f"--cluster-secret={secret}"],
+            capture_output=True, text=True, timeout=60, env=environment(), check=False,
+        )  # fmt: skip
+        assert (ended.returncode, words in ended.stderr) == (1, True), ended.stderr

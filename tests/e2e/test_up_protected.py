@@ -1,0 +1,109 @@
+"""`pagekv up --certs`: TLS on every port, and text for callers who are known alone."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.clients.stack import ORACLE, environment
+
+from pagekv.client.launcher.certificates import StackCertificates
+from pagekv.steps.v1 import executor_service_pb2, executor_service_pb2_grpc
+
+pytestmark = pytest.mark.e2e
+
+PAGEKV = [sys.executable, "-m", "pagekv.client.cli"]
+
+
+def pagekv(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*PAGEKV, *words], env=environment(), capture_output=True, text=True, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("certificates")
+    assert pagekv("certs", str(directory)).returncode == 0
+    return directory
+
+
+@contextmanager
+def running_up(*flags: str) -> Iterator[dict[str, Any]]:
+    """The stack that runs, as `up --json` says it."""
+    command = [*PAGEKV, "up", "--json", *ORACLE, "--port", "0", "--executor-port", "0", "--http-port", "0", *flags]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        try:
+            yield json.loads(up.stdout.readline())
+        finally:
+            up.terminate()
+    assert up.returncode == 0
+
+
+def generate(target: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    return pagekv("generate", "--target", target, "--token-ids", "1,2,3", "--max-tokens", "4", "--json", *flags)
+
+
+def error_code(refused: subprocess.CompletedProcess[str]) -> str:
+    return str(json.loads(refused.stderr.splitlines()[-1])["error"]["code"])
+
+
+def page_status(url: str, ca: str, *headers: tuple[str, str]) -> int:
+    context = ssl.create_default_context(cafile=ca)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    try:
+        with opener.open(urllib.request.Request(url, headers=dict(headers)), timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_text_for_a_key_and_none_without(certificates: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    alice, olga = (
+        json.loads(pagekv("keys", "add", name, "--role", role, "--file", str(keys), "--json").stdout)["key"]
+        for name, role in (("alice", "generate"), ("olga", "operate"))
+    )
+    with running_up("--certs", str(certificates), "--identities", str(keys)) as up:
+        ca = ["--ca", up["ca"]]
+        assert "client_cert" not in up
+        answered = generate(up["target"], *ca, "--api-key", alice)
+        assert answered.returncode == 0, answered.stderr
+        assert json.loads(answered.stdout)["completions"][0]["completion_tokens"] == 4
+        for flags, code in (
+            (ca, "UNAUTHENTICATED"),
+            ([*ca, "--api-key", "wrong"], "UNAUTHENTICATED"),
+            ([*ca, "--api-key", olga], "PERMISSION_DENIED"),
+            ([], "UNAVAILABLE"),
+        ):
+            refused = generate(up["target"], *flags)
+            assert error_code(refused) == code, (flags, refused.stderr)
+        assert page_status(up["page"], up["ca"]) == 401
+        assert page_status(up["page"], up["ca"], ("Authorization", f"Bearer {olga}")) == 200
+        # The executor is its manager's: a certificate of the same authority is not enough.
+        credentials = StackCertificates(certificates).credentials("client")
+        with grpc.secure_channel(up["executor"], credentials) as channel:
+            stub = executor_service_pb2_grpc.ExecutorServiceStub(channel)
+            with pytest.raises(grpc.RpcError, match="serves its manager alone"):
+                stub.Attach(executor_service_pb2.AttachRequest(manager_id="rival", take_over=True), timeout=60)
+
+
+def test_text_for_a_certificate_and_none_without(certificates: Path) -> None:
+    with running_up("--certs", str(certificates)) as up:
+        files = ["--ca", up["ca"], "--client-cert", up["client_cert"], "--client-key", up["client_key"]]
+        answered = generate(up["target"], *files)
+        assert answered.returncode == 0, answered.stderr
+        refused = generate(up["target"], "--ca", up["ca"])
+        assert error_code(refused) == "UNAVAILABLE", refused.stderr
+        probe = [f"--client-cert={certificates}/probe.pem", f"--client-key={certificates}/probe.key"]
+        refused = generate(up["target"], "--ca", up["ca"], *probe)
+        assert error_code(refused) == "UNAUTHENTICATED", refused.stderr

@@ -1,0 +1,36 @@
+"""Tests that are coroutines, and what they wait for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
+
+
+def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
+    """The test, run in an event loop of its own."""
+
+    @wraps(test)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        asyncio.run(test(*args, **kwargs))
+
+    return run
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    """Returns once the condition holds. Raises TimeoutError."""
+
+    async def holds() -> bool:
+        return condition()
+
+    await until_true(holds, seconds)
+
+
+async def until_true(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
+    """Returns once the condition, a coroutine, holds. Raises TimeoutError."""
+    async with asyncio.timeout(seconds):
+        while not await condition():  # noqa: ASYNC110  # nothing signals what tests wait for
+            await asyncio.sleep(0.02)

@@ -1,0 +1,88 @@
+"""The file of identities: keys are added to what is there, and never stand in it themselves."""
+
+from __future__ import annotations
+
+import hashlib
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from pagekv.client.cli.identities_file import ROLES, add_certificate, add_key, is_name, list_identities
+from pagekv.client.errors import PageKVError
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "identities.toml"
+
+
+def test_a_file_is_made_for_its_owner_alone(path: Path) -> None:
+    add_key(path, "alice", "secret", ["operate", "generate"])
+    digest = hashlib.sha256(b"secret").hexdigest()
+    assert tomllib.loads(path.read_text()) == {"keys": {"alice": {"sha256": digest, "roles": ["generate", "operate"]}}}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n# the end"])
+def test_what_is_there_stays(path: Path, end: str) -> None:
+    before = f'# ours\n[keys."old one"]\nsha256 = "00"\nroles = []\n[certificates.x]\nsubject = "CN=x"{end}'
+    path.write_text(before)
+    path.chmod(0o640)
+    add_key(path, "alice", "secret", ["observe"])
+    assert path.read_text().startswith(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert [each.name for each in list_identities(path)] == ["old one", "alice", "x"]
+
+
+def test_a_name_is_of_one_caller(path: Path) -> None:
+    add_certificate(path, "prometheus", "CN=prometheus", ["observe"])
+    add_key(path, "alice", "secret", ["observe"])
+    text = path.read_text()
+    for name in ("alice", "prometheus"):
+        with pytest.raises(PageKVError, match=f"has a caller '{name}' already"):
+            add_key(path, name, "other", ["observe"])
+    assert path.read_text() == text
+
+
+def test_callers_are_listed_with_their_roles(path: Path) -> None:
+    add_certificate(path, "prometheus", "CN=prometheus", ["observe"])
+    add_key(path, "alice", "secret", ROLES)
+    assert [tuple(each) for each in list_identities(path)] == [
+        ("alice", "key", ("generate", "observe", "operate")),
+        ("prometheus", "certificate", ("observe",)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a = 1\nb b = 2", "is not TOML: .*line 2"),
+        ("keys = 3", "keys: must be a table, is a int"),
+        ("[keys]\na = 3", r"keys\.a: must be a table with roles"),
+        ('[certificates.a]\nroles = "observe"', r"certificates\.a: must be a table with roles"),
+        ("keys = {}", r"takes no section \[keys\.alice\] at its end"),
+    ],
+)
+def test_a_file_of_another_kind_is_left_alone(path: Path, text: str, words: str) -> None:
+    path.write_text(text)
+    with pytest.raises(PageKVError, match=words):
+        add_key(path, "alice", "secret", ["observe"])
+    assert path.read_text() == text
+
+
+def test_what_cannot_be_read_or_written(path: Path) -> None:
+    with pytest.raises(PageKVError, match="cannot be read: No such file"):
+        list_identities(path)
+    with pytest.raises(PageKVError, match="cannot be written: No such file"):
+        add_key(path.parent / "missing" / "f", "alice", "secret", ["observe"])
+    with pytest.raises(PageKVError, match="cannot be read: Is a directory"):
+        add_key(path.parent, "alice", "secret", ["observe"])
+    path.write_bytes(b"\xff")
+    with pytest.raises(PageKVError, match="is not UTF-8 text"):
+        list_identities(path)
+
+
+def test_names_stand_bare_in_toml() -> None:
+    assert all(map(is_name, ("a", "team-7_x", "7", "x" * 64)))
+    assert not any(map(is_name, ("", "-a", "a b", "a.b", "é", "a\n", "x" * 65)))

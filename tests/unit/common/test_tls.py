@@ -1,0 +1,315 @@
+"""TLS from files: what is refused at the start, and what a rotation changes for new connections alone."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from support.clients.certificates import Authority, Pair, client_credentials
+from support.event_loop import in_event_loop, until, until_true
+
+from pagekv.common import health
+from pagekv.common.server import GrpcServer
+from pagekv.common.tls import PairFiles, Tls, TlsError
+from pagekv.common.tls_flags import TlsConfig
+
+CHECK = f"/{health.SERVICE_NAME}/Check"
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+def config_of(pair: Pair, client_ca: Path | None = None) -> TlsConfig:
+    return TlsConfig(str(pair.cert), str(pair.key), str(client_ca or ""))
+
+
+def client(ca: Path, pair: Pair | None = None) -> grpc.ChannelCredentials:
+    return client_credentials(ca, pair)
+
+
+async def health_of(channel: grpc.aio.Channel) -> None:
+    # Any: without a serializer the stubs know no type of request.
+    call: Any = channel.unary_unary(CHECK)
+    await call(b"", timeout=5)
+
+
+async def ask(port: int, credentials: grpc.ChannelCredentials | None) -> str:
+    """The status code of a call of health."""
+    target, options = f"127.0.0.1:{port}", [("grpc.enable_retries", 0)]
+    channel = (
+        grpc.aio.insecure_channel(target, options)
+        if credentials is None
+        else grpc.aio.secure_channel(target, credentials, options)
+    )
+    async with channel:
+        try:
+            await health_of(channel)
+        except grpc.aio.AioRpcError as error:
+            return error.code().name
+    return "OK"
+
+
+async def ask_ok(port: int, credentials: grpc.ChannelCredentials) -> bool:
+    return await ask(port, credentials) == "OK"
+
+
+async def serve(tls: Tls) -> GrpcServer:
+    server = GrpcServer("127.0.0.1:0", [], reflection=False, credentials=tls.server_credentials())
+    await server.start()
+    return server
+
+
+@in_event_loop
+async def test_only_clients_that_trust_the_authority_and_speak_tls_are_answered(
+    authority: Authority, tmp_path: Path
+) -> None:
+    server = await serve(Tls(config_of(authority.pair("server"))))
+    stranger = Authority(tmp_path, "stranger")
+    try:
+        assert await ask(server.port, client(authority.ca)) == "OK"
+        assert await ask(server.port, client(stranger.ca)) == "UNAVAILABLE"
+        assert await ask(server.port, None) == "UNAVAILABLE"
+    finally:
+        await server.stop(0)
+
+
+@in_event_loop
+async def test_with_a_client_authority_only_its_certificates_are_let_in(authority: Authority, tmp_path: Path) -> None:
+    server = await serve(Tls(config_of(authority.pair("server"), authority.ca)))
+    stranger = Authority(tmp_path, "stranger").pair("client", file="rival")
+    expired = authority.pair("late", since=timedelta(days=-3), until=timedelta(days=-2))
+    try:
+        assert await ask(server.port, client(authority.ca, authority.pair("client"))) == "OK"
+        for pair in (None, stranger, expired):
+            assert await ask(server.port, client(authority.ca, pair)) == "UNAVAILABLE"
+    finally:
+        await server.stop(0)
+
+
+@in_event_loop
+async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: Authority, tmp_path: Path) -> None:
+    old = authority.pair("server")
+    tls = Tls(config_of(old))
+    server = await serve(tls)
+    watching = asyncio.create_task(tls.files.watch(0.02))
+    newer = Authority(tmp_path, "newer")
+    try:
+        async with grpc.aio.secure_channel(f"127.0.0.1:{server.port}", client(authority.ca)) as channel:
+            await health_of(channel)
+            newer.pair("server")
+            await until_true(lambda: ask_ok(server.port, client(newer.ca)))
+            assert await ask(server.port, client(authority.ca)) == "UNAVAILABLE"
+            await health_of(channel)  # as before, over the connection that was open
+        assert tls.files.failures == 0
+    finally:
+        watching.cancel()
+        await server.stop(0)
+
+
+@in_event_loop
+async def test_files_that_cannot_be_used_leave_what_was_read_before(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = authority.pair("server")
+    tls = Tls(config_of(pair))
+    server = await serve(tls)
+    watching = asyncio.create_task(tls.files.watch(0.02))
+    try:
+        pair.cert.write_text("no certificate\n")
+        await until(lambda: tls.files.failures > 0)
+        assert await ask(server.port, client(authority.ca)) == "OK"
+        fields = [getattr(record, "fields", {}) for record in caplog.records]
+        reasons = [str(each["error"]) for each in fields if "error" in each]
+        assert reasons == [f"--tls-cert {pair.cert}: must be certificates in PEM"]
+    finally:
+        watching.cancel()
+        await server.stop(0)
+
+
+async def handshake(port: int, ca: Path, pair: Pair | None = None) -> bool:
+    """Whether an HTTPS client of these files gets an answer."""
+    context = ssl.create_default_context(cafile=ca)
+    if pair is not None:
+        context.load_cert_chain(pair.cert, pair.key)
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+        answer = await reader.read(2)
+        writer.close()
+    except (ssl.SSLError, ConnectionError):
+        return False
+    return answer == b"ok"
+
+
+@in_event_loop
+async def test_http_takes_the_latest_files_and_authorities_at_each_handshake(
+    authority: Authority, tmp_path: Path
+) -> None:
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(authority.ca.read_bytes())
+    tls = Tls(config_of(authority.pair("server"), clients))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"ok")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.http_context())
+    port = server.sockets[0].getsockname()[1]
+    watching = asyncio.create_task(tls.files.watch(0.02))
+    former, newer = authority.pair("client"), Authority(tmp_path, "newer")
+    successor = newer.pair("client", file="successor")
+    try:
+        assert await handshake(port, authority.ca, former)
+        assert not await handshake(port, authority.ca)
+        assert not await handshake(port, authority.ca, successor)
+        clients.write_bytes(newer.ca.read_bytes())
+        await until_true(lambda: handshake(port, authority.ca, successor))
+        assert not await handshake(port, authority.ca, former)
+    finally:
+        watching.cancel()
+        server.close()
+
+
+def session_of(port: int, context: ssl.SSLContext, session: ssl.SSLSession | None) -> ssl.SSLSession | None:
+    """The session of a connection that offers to go on with this one; None where it was refused."""
+    try:
+        with (
+            socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+            context.wrap_socket(plain, server_hostname="127.0.0.1", session=session) as connection,
+        ):
+            return connection.session if connection.recv(2) == b"ok" else None
+    except (ssl.SSLError, ConnectionError):
+        return None
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+@in_event_loop
+async def test_no_session_outlives_the_authority_of_its_certificate(
+    authority: Authority, tmp_path: Path, version: ssl.TLSVersion
+) -> None:
+    """One that is resumed is not verified anew; with TLS 1.2, where sessions cannot be turned off, none begins."""
+    clients = tmp_path / "clients.pem"
+    clients.write_bytes(authority.ca.read_bytes())
+    tls = Tls(config_of(authority.pair("server"), clients))
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"ok")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.http_context())
+    port = server.sockets[0].getsockname()[1]
+    pair = authority.pair("client")
+    context = ssl.create_default_context(cafile=authority.ca)
+    context.maximum_version = version
+    context.load_cert_chain(pair.cert, pair.key)
+    begun = await asyncio.to_thread(session_of, port, context, None)
+    assert (begun is not None) == (version is ssl.TLSVersion.TLSv1_3)
+    clients.write_bytes(Authority(tmp_path, "newer").ca.read_bytes())
+    tls._load()
+    assert await asyncio.to_thread(session_of, port, context, begun) is None
+    server.close()
+
+
+def refusal(config: TlsConfig, peer_ca: tuple[str, str] = ("", "")) -> str:
+    with pytest.raises(TlsError) as refused:
+        Tls(config, peer_ca)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_each_file_that_cannot_be_used_is_named_with_its_flag(authority: Authority, tmp_path: Path) -> None:
+    good, other = authority.pair("server"), authority.pair("other")
+    late = authority.pair("late", since=timedelta(days=-3), until=timedelta(days=-2))
+    early = authority.pair("early", since=timedelta(days=1), until=timedelta(days=2))
+    gone, text = tmp_path / "gone.pem", tmp_path / "text.pem"
+    text.write_text("no PEM\n")
+    assert refusal(config_of(Pair(gone, good.key))) == f"--tls-cert {gone}: No such file or directory"
+    assert refusal(config_of(Pair(text, good.key))) == f"--tls-cert {text}: must be certificates in PEM"
+    assert refusal(config_of(Pair(good.cert, other.key))).endswith(f"is not the key of the certificate in {good.cert}")
+    assert f"--tls-cert {late.cert}: the certificate expired at 20" in refusal(config_of(late))
+    assert f"--tls-cert {early.cert}: the certificate is not valid before 20" in refusal(config_of(early))
+    assert refusal(config_of(good, text)) == f"--tls-client-ca {text}: must be certificates in PEM"
+    assert refusal(config_of(good), ("executor-ca", str(gone))).startswith(f"--executor-ca {gone}: ")
+    text.chmod(0o600)
+    assert refusal(config_of(Pair(good.cert, text))) == f"--tls-key {text}: must be a private key in PEM"
+    assert refusal(config_of(Pair(tmp_path, good.key))) == f"--tls-cert {tmp_path}: Is a directory"
+    text.write_bytes(b" " * (2**20 + 1))
+    assert refusal(config_of(Pair(text, good.key))) == f"--tls-cert {text}: must be at most 1048576 bytes"
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o620, 0o604])
+def test_a_key_that_others_can_read_or_change_is_refused(authority: Authority, mode: int) -> None:
+    pair = authority.pair("server")
+    pair.key.chmod(mode)
+    assert f"others can read or change this private key (mode {mode:o}): chmod 600" in refusal(config_of(pair))
+    pair.key.chmod(0o640)  # of a group: as containers get their secrets
+    assert Tls(config_of(pair)).serves
+
+
+def damaged(authority: Authority, pair: Pair, found: bytes, other: bytes) -> Pair:
+    """The pair with other bytes of the same length in its certificate."""
+    der = ssl.PEM_cert_to_DER_cert(pair.pem.decode())
+    assert found in der
+    pair.cert.write_text(ssl.DER_cert_to_PEM_cert(der.replace(found, other, 1)))
+    return pair
+
+
+def test_certificates_of_kinds_that_are_not_known_are_refused_in_words(authority: Authority) -> None:
+    """Their errors are cryptography's own, which are no ValueError."""
+    version = damaged(authority, authority.pair("a"), b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x08")
+    assert refusal(config_of(version)) == f"--tls-cert {version.cert}: must be certificates in PEM"
+    # The key's curve is one that there is not.
+    curve = b"\x2a\x86\x48\xce\x3d\x03\x01"
+    kind = damaged(authority, authority.pair("b"), curve + b"\x07", curve + b"\x63")
+    assert refusal(config_of(kind)) == f"--tls-cert {kind.cert}: has a key of a kind that is not known here"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_that_nobody_writes_to_is_refused_at_once(authority: Authority, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    pair = authority.pair("server")
+    for config in (config_of(Pair(tmp_path / "pipe", pair.key)), config_of(Pair(pair.cert, tmp_path / "pipe"))):
+        assert refusal(config).endswith("pipe: must be a regular file")
+
+
+def test_a_key_with_a_passphrase_is_refused(authority: Authority) -> None:
+    from cryptography.hazmat.primitives import serialization
+
+    pair = authority.pair("server")
+    key = serialization.load_pem_private_key(pair.key_pem, None)
+    form = serialization.PrivateFormat.PKCS8, serialization.BestAvailableEncryption(b"word")
+    pair.key.write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+    assert refusal(config_of(pair)) == f"--tls-key {pair.key}: must have no passphrase"
+
+
+def test_without_an_authority_of_the_peer_a_connection_is_not_encrypted(authority: Authority) -> None:
+    tls = Tls(config_of(authority.pair("server")))
+    assert tls.channel_credentials() is None
+    assert tls.not_after is not None
+    alone = Tls(TlsConfig(), ("executor-ca", str(authority.ca)))
+    assert alone.channel_credentials() is not None
+    assert not alone.serves
+    assert os.path.exists(authority.ca)
+
+
+def test_a_certificate_of_its_own_is_for_the_peer(authority: Authority, tmp_path: Path) -> None:
+    """Beside the one to serve with, or where nothing is served with TLS; the end told is that of the first to end."""
+    short = authority.pair("link", until=timedelta(days=2))
+    peer = PairFiles("executor-cert", str(short.cert), "executor-key", str(short.key))
+    for config in (TlsConfig(), config_of(authority.pair("server"))):
+        tls = Tls(config, ("executor-ca", str(authority.ca)), peer)
+        assert tls.serves == bool(config.tls_cert)
+        assert tls.channel_credentials() is not None
+        assert tls.not_after is not None
+        assert (tls.not_after - datetime.now(UTC)).days <= 2
+    stranger = PairFiles("executor-cert", str(short.cert), "executor-key", str(tmp_path / "gone"))
+    with pytest.raises(TlsError, match=f"^--executor-key {tmp_path}/gone: No such file"):
+        Tls(TlsConfig(), ("executor-ca", str(authority.ca)), stranger)

@@ -1,0 +1,91 @@
+"""Files that are read again: once for a change, after it is whole, and never half."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from support.event_loop import in_event_loop, until
+
+from pagekv.common.watched_files import WatchedFiles
+
+
+@in_event_loop
+async def test_a_change_is_read_once_and_a_failure_is_counted(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.write_text("1")
+    seen: list[str] = []
+
+    def reload() -> None:
+        seen.append(first.read_text() + (second.read_text() if second.exists() else ""))
+        if seen[-1] == "bad":
+            raise ValueError("cannot be used")
+
+    files = WatchedFiles("test", [first, second], reload)
+    watching = asyncio.create_task(files.watch(0.05))
+    await asyncio.sleep(0.3)
+    assert seen == []
+    first.write_text("22")
+    await until(lambda: seen == ["22"])
+    second.write_text("3")  # comes into being
+    await until(lambda: seen == ["22", "223"])
+    second.unlink()
+    first.write_text("bad")
+    await until(lambda: files.failures == 1)
+    await asyncio.sleep(0.3)
+    assert seen[-1] == "bad"
+    assert seen.count("bad") == 1
+    first.write_text("good")
+    await until(lambda: seen[-1] == "good")
+    assert files.failures == 1
+    watching.cancel()
+
+
+@in_event_loop
+async def test_an_error_of_any_kind_ends_no_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "a"
+    path.write_text("1")
+
+    seen: list[str] = []
+
+    def reload() -> None:
+        seen.append(path.read_text())
+        if seen[-1] == "bad":
+            raise RuntimeError("nobody thought of it")
+
+    files = WatchedFiles("test", [path], reload)
+    watching = asyncio.create_task(files.watch(0.02))
+    path.write_text("bad")
+    await until(lambda: files.failures == 1)
+    path.write_text("good")
+    await until(lambda: seen == ["bad", "good"])
+    assert "nobody thought of it" in caplog.text
+    watching.cancel()
+
+
+@in_event_loop
+async def test_a_change_while_the_files_are_first_read_is_not_missed(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("1")
+    read: list[str] = []
+    files = WatchedFiles("test", [path], lambda: read.append(path.read_text()))
+    path.write_text("22")  # after the object was made, before it watches
+    watching = asyncio.create_task(files.watch(0.05))
+    await until(lambda: read == ["22"])
+    watching.cancel()
+
+
+@in_event_loop
+async def test_files_that_keep_changing_are_read_when_they_rest(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    path.write_text("")
+    read: list[int] = []
+    files = WatchedFiles("test", [path], lambda: read.append(len(path.read_text())))
+    watching = asyncio.create_task(files.watch(0.2))
+    for size in range(1, 41):
+        path.write_text("x" * size)
+        await asyncio.sleep(0.02)
+    await until(lambda: read[-1:] == [40])
+    assert len(read) <= 2  # one more on a machine that stood still in between
+    watching.cancel()

@@ -1,0 +1,61 @@
+"""The caller of a task: its tenant, and the requests that it may end."""
+
+from __future__ import annotations
+
+import contextvars
+from dataclasses import replace
+
+from pagekv.kvmanager.access.caller import caller, tenant_of_call, tenant_to_abort
+from pagekv.kvmanager.access.identity import Identity, Role
+
+ALICE = Identity("alice", frozenset({Role.GENERATE}), "team-a")
+ALAN = Identity("alan", frozenset({Role.GENERATE}), "team-a")
+BOB = Identity("bob", frozenset({Role.GENERATE}))
+# Has the name of a tenant that is not its own.
+TEAM_A = Identity("team-a", frozenset({Role.GENERATE}), "team-b")
+OLGA = Identity("olga", frozenset({Role.GENERATE, Role.OPERATE}))
+GATEWAY = Identity("gateway", frozenset({Role.GENERATE, Role.ACT_FOR}), act_for=frozenset({"*"}))
+
+
+def asked(known: Identity | None) -> tuple[str, str | None]:
+    def answer() -> tuple[str, str | None]:
+        caller.set(known)
+        return tenant_of_call(), tenant_to_abort()
+
+    return contextvars.copy_context().run(answer)
+
+
+def may_abort(known: Identity, owner: Identity) -> bool:
+    """As the engine decides it."""
+    return asked(known)[1] in (None, asked(owner)[0])
+
+
+def test_where_nobody_is_asked_everything_is_everybodys() -> None:
+    assert asked(None) == ("", None)
+    assert contextvars.Context().run(tenant_of_call) == ""
+
+
+def test_requests_belong_to_the_tenant() -> None:
+    assert asked(ALICE) == ("team-a", "team-a")
+    assert asked(BOB) == ("bob", "bob")
+    assert asked(OLGA) == ("olga", None)
+
+
+def test_who_may_abort_whose() -> None:
+    assert may_abort(ALICE, ALAN)
+    assert may_abort(ALAN, ALICE)
+    assert not may_abort(BOB, ALICE)
+    # By tenants, never by names.
+    assert not may_abort(TEAM_A, ALICE)
+    assert not may_abort(ALICE, TEAM_A)
+    assert all(may_abort(OLGA, each) for each in (ALICE, BOB, GATEWAY))
+
+
+def test_a_gateway_ends_requests_of_the_tenant_that_it_names_alone() -> None:
+    for_a, for_bob = replace(GATEWAY, tenant="team-a"), replace(GATEWAY, tenant="bob")
+    assert may_abort(for_a, for_a)
+    assert may_abort(for_a, ALICE)
+    assert may_abort(ALICE, for_a)
+    assert not may_abort(for_a, for_bob)
+    assert not may_abort(GATEWAY, for_a)
+    assert not may_abort(for_a, GATEWAY)

@@ -1,0 +1,186 @@
+"""Several tenants under one scheduler: nobody takes what another one's floor keeps, and everything ends."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
+from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.sequence import SeqStatus
+
+NO_BLOCKS = np.empty(0, np.int32)
+
+
+def fill(driver: Driver, tenant: int, num_blocks: int) -> None:
+    """Caches a prompt of so many blocks."""
+    prompt = [(7 * tenant + at) % VOCAB for at in range(num_blocks * driver.block_size)]
+    driver.submit(prompt, max_tokens=1, identity=CacheIdentity(str(tenant)), tenant=Tenant("", tenant))
+    driver.drain()
+
+
+def footprint(driver: Driver, tenant: int) -> int:
+    assert driver.pool.tenants is not None
+    return driver.pool.tenants.footprint(tenant)
+
+
+def watch_floors(monkeypatch: pytest.MonkeyPatch, floors: dict[int, int]) -> None:
+    """Every allocation is held against the floors, and none goes over them on purpose."""
+    allocate = BlockPool.allocate
+
+    def watched(self: BlockPool, count: int, on_evict: Any = None, tenant: int = 0, **more: Any) -> Blocks | None:
+        assert self.tenants is not None
+        assert not more.get("over_floors")
+        before = [self.tenants.footprint(other) for other in range(4)]
+        blocks = allocate(self, count, on_evict, tenant, **more)
+        for other in {0, 1, 2, 3} - {tenant}:
+            assert self.tenants.footprint(other) >= min(before[other], floors.get(other, 0))
+        return blocks
+
+    monkeypatch.setattr(BlockPool, "allocate", watched)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_everything_ends_and_no_floor_is_touched(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    chance = random.Random(seed)
+    num_blocks = chance.choice([12, 20, 40])
+    driver = Driver(
+        num_blocks=num_blocks,
+        block_size=2,
+        max_batch_tokens=chance.choice([6, 16, 64]),
+        max_running=chance.choice([2, 5, 9]),
+        watermark=chance.choice([0.0, 0.1, 0.3]),
+        partial_hits=bool(seed % 2),
+        protected_share=chance.choice([None, 0.4]),
+        host_blocks=chance.choice([0, 10]),
+        preemption=chance.choice(["swap", "recompute"]),
+        write_back=bool(seed % 3),
+        preemption_limit=chance.choice([0, 3]),
+    )
+    floors = {tenant: num_blocks // chance.choice([3, 5, 8]) for tenant in chance.sample(range(4), 3)}
+    driver.scheduler.set_tenants({tenant: chance.choice([0.5, 1.0, 3.0]) for tenant in range(4)}, floors)
+    watch_floors(monkeypatch, floors)
+    for _ in range(80):
+        tenant = chance.randrange(4)
+        shape: dict[str, Any] = chance.choice([{}, {}, {}, {"n": 3}, {"beam_width": 2}])
+        tenants = driver.pool.tenants
+        assert tenants is not None
+        most = tenants.most_for(tenant, NO_BLOCKS) // shape.get("beam_width", 1) * 2
+        if not most:
+            # Refused at submission.
+            continue
+        total = chance.randint(2, most + 1)
+        known = chance.randint(1, total - 1)
+        prompt = [chance.randrange(2) for _ in range(known)]
+        identity = CacheIdentity(str(tenant))
+        driver.submit(prompt, total - known, chance.randrange(2), identity=identity, tenant=Tenant("", tenant), **shape)
+        for _ in range(chance.randrange(6)):
+            driver.step()
+        if chance.randrange(40) == 0:
+            driver.lose_executor()
+    driver.drain()
+    for request in driver.requests:
+        assert finished(request)
+        for sequence in request.sequences if request.search is None else ():
+            wanted = expected_output(request.command.prompt_ids, request.command.sampling.max_tokens, VOCAB, ())
+            assert output(request, sequence.index) == wanted
+
+
+def test_admission_waits_for_blocks_that_it_may_have() -> None:
+    """Tenant 2 has 6 of 10 blocks to use; what tenant 1 keeps does not count as free."""
+    driver = Driver(num_blocks=10, block_size=2)
+    driver.scheduler.set_tenants({}, {1: 4})
+    fill(driver, 1, 4)
+    first = driver.submit([1] * 7, max_tokens=2, tenant=Tenant("", 2))
+    second = driver.submit([2] * 7, max_tokens=2, tenant=Tenant("", 2))
+    driver.plan()
+    assert [request.sequences[0].state for request in (first, second)] == [SeqStatus.RUNNING, SeqStatus.WAITING]
+    driver.drain()
+    assert finished(second)
+    assert footprint(driver, 1) == 4
+
+
+def test_nobody_is_preempted_for_nothing() -> None:
+    """The last in order has no more than its tenant's floor: the one in need waits itself instead."""
+    driver = Driver(num_blocks=4, block_size=4)
+    driver.scheduler.set_tenants({}, {1: 1})
+    older = driver.submit([1, 2, 3, 4], max_tokens=9, tenant=Tenant("", 2))
+    other = driver.submit([5, 6, 7, 8], max_tokens=5, tenant=Tenant("", 2))
+    within = driver.submit([9], max_tokens=4, tenant=Tenant("", 1))
+    driver.drain()
+    assert all(finished(request) for request in (older, other, within))
+    assert [request.preemptions for request in (older, other, within)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_floors_that_rose_too_late_stop_nobody(n: int) -> None:
+    """A request that was accepted before goes over them, once it is alone."""
+    driver = Driver(num_blocks=8, block_size=2)
+    fill(driver, 1, 6)
+    request = driver.submit([1] * 4, max_tokens=9, n=n, tenant=Tenant("", 2))
+    driver.step()
+    driver.scheduler.set_tenants({}, {1: 6})
+    later = driver.submit([2] * 3, max_tokens=1, tenant=Tenant("", 2))
+    driver.drain()
+    assert finished(request)
+    assert finished(later)
+    assert footprint(driver, 1) < 6
+
+
+def test_the_configuration_outlives_the_pool() -> None:
+    driver = Driver(num_blocks=10, block_size=2)
+    driver.scheduler.set_tenants({1: 2.0}, {1: 4, 2: 2})
+    with pytest.raises(ValueError, match="11 blocks together, the pool has 10"):
+        driver.scheduler.set_tenants({}, {1: 11})
+    driver.lose_executor()
+    assert driver.pool.tenants is not None
+    assert driver.pool.tenants.floors_beside(0) == 6
+    # A smaller pool keeps as much of it for each.
+    driver._new_pool(3)
+    driver.scheduler.lose_executor(driver.pool, driver.scheduler.limits, (), driver.host)
+    assert driver.pool.tenants is not None
+    assert [driver.pool.tenants.floors_beside(tenant) for tenant in (0, 1, 2)] == [3, 1, 2]
+
+
+def test_without_a_prefix_cache_there_is_nothing_to_keep() -> None:
+    driver = Driver(num_blocks=10, block_size=2, prefix_cache=False)
+    driver.scheduler.set_tenants({}, {1: 4})
+    assert driver.pool.num_free_for(2) == 10
+
+
+@pytest.mark.parametrize(("width", "max_tokens"), [(2, 12), (3, 9)])
+def test_floors_that_rose_under_a_search_stop_nobody(width: int, max_tokens: int) -> None:
+    """Beams of a search hold blocks while others of it wait for some, which no other request is to give back."""
+    driver = Driver(num_blocks=20, block_size=2, max_running=8)
+    driver.scheduler.set_tenants({1: 1.0, 2: 1.0}, {})
+    driver.submit(list(range(1, 72, 3)), max_tokens=1, tenant=Tenant("", 2))
+    driver.drain()
+    search = driver.submit([1, 4, 7, 10], max_tokens=max_tokens, beam_width=width, tenant=Tenant("", 1))
+    for _ in range(6):
+        driver.step()
+    driver.scheduler.set_tenants({1: 1.0, 2: 1.0}, {2: 14})
+    later = driver.submit([1, 4, 7], max_tokens=3, tenant=Tenant("", 2))
+    driver.drain()
+    assert finished(search)
+    assert finished(later)
+    assert driver.pool.num_active == 0
+
+
+def test_a_configuration_that_stays_is_fitted_to_a_smaller_pool() -> None:
+    """As when a tenant comes that was not there before: weights change, floors do not."""
+    driver = Driver(num_blocks=20, block_size=2)
+    driver.scheduler.set_tenants({}, {1: 12})
+    driver._new_pool(10)
+    driver.scheduler.lose_executor(driver.pool, driver.scheduler.limits, (), driver.host)
+    driver.scheduler.set_tenants({1: 2.0, 2: 1.0}, {1: 12})
+    assert driver.pool.tenants is not None
+    assert driver.pool.tenants.floors_beside(2) == 10
+    with pytest.raises(ValueError, match="13 blocks together, the pool has 10"):
+        driver.scheduler.set_tenants({}, {1: 13})

@@ -1,0 +1,178 @@
+"""Counters of what tenants were served, and the fairness that the scheduler has from them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from support.engine.scheduler_driver import Driver, finished
+
+from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.virtual_tokens import INPUT_COST, OUTPUT_COST, VirtualTokens
+
+A, B, C = (Tenant(name, number) for number, name in enumerate("abc", 1))
+
+
+def test_one_tenant_is_not_counted() -> None:
+    served = VirtualTokens()
+    served.joined(0, [])
+    served.charge_prompt(0, 100)
+    served.charge_output(0, 100)
+    assert (served.several, served.of(0)) == (False, 0)
+
+
+def test_tokens_count_by_their_cost_and_the_weight() -> None:
+    served = VirtualTokens()
+    served.know(1, weight=2.0)
+    served.know(2)
+    for tenant in (1, 2):
+        served.charge_prompt(tenant, 10)
+        served.charge_output(tenant, 3)
+    cost = 10 * INPUT_COST + 3 * OUTPUT_COST
+    assert (served.of(1), served.of(2)) == (cost / 2, cost)
+
+
+def test_an_idle_time_is_no_credit_and_a_burst_is_no_loss_for_good() -> None:
+    served = VirtualTokens()
+    served.joined(1, [])
+    served.charge_prompt(1, 50)
+    served.joined(2, [1])
+    assert served.of(2) == 50
+    served.charge_prompt(2, 30)
+    # The last one that had nothing left tells where a lonely newcomer begins.
+    served.left(1)
+    served.left(2)
+    served.joined(3, [])
+    assert served.of(3) == 80
+    # Coming back lowers nothing.
+    served.charge_prompt(1, 100)
+    served.joined(1, [3])
+    assert served.of(1) == 150
+
+
+def test_tenants_whose_weight_nobody_named_have_one() -> None:
+    served = VirtualTokens()
+    served.joined(40, [])
+    served.charge_prompt(40, 5)
+    assert (served.weight(40), served.of(40), served.of(41), served.weight(1000)) == (1, 5, 0, 1)
+
+
+def test_who_was_served_least_is_next_however_many_another_has_queued() -> None:
+    driver = Driver(max_running=1, max_batch_tokens=8)
+    flood = [driver.submit([9, index, 1, 1], max_tokens=2, tenant=A) for index in range(8)]
+    driver.step()
+    quiet = [driver.submit([8, index, 2, 2], max_tokens=2, tenant=B) for index in range(3)]
+    order: list[LiveRequest] = []
+    while driver.step():
+        order += [request for request in [*flood, *quiet] if finished(request) and request not in order]
+    # In turns from the first step in which both wait.
+    assert [request.command.tenant.name for request in order] == list("ababab" + "aaaaa")
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
+def test_the_difference_of_what_two_tenants_get_is_bounded(seed: int, weights: tuple[float, float]) -> None:
+    """Theorem 4.4, over every interval in which both have requests waiting: outputs as long, prompts as long and as
+    many at once as they like.
+    """
+    rng = random.Random(seed)
+    num_blocks, block_size, longest = rng.choice([12, 24, 48]), rng.choice([2, 4]), 20
+    driver = Driver(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_batch_tokens=rng.choice([8, 24, 64]),
+        max_running=rng.choice([2, 6, 16]),
+        depth=rng.choice([1, 2]),
+        host_blocks=rng.choice([0, 16]),
+        preemption=rng.choice(["recompute", "swap"]),
+    )
+    served = driver.scheduler.waiting.served
+    tenants = dict(zip((A, B), weights, strict=True))
+    for tenant, weight in tenants.items():
+        served.know(tenant.number, weight)
+    requests: list[LiveRequest] = []
+    for _ in range(60):
+        tenant = rng.choice([A, B])
+        prompt = [rng.randrange(97) for _ in range(rng.randint(1, longest if tenant is A else 3))]
+        requests.append(driver.submit(prompt, max_tokens=rng.randint(1, 12 if tenant is B else 3), tenant=tenant))
+
+    computed = [0] * len(requests)
+
+    def got(tenant: Tenant) -> float:
+        """Tokens that a tenant was served, from its sequences themselves."""
+        total = 0.0
+        for at, request in enumerate(requests):
+            sequence = request.sequences[0]
+            if request.command.tenant is tenant and sequence.cached_tokens is not None:
+                computed[at] = max(computed[at], min(sequence.num_computed, len(request.command.prompt_ids)))
+                total += INPUT_COST * (computed[at] - sequence.cached_tokens) + OUTPUT_COST * sequence.num_output
+        return total / tenants[tenant]
+
+    differences = [0.0]
+    while {r.command.tenant for r in requests if r.sequences[0].state is SeqStatus.WAITING} == {A, B}:
+        assert driver.step()
+        differences.append(got(A) - got(B))
+    driver.drain()
+    assert all(map(finished, requests))
+    assert len(differences) > 5
+    bound = 2 * max(INPUT_COST * longest, OUTPUT_COST * num_blocks * block_size) / min(weights)
+    assert max(differences) - min(differences) <= bound
+
+
+def test_a_prompt_under_way_waits_for_a_tenant_that_was_served_less() -> None:
+    driver = Driver(num_blocks=64, max_batch_tokens=8, depth=1)
+    long = driver.submit([1] * 100, max_tokens=1, tenant=A)
+    driver.step()
+    short = driver.submit([2] * 6, max_tokens=1, tenant=B)
+    for _ in range(2):
+        driver.step()
+    assert finished(short)
+    assert not finished(long)
+    driver.drain()
+    assert finished(long)
+
+
+def test_a_newcomer_takes_blocks_from_the_one_that_holds_most() -> None:
+    """The pool is full of long requests of one tenant: another's waits for none of them to end, and for no more than
+    its share.
+    """
+    driver = Driver(num_blocks=16, block_size=4, max_batch_tokens=64)
+    flood = [driver.submit([7, index] * 6, max_tokens=4, tenant=A) for index in range(4)]
+    driver.step()
+    assert driver.pool.num_free == 0
+    quiet = driver.submit([5] * 17, max_tokens=2, tenant=B)
+    for _ in range(3):
+        driver.step()
+    assert quiet.sequences[0].num_output >= 1
+    assert sum(request.preemptions for request in flood) == 2
+    assert not all(map(finished, flood))
+    driver.drain()
+    assert all(map(finished, [*flood, quiet]))
+
+
+def test_a_tenant_at_its_share_takes_nothing() -> None:
+    driver = Driver(num_blocks=16, block_size=4, max_batch_tokens=64)
+    ours = [driver.submit([7, index] * 6, max_tokens=12, tenant=A) for index in range(2)]
+    theirs = [driver.submit([6, index] * 6, max_tokens=12, tenant=B) for index in range(2)]
+    driver.step()
+    more = driver.submit([5] * 17, max_tokens=2, tenant=B)
+    driver.step()
+    driver.step()
+    assert more.sequences[0].state is SeqStatus.WAITING
+    assert not any(request.preemptions for request in [*ours, *theirs])
+    driver.drain()
+    assert all(map(finished, [*ours, *theirs, more]))
+
+
+def test_slots_are_taken_too() -> None:
+    driver = Driver(num_blocks=64, max_running=3)
+    flood = [driver.submit([7, index], max_tokens=40, tenant=A) for index in range(3)]
+    driver.step()
+    quiet = driver.submit([5], max_tokens=2, tenant=B)
+    for _ in range(4):
+        driver.step()
+    assert finished(quiet)
+    assert [request.preemptions for request in flood] == [0, 0, 1]
+    driver.drain()
+    assert all(map(finished, flood))
