@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup, PagedDecodes
+from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
@@ -27,19 +27,11 @@ class PagedStepAttention:
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         self._cache.write(layer, self._plan.slots, key.transpose(0, 1), value.transpose(0, 1))
-        return self.read(layer, query, key, value, scores)
-
-    def read(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        """`attend` where the new keys and values are in the pool already."""
         plan = self._plan.reads(scores.window)
         parts: list[Part] = []
         for part in plan.parts:
             rows = slice(part.first, part.last)
-            if isinstance(part, PagedDecodes):
-                parts.append(_decode_attention(self._cache, layer, query[:, rows], part, scores))
-            elif isinstance(part, DecodeGroup):
+            if isinstance(part, DecodeGroup):
                 parts.append(self._decodes(layer, query[:, rows], part, scores))
             elif part.window is None:
                 parts.append(_chunk(query[:, rows], key[:, rows], value[:, rows], scores, None))
@@ -83,13 +75,6 @@ class PagedStepAttention:
             scores,
         )
         return out.reshape(num_heads, count, size).transpose(0, 1), lse.reshape(num_heads, count).t()
-
-
-def _decode_attention(cache: KvCache, layer: int, query: torch.Tensor, decodes: PagedDecodes, scores: Scores) -> Part:
-    # Imported where it is used: Numba may not be installed.
-    from pagekv.executor.cpu.native.decode_attention import decode_attention
-
-    return decode_attention(cache, layer, query, decodes, scores)
 
 
 def _chunk(

@@ -12,7 +12,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 import numpy as np
 import torch
@@ -54,20 +53,6 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class PagedDecodes:
-    """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
-    `tables[offsets[i]:offsets[i + 1]]`. All int64.
-    """
-
-    first: int
-    last: int
-    tables: torch.Tensor
-    offsets: torch.Tensor
-    begins: torch.Tensor
-    ends: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class Context:
     """Rows (a slice, or indices `[R]`) that all see the first `num_keys` slots of `blocks`, besides their own part."""
 
@@ -80,12 +65,12 @@ class Context:
 class Plan:
     """Parts cover every row once, in order; contexts are merged into them."""
 
-    parts: list[PromptChunk | DecodeGroup | PagedDecodes] = field(default_factory=list)
+    parts: list[PromptChunk | DecodeGroup] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
 
 
 @dataclass(slots=True)
-class _Row:
+class Row:
     """One scheduled sequence in rows [first, first + count). `shared`: leading blocks in shared prefixes."""
 
     item: Scheduled
@@ -103,20 +88,18 @@ class CpuAttentionPlan:
         null_block: int,
         block_bytes: int,
         dtype: torch.dtype,
-        *,
-        native: bool = False,
     ) -> None:
-        """`block_bytes`: keys and values of one block and one layer. `native`: decodes are `PagedDecodes`."""
-        self._native = native
+        """`block_bytes`: keys and values of one block and one layer."""
         self._block_size, self._null_block, self._block_bytes, self._dtype = block_size, null_block, block_bytes, dtype
         tables = [item.state.block_table[: item.start // block_size] for item in scheduled]
-        self._shared = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
-        self._members = [_Row(item) for item in scheduled]
-        for prefix in self._shared:
+        self.shared = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
+        # In the order of `scheduled`, whose places `shared` has, and in packed order.
+        self.members = [Row(item) for item in scheduled]
+        for prefix in self.shared:
             for member in prefix.members:
-                self._members[member].shared = max(self._members[member].shared, prefix.last)
+                self.members[member].shared = max(self.members[member].shared, prefix.last)
         # Chunks first, then decodes by how much each reads alone, so that neighbours make good groups.
-        self._rows = sorted(self._members, key=self._place)
+        self.rows = sorted(self.members, key=self._place)
         self._longest = max(item.start + item.count for item in scheduled)
         self._plans: dict[int | None, Plan] = {}
         ids: list[int] = []
@@ -124,7 +107,7 @@ class CpuAttentionPlan:
         blocks: list[int] = []
         # Rows whose logits are sampled, each with its sequence.
         self.sampling: list[tuple[int, SequenceState]] = []
-        for row in self._rows:
+        for row in self.rows:
             row.first, item, state = len(ids), row.item, row.item.state
             places = range(item.start, item.start + item.count)
             ids += state.token_ids[places.start : places.stop]
@@ -138,20 +121,23 @@ class CpuAttentionPlan:
         # Block and offset in it of every row, [T] each.
         self.slots = (torch.tensor(blocks), self.position_ids[0] % block_size)
 
-    def _place(self, row: _Row) -> tuple[int, int]:
+    def _place(self, row: Row) -> tuple[int, int]:
         return (1, row.item.start // self._block_size - row.shared) if row.item.count == 1 else (0, 0)
+
+    def effective_window(self, window: int | None) -> int | None:
+        """The window, or None for one that hides nothing in this step."""
+        return None if window is not None and window >= self._longest else window
 
     def reads(self, window: int | None) -> Plan:
         """The reads of a layer with this window; built once per step and distinct window."""
-        if window is not None and window >= self._longest:
-            window = None
+        window = self.effective_window(window)
         if window not in self._plans:
             self._plans[window] = self._plan(window)
         return self._plans[window]
 
     def _plan(self, window: int | None) -> Plan:
         plan, size = Plan(), self._block_size
-        for row in self._rows:
+        for row in self.rows:
             start, count = row.item.start, row.item.count
             if count == 1:
                 continue
@@ -165,20 +151,20 @@ class CpuAttentionPlan:
             if own > 0:
                 blocks = row.item.state.block_table[row.shared : -(-start // size)]
                 plan.contexts.append(Context(slice(row.first, row.first + count), torch.tensor(blocks), own))
-        plan.parts += self._paged_decodes(window) if self._native else self._decode_groups(window)
+        plan.parts += self._decode_groups(window)
         if window is None:
-            plan.contexts += [self._context(prefix) for prefix in self._shared]
+            plan.contexts += [self._context(prefix) for prefix in self.shared]
         return plan
 
     def _context(self, prefix: SharedPrefix) -> Context:
-        members = sorted((self._members[member] for member in prefix.members), key=lambda row: row.first)
+        members = sorted((self.members[member] for member in prefix.members), key=lambda row: row.first)
         indices = [index for row in members for index in range(row.first, row.first + row.item.count)]
         begin, end = indices[0], indices[-1] + 1
         rows = slice(begin, end) if end - begin == len(indices) else torch.tensor(indices)
         blocks = members[0].item.state.block_table[prefix.first : prefix.last]
         return Context(rows, torch.tensor(blocks), len(blocks) * self._block_size)
 
-    def _windowed_chunk(self, row: _Row, start: int, end: int, window: int) -> PromptChunk:
+    def _windowed_chunk(self, row: Row, start: int, end: int, window: int) -> PromptChunk:
         """Positions [start, end) of a row."""
         low = max(0, start - window + 1) // self._block_size
         blocks = row.item.state.block_table[low : (end - 1) // self._block_size + 1]
@@ -188,24 +174,11 @@ class CpuAttentionPlan:
         first = row.first + start - row.item.start
         return PromptChunk(first, first + end - start, (torch.tensor(blocks), mask))
 
-    def _paged_decodes(self, window: int | None) -> list[PagedDecodes]:
-        rows = [row for row in self._rows if row.item.count == 1]
-        if not rows:
-            return []
-        size = self._block_size
-        ends = np.array([row.item.start + 1 for row in rows])
-        begins = np.array([row.shared * size for row in rows]) if window is None else np.maximum(ends - window, 0)
-        tables = [row.item.state.block_table[: row.item.start // size + 1] for row in rows]
-        offsets = np.cumsum([0, *map(len, tables)])
-        first = rows[0].first
-        arrays = (np.array(list(chain(*tables))), offsets, begins, ends)
-        return [PagedDecodes(first, first + len(rows), *map(torch.from_numpy, arrays))]
-
     def _decode_groups(self, window: int | None) -> list[DecodeGroup]:
         groups: list[DecodeGroup] = []
         members: list[tuple[int, list[int], int, int]] = []
         used = 0
-        for row in self._rows:
+        for row in self.rows:
             if row.item.count > 1:
                 continue
             position = row.item.start

@@ -90,7 +90,7 @@ def _logits(forward: StepForward, loaded: LoadedModel) -> torch.Tensor:
     found = []
     for start, end in ((0, CHECKED_TOKENS - 1), (CHECKED_TOKENS - 1, CHECKED_TOKENS)):
         state = SequenceState(1, tokens[:end], end, blocks, start, Sampling())
-        found.append(forward.logits(plan_step(forward, cache, [Scheduled(state, start, end - start)]), cache)[0])
+        found.append(forward.logits(plan_step(cache, [Scheduled(state, start, end - start)]), cache)[0])
     return torch.stack(found).float()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -17,9 +17,6 @@ from pagekv.executor.model.attention_interface import LAST_ROW, forward
 class StepForward(Protocol):
     """Computes a step over the pools."""
 
-    # Whether plans have `PagedDecodes`, which compiled loops read.
-    native: ClassVar[bool]
-
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; of some row where it names none."""
         ...
@@ -27,8 +24,6 @@ class StepForward(Protocol):
 
 class ModuleForward:
     """transformers' model with PageKV's attention. Implements `StepForward`, for every model."""
-
-    native: ClassVar[bool] = False
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
         """`pack`: the model's linear layers are laid out anew, in place."""

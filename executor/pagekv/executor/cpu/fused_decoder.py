@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
-from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.rows import add_norm, rotate
+from pagekv.executor.cpu.native.step_attention import step_attention
+from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.cpu.products import TorchProduct, fastest_product
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder, DecoderNorms
@@ -33,8 +33,6 @@ class _Layer:
 class FusedDecoder:
     """Computes what transformers' model of the same weights does. Implements `StepForward`."""
 
-    native: ClassVar[bool] = True
-
     def __init__(self, decoder: Decoder, scores: tuple[Scores, ...], num_heads: int, num_kv_heads: int) -> None:
         """Takes the weights out of the decoder, the head and then layer by layer, so that both layouts are there of one
         of them only. `scores` by layer.
@@ -54,7 +52,7 @@ class FusedDecoder:
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         decoder, layers = self._decoder, self._layers
-        attention = PagedStepAttention(cache, plan)
+        reads = self._reads(plan, cache.block_size)
         stream = decoder.embed(plan.input_ids)[0]
         if decoder.embed_factor != 1:
             stream *= decoder.embed_factor
@@ -67,7 +65,7 @@ class FusedDecoder:
         for index, layer in enumerate(layers):
             following = layers[index + 1].norms.before_attention if index + 1 < len(layers) else None
             heads = layer.qkv(normed).view(len(stream), -1, cache.geometry.head_size)
-            attended = self._attend(index, layer, heads, rotations, places, cache, attention)
+            attended = self._attend(index, layer, heads, rotations, places, cache, reads[index])
             normed = add_norm(
                 stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
             )
@@ -89,11 +87,15 @@ class FusedDecoder:
         rotations: dict[str, tuple[torch.Tensor, torch.Tensor]],
         places: torch.Tensor,
         cache: KvCache,
-        attention: PagedStepAttention,
+        reads: PagedReads,
     ) -> torch.Tensor:
         """`heads` `[T, query + key + value heads, head_size]` to `[T, num_heads * head_size]`."""
-        queries, pairs = self._num_heads
         rotation = None if layer.rope is None else rotations[layer.rope]
         rotate(heads, self._num_heads, rotation, layer.norms.query, layer.norms.key, places, *cache.layer(index))
-        query, key, value = heads.transpose(0, 1).split((queries, pairs, pairs))
-        return attention.read(index, query, key, value, layer.scores).flatten(1)
+        return step_attention(cache, index, heads[:, : self._num_heads[0]], reads, layer.scores)
+
+    def _reads(self, plan: CpuAttentionPlan, block_size: int) -> list[PagedReads]:
+        """By layer. Layers with the same window share theirs."""
+        windows = [plan.effective_window(layer.scores.window) for layer in self._layers]
+        found = {each: paged_reads(plan.rows, plan.shared, plan.members, block_size, each) for each in {*windows}}
+        return [found[window] for window in windows]

@@ -16,16 +16,14 @@ def run_step(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -
     """Computes every scheduled position; the sampled token of every sequence whose last known token was computed."""
     if not scheduled:
         return {}
-    plan = plan_step(forward, cache, scheduled)
+    plan = plan_step(cache, scheduled)
     logits = forward.logits(plan, cache)
     states = [state for _, state in plan.sampling]
     sampled = sample(logits[: len(states)], states)
     return {state.seq_id: token for state, token in zip(states, sampled, strict=True)}
 
 
-def plan_step(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -> CpuAttentionPlan:
-    """The plan of a step that has something scheduled, for this way of computing it."""
+def plan_step(cache: KvCache, scheduled: list[Scheduled]) -> CpuAttentionPlan:
+    """The plan of a step that has something scheduled."""
     block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
-    return CpuAttentionPlan(
-        scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype, native=forward.native
-    )
+    return CpuAttentionPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)

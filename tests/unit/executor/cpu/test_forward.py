@@ -27,7 +27,7 @@ def test_rows_are_those_that_sample(tmp_path: Path) -> None:
     scheduled = [Scheduled(states[0], 0, 6), Scheduled(states[1], 0, 5)]
     for pack in (False, True):
         forward, cache = ModuleForward(loaded.model, pack=pack), KvCache(loaded.geometry, 4, 4)
-        found = forward.logits(plan_step(forward, cache, scheduled), cache)
+        found = forward.logits(plan_step(cache, scheduled), cache)
         assert torch.allclose(found, model.double()(torch.tensor([second])).logits[:, -1], atol=1e-3)
         # Nothing samples: some row, whose logits nobody asks for.
-        assert forward.logits(plan_step(forward, cache, scheduled[:1]), cache).shape == found.shape
+        assert forward.logits(plan_step(cache, scheduled[:1]), cache).shape == found.shape

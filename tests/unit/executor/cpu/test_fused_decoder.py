@@ -45,7 +45,7 @@ def logits(forward: StepForward, loaded: LoadedModel) -> list[torch.Tensor]:
                 index, prompt[:known], known, list(range(index * 8, index * 8 + 8)), computed, Sampling()
             )
             scheduled.append(Scheduled(state, computed, known - computed))
-        found.append(forward.logits(plan_step(forward, cache, scheduled), cache).clone())
+        found.append(forward.logits(plan_step(cache, scheduled), cache).clone())
     return found
 
 
@@ -74,7 +74,7 @@ def test_products_of_torch_and_a_step_that_samples_nothing(tmp_path: Path, monke
     for way in (compiled, forward):
         cache = KvCache(loaded.geometry, 4, 3)
         with torch.inference_mode():
-            assert way.logits(plan_step(way, cache, [Scheduled(state, 0, 5)]), cache).shape == (0, loaded.num_logits)
+            assert way.logits(plan_step(cache, [Scheduled(state, 0, 5)]), cache).shape == (0, loaded.num_logits)
 
 
 def test_weights_are_taken_not_copied(tmp_path: Path) -> None:

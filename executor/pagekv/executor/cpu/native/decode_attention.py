@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from numba import carray
 
-from pagekv.executor.cpu.attention_plan import PagedDecodes
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
-from pagekv.executor.cpu.native.numbers import STORED, address_of, exp
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
 from pagekv.executor.cpu.native.openmp import bits_of, run
 from pagekv.executor.cpu.native.slots import lanes_of, score_slots, weigh_slots
+from pagekv.executor.cpu.paged_reads import PagedDecodes
 from pagekv.executor.model.attention_interface import Scores
 
 # Slots of which all heads are read before the next: memory is read in order and comes as fast as it can.
@@ -27,18 +27,24 @@ AT_ONCE = 2
 
 
 def decode_attention(
-    pools: KvCache, layer: int, query: torch.Tensor, decodes: PagedDecodes, scores: Scores
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`query` `[num_heads, S, head_size]`, one row per sequence of `decodes`. Output `[S, num_heads, head_size]` in the
-    type of the pool, and log-sum-exp of the scores `[S, num_heads]`, float32. A window of `scores` is not looked at.
+    pools: KvCache,
+    layer: int,
+    query: torch.Tensor,
+    decodes: PagedDecodes,
+    scores: Scores,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Rows [decodes.first, decodes.last) of `query` `[T, num_heads, head_size]` over the keys and values that they see.
+    The same rows of `out` `[T, num_heads, head_size]` and `lse` `[T, num_heads]`, both float32 and contiguous, become
+    the output and the log-sum-exp of the scores. A window of `scores` is not looked at.
     """
-    num_heads, count, size = query.shape
+    _, num_heads, size = query.shape
+    count = decodes.last - decodes.first
     keys, values = pools.layer(layer)
     kv_heads = keys.shape[2]
     group = num_heads // kv_heads
-    query = query.float()
-    out = torch.empty(count, num_heads, size)
-    lse = torch.empty(count, num_heads)
+    query, out, lse = (tensor[decodes.first : decodes.last] for tensor in (query, out, lse))
     threads = torch.get_num_threads()
     # Whole sequences stream best; where there are few, the heads of each go to several threads.
     parts = kv_heads if count < 4 * threads else 1
@@ -49,13 +55,12 @@ def decode_attention(
         (
             *(count, kv_heads, parts, pools.block_size),
             *(keys.data_ptr(), values.data_ptr() - keys.data_ptr(), keys.stride(0), keys.stride(1)),
-            *(query.data_ptr(), query.stride(1), query.stride(0), out.data_ptr(), lse.data_ptr()),
+            *(query.data_ptr(), query.stride(0), query.stride(1), out.data_ptr(), lse.data_ptr()),
             *(decodes.tables.data_ptr(), decodes.offsets.data_ptr()),
             *(decodes.begins.data_ptr(), decodes.ends.data_ptr()),
             *(bits_of(scores.scale), bits_of(scores.cap or 0.0), scratch.data_ptr(), 4 * scratch.stride(0)),
         ),
     )
-    return out.to(keys.dtype), lse
 
 
 @cache
@@ -96,9 +101,9 @@ def _compiled(stored: Any, group: int, size: int) -> int:
             for head in range(num_heads):
                 for member in range(group):
                     at = sequence * args[10] + ((first + head) * group + member) * args[11]
-                    row = carray(pointer(args[9] + at * 4), size, np.float32)
+                    row = carray(pointer(args[9] + at * width), size, stored)
                     for i in range(size):
-                        query[head, member, i] = row[i] * scale
+                        query[head, member, i] = widen(row[i]) * scale
                         out[head, member, i] = 0
                     most[head, member] = -np.inf
                     total[head, member] = 0

@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from pagekv.executor.cpu.attention import attend
-from pagekv.executor.cpu.attention_plan import PagedDecodes
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.decode_attention import decode_attention
+from pagekv.executor.cpu.paged_reads import PagedDecodes
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import BlockGeometry
-
-TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,11 +48,15 @@ def test_reads_what_plain_attention_reads(
         outs.append(out.reshape(heads, size))
         sums.append(lse.reshape(heads))
     offsets = np.arange(count + 1) * width
-    decodes = PagedDecodes(0, count, *map(torch.from_numpy, (tables.reshape(-1), offsets, begins, ends)))
-    found, lse = decode_attention(pools, 1, query, decodes, scores)
-    assert found.dtype == dtype
-    assert torch.allclose(found.double(), torch.stack(outs), rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
-    assert torch.allclose(lse.double(), torch.stack(sums), rtol=1e-5, atol=1e-5)
+    # Rows before and behind are not theirs.
+    decodes = PagedDecodes(1, count + 1, *map(torch.from_numpy, (tables.reshape(-1), offsets, begins, ends)))
+    rows = torch.nn.functional.pad(query.transpose(0, 1), (0, 0, 0, 0, 1, 1))
+    found, lse = torch.zeros(count + 2, heads, size), torch.zeros(count + 2, heads)
+    decode_attention(pools, 1, rows, decodes, scores, found, lse)
+    assert torch.allclose(found[1:-1].double(), torch.stack(outs), rtol=2e-6, atol=2e-6)
+    assert torch.allclose(lse[1:-1].double(), torch.stack(sums), rtol=1e-5, atol=1e-5)
+    for untouched in (found[[0, -1]], lse[[0, -1]]):
+        assert not untouched.any()
 
 
 def test_a_nan_that_is_seen_is_told() -> None:
@@ -62,6 +64,7 @@ def test_a_nan_that_is_seen_is_told() -> None:
     pools.device[:] = 1
     pools.device[1, 0, 0, 1] = math.nan
     every = [torch.tensor(numbers) for numbers in ([0, 1], [0, 1, 2], [0, 0], [4, 4])]
-    out, _ = decode_attention(pools, 0, torch.ones(2, 2, 16), PagedDecodes(0, 2, *every), Scores(1.0))
+    out = torch.empty(2, 2, 16)
+    decode_attention(pools, 0, torch.ones(2, 2, 16), PagedDecodes(0, 2, *every), Scores(1.0), out, torch.empty(2, 2))
     assert out[0].isfinite().all()
     assert out[1].isnan().all()

@@ -1,0 +1,252 @@
+"""Attention of many rows over the same blocks, straight from the block pool: chunks of prompts, and prefixes that
+several sequences share.
+
+Keys and values of a few blocks at a time are laid out as panels for `tile`, which multiplies all rows of a run with
+them; one softmax over a context whose keys come so is that of FlashAttention (arXiv:2205.14135), with a running maximum
+and sum. Panels begin at the same slots of a context whatever is computed together, so a row's numbers do not depend on
+that.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray
+
+from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
+from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
+from pagekv.executor.cpu.native.openmp import bits_of, run
+from pagekv.executor.cpu.native.tile import FLOAT32, most_rows, panel_vectors, tile
+from pagekv.executor.cpu.native.vectors import vector_lanes
+from pagekv.executor.cpu.paged_reads import PagedRuns
+from pagekv.executor.model.attention_interface import Scores
+
+# Keys that are laid out at a time: a multiple of every panel's columns.
+KEYS = 64
+# Lanes of a maximum over keys, before they are folded.
+FOLD = 16
+
+
+def prompt_attention(
+    pools: KvCache,
+    layer: int,
+    query: torch.Tensor,
+    runs: PagedRuns,
+    scores: Scores,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    merge: bool,
+) -> None:
+    """Rows `runs.rows` of `query` `[T, num_heads, head_size]` over the keys and values that they see. The same rows of
+    `out` `[T, num_heads, head_size]` and `lse` `[T, num_heads]`, both float32 and contiguous, become the output and the
+    log-sum-exp of the scores; `merge`: those over what both rows saw before and what they see now, which must be
+    disjoint. A window of `scores` is not looked at.
+    """
+    _, num_heads, size = query.shape
+    keys, values = pools.layer(layer)
+    kv_heads = keys.shape[2]
+    group = num_heads // kv_heads
+    lanes = vector_lanes() or 4
+    wide = panel_vectors(lanes) * lanes
+    columns = -(-size // wide) * wide
+    most = runs.most_rows * group
+    # Of a thread, in float32: two sets of panels, of each row the query, the sum of values, maximum and sum, and of a
+    # tile's rows scores, weights and products.
+    tile_rows = most_rows(lanes, FLOAT32)
+    numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + columns + 1)
+    numbers = -(-numbers // 16) * 16 + 64
+    scratch = torch.empty(torch.get_num_threads(), numbers)
+    run(
+        _compiled(STORED[keys.dtype], lanes),
+        (
+            *(len(runs.firsts) - 1, kv_heads, pools.block_size, keys.stride(0), keys.stride(1)),
+            *(keys.data_ptr(), values.data_ptr(), query.data_ptr(), query.stride(0), query.stride(1)),
+            *(out.data_ptr(), lse.data_ptr(), runs.rows.data_ptr(), runs.begins.data_ptr(), runs.ends.data_ptr()),
+            *(runs.firsts.data_ptr(), runs.tables.data_ptr(), runs.offsets.data_ptr(), len(runs.rows)),
+            *(bits_of(scores.scale), bits_of(scores.cap or 0.0), int(merge)),
+            *(scratch.data_ptr(), 4 * scratch.stride(0), most, len(runs.tables), group, size),
+        ),
+    )
+
+
+@cache
+def _compiled(stored: Any, lanes: int) -> int:
+    width = np.dtype(stored).itemsize
+    wide = panel_vectors(lanes) * lanes
+    tile_rows = most_rows(lanes, FLOAT32)
+    least = np.float32(-np.inf)
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 29, np.int64)
+        group, size = args[27], args[28]
+        columns = (size + wide - 1) // wide * wide
+        num_runs, kv_heads, block_size = args[1], args[2], args[3]
+        block_bytes, slot_bytes = args[4] * width, args[5] * width
+        rows, begins = carray(pointer(args[13]), args[19], np.int64), carray(pointer(args[14]), args[19], np.int64)
+        ends, firsts = carray(pointer(args[15]), args[19], np.int64), carray(pointer(args[16]), num_runs + 1, np.int64)
+        tables = carray(pointer(args[17]), args[26], np.int64)
+        offsets = carray(pointer(args[18]), num_runs, np.int64)
+        scale, cap = float_of_bits(np.int32(args[20])), float_of_bits(np.int32(args[21]))
+        merge, most = args[22], args[25]
+        # The second ticket numbers the threads.
+        scratch = args[23] + take_ticket(args[0] + 8) * args[24]
+        # Keys `[KEYS / wide, size, wide]`, values `[columns / wide, KEYS, wide]`; both begin at whole vectors, as do
+        # the results of `tile`.
+        keys_at, values_at = scratch, scratch + KEYS * size * 4
+        scores_at = values_at + KEYS * columns * 4
+        products_at = scores_at + tile_rows * KEYS * 4
+        weights_at = products_at + tile_rows * columns * 4
+        queries_at = weights_at + tile_rows * KEYS * 4
+        sums_at = queries_at + most * size * 4
+        key_panels = carray(pointer(keys_at), (KEYS // wide, size, wide), np.float32)
+        value_panels = carray(pointer(values_at), (columns // wide, KEYS, wide), np.float32)
+        found = carray(pointer(scores_at), (KEYS // wide, tile_rows, wide), np.float32)
+        products = carray(pointer(products_at), (columns // wide, tile_rows, wide), np.float32)
+        weights = carray(pointer(weights_at), (tile_rows, KEYS), np.float32)
+        queries = carray(pointer(queries_at), (most, size), np.float32)
+        sums = carray(pointer(sums_at), (most, columns), np.float32)
+        tops = carray(pointer(sums_at + most * columns * 4), most, np.float32)
+        totals = carray(pointer(sums_at + most * (columns + 1) * 4), most, np.float32)
+        shrinks = carray(pointer(sums_at + most * (columns + 2) * 4), tile_rows, np.float32)
+        while True:
+            item = take_ticket(args[0])
+            if item >= num_runs * kv_heads:
+                return
+            number, head = item // kv_heads, item % kv_heads
+            first, count = firsts[number], firsts[number + 1] - firsts[number]
+            table = offsets[number]
+            for row in range(count):
+                for member in range(group):
+                    at = rows[first + row] * args[9] + (head * group + member) * args[10]
+                    source = carray(pointer(args[8] + at * width), size, stored)
+                    for i in range(size):
+                        queries[row * group + member, i] = widen(source[i]) * scale
+            for row in range(count * group):
+                tops[row] = least
+                totals[row] = 0
+                for i in range(columns):
+                    sums[row, i] = 0
+            begin, end = begins[first], ends[first + count - 1]
+            # Rows before `done` saw all that they see; rows come in the order of what they see.
+            done = 0
+            for start in range(begin // KEYS * KEYS, end, KEYS):
+                here = min(KEYS, end - start)
+                # Slots that no row sees may hold anything, and NaN passes any weight.
+                for slot in range(KEYS):
+                    place = start + slot
+                    panel, lane = slot // wide, slot % wide
+                    if place < begin or place >= end:
+                        for i in range(size):
+                            key_panels[panel, i, lane] = 0
+                        for part in range(columns // wide):
+                            for i in range(wide):
+                                value_panels[part, slot, i] = 0
+                    else:
+                        block = tables[table + place // block_size] * block_bytes
+                        at = block + place % block_size * slot_bytes + head * size * width
+                        key = carray(pointer(args[6] + at), size, stored)
+                        value = carray(pointer(args[7] + at), size, stored)
+                        for i in range(size):
+                            key_panels[panel, i, lane] = widen(key[i])
+                        for part in range(columns // wide):
+                            kept = min(wide, size - part * wide)
+                            for i in range(kept):
+                                value_panels[part, slot, i] = widen(value[part * wide + i])
+                            for i in range(kept, wide):
+                                value_panels[part, slot, i] = 0
+                while done < count and ends[first + done] <= start:
+                    done += 1
+                for low in range(done * group, count * group, tile_rows):
+                    if begins[first + low // group] >= start + KEYS:
+                        break
+                    height = min(tile_rows, count * group - low)
+                    left = queries_at + low * size * 4
+                    for panel in range((here + wide - 1) // wide):
+                        tile(
+                            lanes,
+                            FLOAT32,
+                            height,
+                            size,
+                            left,
+                            size * 4,
+                            keys_at + panel * size * wide * 4,
+                            scores_at + panel * tile_rows * wide * 4,
+                            keys_at,
+                            0,
+                        )
+                    for row in range(height):
+                        near = begins[first + (low + row) // group] - start
+                        far = ends[first + (low + row) // group] - start
+                        line = weights[row]
+                        for panel in range(KEYS // wide):
+                            for i in range(wide):
+                                seen = near <= panel * wide + i and panel * wide + i < far
+                                line[panel * wide + i] = found[panel, row, i] if seen else least
+                        if cap != 0:
+                            for i in range(KEYS):
+                                if line[i] != least:
+                                    # tanh by exp, which is not called for each number.
+                                    shrunk = exp(np.float32(-2) * abs(line[i]) / cap)
+                                    bent = cap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
+                                    line[i] = bent if line[i] > 0 else -bent
+                        # What is here is not needed any more.
+                        fold = products[0, row]
+                        for i in range(FOLD):
+                            fold[i] = line[i]
+                        for part in range(1, KEYS // FOLD):
+                            for i in range(FOLD):
+                                fold[i] = line[part * FOLD + i] if line[part * FOLD + i] > fold[i] else fold[i]
+                        top = tops[low + row]
+                        for i in range(FOLD):
+                            top = fold[i] if fold[i] > top else top
+                        before = tops[low + row]
+                        shrinks[row] = exp(before - top) if before != least else np.float32(0)
+                        added = np.float32(0)
+                        for i in range(KEYS):
+                            line[i] = exp(line[i] - top) if line[i] != least else np.float32(0)
+                            added += line[i]
+                        tops[low + row] = top
+                        totals[low + row] = totals[low + row] * shrinks[row] + added
+                    for part in range(columns // wide):
+                        tile(
+                            lanes,
+                            FLOAT32,
+                            height,
+                            here,
+                            weights_at,
+                            KEYS * 4,
+                            values_at + part * KEYS * wide * 4,
+                            products_at + part * tile_rows * wide * 4,
+                            values_at,
+                            0,
+                        )
+                        for row in range(height):
+                            for i in range(wide):
+                                sums[low + row, part * wide + i] = (
+                                    sums[low + row, part * wide + i] * shrinks[row] + products[part, row, i]
+                                )
+            for row in range(count * group):
+                place = rows[first + row // group] * kv_heads * group + head * group + row % group
+                target = carray(pointer(args[11] + place * size * 4), size, np.float32)
+                sum_of = carray(pointer(args[12] + place * 4), 1, np.float32)
+                ours = tops[row] + np.log(totals[row])
+                mine, theirs = np.float32(1) / totals[row], np.float32(0)
+                if merge != 0:
+                    other = sum_of[0]
+                    high = max(ours, other)
+                    both = high + np.log(np.exp(ours - high) + np.exp(other - high))
+                    mine, theirs = mine * np.exp(ours - both), np.exp(other - both)
+                    ours = both
+                    for i in range(size):
+                        target[i] = target[i] * theirs + sums[row, i] * mine
+                else:
+                    for i in range(size):
+                        target[i] = sums[row, i] * mine
+                sum_of[0] = ours
+
+    return address_of(work)

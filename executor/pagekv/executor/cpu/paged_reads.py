@@ -1,0 +1,148 @@
+"""What the rows of one step read straight from the block pool, for the compiled loops of attention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+import numpy as np
+import torch
+
+from pagekv.executor.cpu.attention_plan import Row, SharedPrefix
+
+# Rows of a run at most. Their sums should stay in a core's cache, and panels of keys are laid out once for all of them.
+RUN_ROWS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class PagedDecodes:
+    """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
+    `tables[offsets[i]:offsets[i + 1]]`. All int64.
+    """
+
+    first: int
+    last: int
+    tables: torch.Tensor
+    offsets: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRuns:
+    """Runs of rows over the same blocks: run i has the places [firsts[i], firsts[i + 1]). The packed row `rows[j]` at a
+    place j of it sees the slots [begins[j], ends[j]) of the blocks from `tables[offsets[i]]` on. Within a run neither
+    begins nor ends fall. No row is in two places. All int64.
+    """
+
+    firsts: torch.Tensor
+    offsets: torch.Tensor
+    rows: torch.Tensor
+    begins: torch.Tensor
+    ends: torch.Tensor
+    tables: torch.Tensor
+    # Rows of the longest run.
+    most_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PagedReads:
+    """The reads of one layer: chunks and decodes have every row once, prefixes are merged into them one after the
+    other.
+    """
+
+    chunks: PagedRuns | None
+    decodes: PagedDecodes | None
+    prefixes: list[PagedRuns]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Packed rows, in the order of what they see: the slots [begin, end) of these blocks, by row."""
+
+    rows: np.ndarray
+    begins: np.ndarray
+    ends: np.ndarray
+    blocks: Sequence[int]
+
+
+def paged_reads(
+    rows: Sequence[Row], prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size: int, window: int | None
+) -> PagedReads:
+    """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread."""
+    if window is not None:
+        prefixes = ()
+    chunks = [_chunk(row, block_size, window) for row in rows if row.item.count > 1]
+    decodes = [row for row in rows if row.item.count == 1]
+    return PagedReads(
+        _runs(chunks) if chunks else None,
+        _decodes(decodes, block_size, window) if decodes else None,
+        [_runs(level) for level in _levels(prefixes, members, block_size)],
+    )
+
+
+def _chunk(row: Row, block_size: int, window: int | None) -> _Reader:
+    start, count = row.item.start, row.item.count
+    ends = np.arange(start + 1, start + count + 1)
+    begins = np.full(count, row.shared * block_size) if window is None else np.maximum(ends - window, 0)
+    blocks = row.item.state.block_table[: -(-(start + count) // block_size)]
+    return _Reader(np.arange(row.first, row.first + count), begins, ends, blocks)
+
+
+def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size: int) -> list[list[_Reader]]:
+    """Prefixes that no row has two of, together: each is in the first level where none of its members is."""
+    levels: list[tuple[set[int], list[_Reader]]] = []
+    for prefix in prefixes:
+        sharing = sorted((members[member] for member in prefix.members), key=lambda row: row.first)
+        rows = np.concatenate([np.arange(row.first, row.first + row.item.count) for row in sharing])
+        begin, end = (np.full(len(rows), blocks * block_size) for blocks in (prefix.first, prefix.last))
+        reader = _Reader(rows, begin, end, sharing[0].item.state.block_table[: prefix.last])
+        taken, readers = next((level for level in levels if level[0].isdisjoint(prefix.members)), (None, None))
+        if taken is None or readers is None:
+            levels.append((set(prefix.members), [reader]))
+        else:
+            taken.update(prefix.members)
+            readers.append(reader)
+    return [readers for _, readers in levels]
+
+
+def _runs(readers: Sequence[_Reader]) -> PagedRuns:
+    """Readers in runs of RUN_ROWS, the ones with most to do first: threads that take them in turn end together."""
+    tables = list(chain.from_iterable(reader.blocks for reader in readers))
+    starts = np.cumsum([0, *(len(reader.blocks) for reader in readers)])
+    pieces = [
+        (int(start), reader, slice(low, min(low + RUN_ROWS, len(reader.rows))))
+        for start, reader in zip(starts, readers, strict=False)
+        for low in range(0, len(reader.rows), RUN_ROWS)
+    ]
+    pieces.sort(key=lambda piece: _work(*piece[1:]), reverse=True)
+    firsts = np.cumsum([0, *(places.stop - places.start for _, _, places in pieces)])
+
+    def joined(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(reader, name)[places] for _, reader, places in pieces]))
+
+    return PagedRuns(
+        torch.from_numpy(firsts),
+        torch.tensor([start for start, _, _ in pieces]),
+        joined("rows"),
+        joined("begins"),
+        joined("ends"),
+        torch.tensor(tables),
+        max(after - before for before, after in pairwise(firsts.tolist())),
+    )
+
+
+def _work(reader: _Reader, places: slice) -> int:
+    """Keys that these rows see in all."""
+    return int((reader.ends[places] - reader.begins[places]).sum())
+
+
+def _decodes(rows: Sequence[Row], block_size: int, window: int | None) -> PagedDecodes:
+    ends = np.array([row.item.start + 1 for row in rows])
+    begins = np.array([row.shared * block_size for row in rows]) if window is None else np.maximum(ends - window, 0)
+    tables = [row.item.state.block_table[: row.item.start // block_size + 1] for row in rows]
+    offsets = np.cumsum([0, *map(len, tables)])
+    first = rows[0].first
+    arrays = (np.array(list(chain(*tables))), offsets, begins, ends)
+    return PagedDecodes(first, first + len(rows), *map(torch.from_numpy, arrays))

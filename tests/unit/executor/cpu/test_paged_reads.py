@@ -1,0 +1,117 @@
+"""Reads from the block pool: together every row reads each position that it sees, once, where its own table has it."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+
+import torch
+
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.paged_reads import RUN_ROWS, PagedReads, PagedRuns, paged_reads
+
+BLOCK_SIZE = 4
+
+
+def scheduled(seq_id: int, table: list[int], start: int, count: int) -> Scheduled:
+    return Scheduled(SequenceState(seq_id, [1] * (start + count), 1, table, start, Sampling()), start, count)
+
+
+def planned(items: list[Scheduled], window: int | None) -> tuple[CpuAttentionPlan, PagedReads]:
+    """Sharing a single block is worth it."""
+    plan = CpuAttentionPlan(items, BLOCK_SIZE, 10**6, 2**20, torch.float32)
+    return plan, paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, window)
+
+
+def seen_by(runs: PagedRuns) -> dict[int, list[int]]:
+    """By row: the slots that it sees, as block * BLOCK_SIZE + offset. Asserts what `PagedRuns` promises."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for number, offset in enumerate(runs.offsets.tolist()):
+        places = slice(int(runs.firsts[number]), int(runs.firsts[number + 1]))
+        assert 0 < places.stop - places.start <= min(runs.most_rows, RUN_ROWS)
+        for ordered in (runs.begins[places], runs.ends[places]):
+            assert ordered.tolist() == sorted(ordered.tolist())
+        for place in range(places.start, places.stop):
+            row = int(runs.rows[place])
+            assert row not in found
+            for position in range(int(runs.begins[place]), int(runs.ends[place])):
+                block = int(runs.tables[offset + position // BLOCK_SIZE])
+                found[row].append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+    return found
+
+
+def all_seen(reads: PagedReads) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = defaultdict(list)
+    for runs in [reads.chunks, *reads.prefixes]:
+        if runs is not None:
+            for row, slots in seen_by(runs).items():
+                found[row] += slots
+    if (decodes := reads.decodes) is not None:
+        for row in range(decodes.first, decodes.last):
+            at = row - decodes.first
+            for position in range(int(decodes.begins[at]), int(decodes.ends[at])):
+                block = int(decodes.tables[int(decodes.offsets[at]) + position // BLOCK_SIZE])
+                found[row].append(block * BLOCK_SIZE + position % BLOCK_SIZE)
+    return found
+
+
+def test_every_row_reads_what_it_sees_once() -> None:
+    rng = random.Random(0)
+    for _ in range(60):
+        trunk = list(range(1000, 1020))
+        items = []
+        for seq_id in range(rng.randint(1, 10)):
+            # Tables leave a common trunk, or a branch of it, at different depths.
+            shared = trunk[: rng.randrange(20)]
+            shared += [block + 100 for block in trunk[len(shared) : len(shared) + rng.choice([0, 3])]]
+            table = shared + [100 * seq_id + block for block in range(100 - len(shared))]
+            items.append(scheduled(seq_id, table, rng.randrange(150), rng.choice([1, 1, 2, 30, 150])))
+        for window in (None, 1, 7):
+            plan, reads = planned(items, window)
+            assert window is None or not reads.prefixes
+            found = all_seen(reads)
+            for row in plan.rows:
+                for place in range(row.item.count):
+                    end = row.item.start + place + 1
+                    begin = 0 if window is None else max(0, end - window)
+                    expected = [
+                        row.item.state.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                        for position in range(begin, end)
+                    ]
+                    assert sorted(found[row.first + place]) == sorted(expected)
+
+
+def test_a_shared_prefix_is_read_for_all_of_its_rows_together() -> None:
+    common = list(range(100, 132))
+    items = [
+        scheduled(1, [*common, 1], 128, 3),
+        scheduled(2, [*common, 2, 3], 130, 4),
+        scheduled(3, [*common, 4], 129, 1),
+        scheduled(4, [5], 0, 2),
+    ]
+    _, reads = planned(items, None)
+    (prefix,) = reads.prefixes
+    assert prefix.firsts.tolist() == [0, 8]
+    assert prefix.rows.tolist() == [*range(7), 9]
+    assert prefix.tables.tolist() == common
+    assert reads.decodes is not None
+    assert (reads.decodes.begins.tolist(), reads.decodes.ends.tolist()) == ([128], [130])
+
+
+def test_prefixes_that_no_row_has_both_of_are_read_together() -> None:
+    left, right, deeper = list(range(8)), list(range(20, 28)), [40, 41]
+    items = [scheduled(seq_id, [*left, *deeper, 50 + seq_id], 40, 1) for seq_id in (1, 2)]
+    items += [scheduled(3, [*left, 60], 32, 1)]
+    items += [scheduled(seq_id, [*right, 50 + seq_id], 33, 1) for seq_id in (4, 5)]
+    _, reads = planned(items, None)
+    # Both trunks, then what two of the first one's sequences share behind it.
+    assert [len(level.firsts) - 1 for level in reads.prefixes] == [2, 1]
+
+
+def test_runs_with_more_to_do_come_first() -> None:
+    _, reads = planned([scheduled(1, [1], 0, 3), scheduled(2, list(range(10, 110)), 0, 300)], None)
+    assert reads.chunks is not None
+    assert reads.chunks.firsts.diff().tolist() == [128, 44, 128, 3]
+    ends = [int(reads.chunks.ends[int(last) - 1]) for last in reads.chunks.firsts[1:]]
+    assert ends == [256, 300, 128, 3]
