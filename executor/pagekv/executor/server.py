@@ -237,6 +237,8 @@ class Executor:
         begin = time.monotonic()
         backend = await self._compute.call(self._load_backend)
         log.info("loaded", backend=type(backend).__name__, seconds=round(time.monotonic() - begin, 3))
+        if (prepare := getattr(backend, "prepare", None)) is not None:
+            self._compute.when_idle(prepare)
         return backend
 
     async def _shut_down(self, idle: bool) -> int:

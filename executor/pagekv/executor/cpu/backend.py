@@ -133,6 +133,10 @@ class CpuBackend:
         self._chooser.took(time.perf_counter() - begin)
         return Finished(sampled, way.threads)
 
+    def prepare(self) -> bool:
+        """Memory for blocks that will be written next, a piece at a time."""
+        return self._cache is not None and self._cache.prepare()
+
     def _use(self, way: Way) -> None:
         torch.set_num_threads(way.threads)
         # A single thread waits for nobody.

@@ -18,6 +18,7 @@ def run_step(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -
         return {}
     plan = plan_step(cache, scheduled)
     logits = forward.logits(plan, cache)
+    cache.reached(int(plan.slots[0].max()))
     states = [state for _, state in plan.sampling]
     sampled = sample(logits[: len(states)], states)
     return {state.seq_id: token for state, token in zip(states, sampled, strict=True)}

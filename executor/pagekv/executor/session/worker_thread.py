@@ -1,5 +1,5 @@
 """A thread with a queue, for calling the backend or for collecting steps. Jobs run strictly in the order they were
-posted, with nothing in between.
+posted. While there are none, the thread may do something that is not urgent, in short pieces.
 """
 
 from __future__ import annotations
@@ -8,12 +8,17 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from pagekv.common.logs import Log
 
 log = Log(__name__)
+
+# Without a job for so long the thread is idle; between two steps it is not.
+IDLE_S = 0.05
+
 T = TypeVar("T")
 
 
@@ -25,6 +30,8 @@ class WorkerThread:
 
     def __init__(self, name: str = "compute") -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        # Does a piece, and tells whether more can be done before the next job.
+        self._when_idle: Callable[[], bool] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
@@ -52,13 +59,36 @@ class WorkerThread:
         self._jobs.put(job)
         return await asyncio.wrap_future(future)
 
+    def when_idle(self, piece: Callable[[], bool]) -> None:
+        """Calls `piece` whenever no job came for IDLE_S, and again until it returns False or there is a job: a job
+        waits for one piece at most. From the next job on.
+        """
+        self._when_idle = piece
+
     def stop(self) -> None:
         """Ends the thread after what is queued; does not wait for it."""
         self._jobs.put(None)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:
-                log.exception("a job raised", thread=self._thread.name)
+        job = self._jobs.get()
+        while job is not None:
+            self._run(job)
+            job = self._next()
+
+    def _next(self) -> Callable[[], None] | None:
+        """The next job, with idle work until there is one."""
+        if self._when_idle is not None:
+            with suppress(Empty):
+                return self._jobs.get(timeout=IDLE_S)
+            while self._run(self._when_idle):
+                with suppress(Empty):
+                    return self._jobs.get_nowait()
+        return self._jobs.get()
+
+    def _run(self, function: Callable[[], object]) -> object:
+        """What it returns; None where it raises."""
+        try:
+            return function()
+        except Exception:
+            log.exception("a job raised", thread=self._thread.name)
+            return None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from pagekv.executor.backend.interface import LAYOUT, BlockCopies, CopyDirection
+from pagekv.executor.cpu import kv_cache
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.loading import BlockGeometry
 
@@ -81,3 +84,49 @@ def test_the_null_block_is_zero(cache: KvCache) -> None:
 def test_pools_that_do_not_fit_are_a_memory_error() -> None:
     with pytest.raises(MemoryError, match="1000000000000 device"):
         KvCache(GEOMETRY, BLOCK_SIZE, 10**12)
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Of its pages, those that the kernel has given, as smaps tells of the mapping."""
+    begin, found = f"{tensor.data_ptr():x}-", 0
+    for part in Path("/proc/self/smaps").read_text().split("\nVmFlags:"):
+        lines = part.splitlines()
+        if any(line.startswith(begin) for line in lines):
+            found += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Rss:"))
+    return found
+
+
+def test_memory_for_what_is_written_next_is_there_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "AHEAD_BYTES", 3 * 2**21)
+    geometry = BlockGeometry(num_layers=1, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    # 256 blocks are as much as is prepared at a time.
+    cache = KvCache(geometry, 16, 4096)
+    cache.device[7] = 1
+    pieces = 1
+    while cache.prepare():
+        pieces += 1
+    assert pieces == 3
+    assert not cache.prepare()
+    before = resident_bytes(cache.device)
+    if before < 3 * 2**21:
+        pytest.skip("this kernel gives no memory before it is needed")
+    # Far behind: what lies between was not written.
+    cache.reached(2999)
+    assert cache.prepare()
+    while cache.prepare():
+        pass
+    assert before < resident_bytes(cache.device) < cache.device.nbytes
+    assert (cache.device[7] == 1).all()
+    assert not cache.device[8:].any()
+    cache.reached(4095)
+    while cache.prepare():
+        pass
+    assert not cache.prepare()
+
+
+def test_a_kernel_that_gives_no_memory_ahead_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "_POPULATE_WRITE", 2**20)
+    cache = KvCache(BlockGeometry(1, 1, 64, torch.float32), 16, 4096)
+    assert not cache.prepare()
+    cache.reached(1000)
+    assert not cache.prepare()

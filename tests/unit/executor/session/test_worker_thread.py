@@ -51,3 +51,56 @@ def test_a_call_that_is_cancelled_before_it_begins_does_not_run() -> None:
 
     asyncio.run(test())
     assert ran == []
+
+
+def test_idle_work_is_done_until_there_is_a_job_or_no_more_of_it() -> None:
+    done: list[str] = []
+    begun, go_on = threading.Event(), threading.Event()
+
+    def piece() -> bool:
+        done.append("piece")
+        if len(done) == 3:
+            begun.set()
+            assert go_on.wait(60)
+        return True
+
+    def last_piece() -> bool:
+        done.append("last piece")
+        begun.set()
+        return False
+
+    async def test() -> None:
+        worker = WorkerThread()
+        worker.when_idle(piece)
+        await worker.call(lambda: None)
+        assert await asyncio.to_thread(begun.wait, 60)
+        # Both jobs go before the next piece.
+        worker.post(begun.clear)
+        worker.post(lambda: worker.when_idle(last_piece))
+        go_on.set()
+        await worker.call(lambda: done.append("job"))
+        assert await asyncio.to_thread(begun.wait, 60)
+        await worker.call(lambda: None)
+        worker.stop()
+
+    asyncio.run(test())
+    assert done[:5] == ["piece", "piece", "piece", "job", "last piece"]
+
+
+def test_idle_work_that_raises_is_logged_and_done_again_after_the_next_job(caplog: pytest.LogCaptureFixture) -> None:
+    raised = threading.Semaphore(0)
+
+    def piece() -> bool:
+        raised.release()
+        raise ValueError("no")
+
+    async def test() -> None:
+        worker = WorkerThread()
+        worker.when_idle(piece)
+        for _ in range(2):
+            await worker.call(lambda: None)
+            assert await asyncio.to_thread(raised.acquire, timeout=60)
+        worker.stop()
+
+    asyncio.run(test())
+    assert "a job raised" in caplog.text

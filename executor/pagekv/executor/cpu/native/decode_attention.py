@@ -59,6 +59,7 @@ def decode_attention(
             *(decodes.tables.data_ptr(), decodes.offsets.data_ptr()),
             *(decodes.begins.data_ptr(), decodes.ends.data_ptr()),
             *(bits_of(scores.scale), bits_of(scores.cap or 0.0), scratch.data_ptr(), 4 * scratch.stride(0)),
+            threads,
         ),
     )
 
@@ -70,7 +71,7 @@ def _compiled(stored: Any, group: int, size: int) -> int:
     lanes = lanes_of(size)
 
     def work(raw: Any) -> None:
-        args = carray(raw, 22, np.int64)
+        args = carray(raw, 23, np.int64)
         count, kv_heads, parts, block_size = args[1], args[2], args[3], args[4]
         num_heads = kv_heads // parts
         offsets = carray(pointer(args[15]), count + 1, np.int64)
@@ -93,7 +94,8 @@ def _compiled(stored: Any, group: int, size: int) -> int:
             item = take_ticket(args[0])
             if item >= count * parts:
                 return
-            sequence, first = item // parts, item % parts * num_heads
+            # Sequences come with the ones that read most at the end.
+            sequence, first = count - 1 - item // parts, item % parts * num_heads
             behind = sequence * kv_heads + first
             out_at = args[12] + behind * group * size * 4
             out = carray(pointer(out_at), (num_heads, group, size), np.float32)
@@ -109,15 +111,16 @@ def _compiled(stored: Any, group: int, size: int) -> int:
                     total[head, member] = 0
             begin, end = begins[sequence], ends[sequence]
             last = (end - 1) // block_size
+            # The thread likely takes this sequence next.
+            following_sequence = max(sequence - max(1, args[22] // parts), 0)
+            next_table = offsets[following_sequence] + begins[following_sequence] // block_size
             for index in range(begin // block_size, last + 1):
                 low, high = max(begin - index * block_size, 0), min(end - index * block_size, block_size)
                 block = args[5] + (tables[offsets[sequence] + index] * args[7] + first * size) * width
                 here = high - low
                 block += low * slot_bytes
-                # Of the last block nothing follows; to fetch it again costs nothing.
-                following = (
-                    args[5] + (tables[offsets[sequence] + min(index + 1, last)] * args[7] + first * size) * width
-                )
+                place = offsets[sequence] + index + 1 if index < last else next_table
+                following = args[5] + (tables[place] * args[7] + first * size) * width
                 for head in range(num_heads):
                     for member in range(group):
                         before[head, member] = most[head, member]
