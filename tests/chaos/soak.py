@@ -1,5 +1,5 @@
-"""`make soak`: two tenants with steady work, a third that floods, pries and sends what no client sends, and kills, for two
-hours: memory stays flat, and nothing is held at the end.
+"""`make soak`: two tenants with steady work, a third that floods, pries and sends what no client sends, and kills, for
+two hours: memory stays flat, and nothing is held at the end.
 
 Both processes are killed now and then in the first third; then the manager lives on to the end, and from the second
 third on the executor, too. The memory of a process is judged over this last life of each: the median of its last
