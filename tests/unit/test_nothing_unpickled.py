@@ -1,4 +1,4 @@
-"""Nothing of the product unpickles: what comes in over a port, or lies in a model's directory, is data and never code."""
+"""Nothing of the product unpickles: what comes in over a port, or lies in a model's folder, is data and never code."""
 
 from __future__ import annotations
 
