@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -72,8 +72,10 @@ class Account:
     calls: Counter[str] = field(default_factory=Counter)
     # Must stay empty.
     problems: list[str] = field(default_factory=list)
-    # By name and life of a process: (seconds since the run's begin, MiB with its children).
+    # By name and life of a process: (seconds since the run's begin, MiB).
     memory: dict[tuple[str, int], list[tuple[float, float]]] = field(default_factory=dict)
+    # MiB of the children of each process, at most: texts are read in one that ends when a call is given up.
+    children: dict[str, float] = field(default_factory=dict)
     # By name of a process: descriptors and threads when idle, before and after.
     held: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
@@ -99,6 +101,7 @@ class Account:
             lines.append(f"{name}, MiB: {first:.1f}, {seconds:.0f} s later {last:.1f}, {last / first:.3f} times")
             lives = [statistics.median(mib for _, mib in self.memory[key]) for key in self.memory if key[0] == name]
             lines.append(f"  medians of its {len(lives)} lives: {min(lives):.1f} to {max(lives):.1f} MiB")
+            lines.append(f"  its children: {self.children[name]:.1f} MiB at most")
             lines.append(f"  descriptors and threads, idle: {self.held[name]}")
         lines.append(f"problems: {len(self.problems)}")
         return "\n".join([*lines, *(f"  {what}" for what in self.problems[:50])])
@@ -186,7 +189,7 @@ class Soak:
                     await asyncio.sleep(0.02)
                 await self._pause(rng.uniform(0.5, 2))
 
-    def _note(self, what: str, ends: list[object], allowed: str) -> None:
+    def _note(self, what: str, ends: Sequence[object], allowed: str) -> None:
         for end in ends:
             code = end.code().name if isinstance(end, grpc.aio.AioRpcError) else "OK"
             unexpected = isinstance(end, BaseException) and not isinstance(end, grpc.aio.AioRpcError)
@@ -209,9 +212,10 @@ class Soak:
                 # A process that is being killed, or that has just begun.
                 with suppress(OSError, AssertionError):
                     pid = process.pid
-                    mib = sum(resident_mib(each, "VmRSS") for each in (pid, *children(pid)))
                     lives = self._account.memory.setdefault((name, self._lives[name]), [])
-                    lives.append((time.monotonic() - self._begin, mib))
+                    lives.append((time.monotonic() - self._begin, resident_mib(pid, "VmRSS")))
+                    mib = sum(resident_mib(each, "VmRSS") for each in children(pid))
+                    self._account.children[name] = max(mib, self._account.children.get(name, 0.0))
             await self._pause(every_s)
 
     async def _kills(self, every_s: float) -> None:
