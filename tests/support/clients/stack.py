@@ -17,7 +17,7 @@ from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.clients import everything_on
+from support.clients import everything_on, tls_on
 from support.clients.gate import Gate
 from support.clients.held_port import hold
 
@@ -67,6 +67,8 @@ class Process:
     http: str = ""
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(init=False)
+    # Behind `args`, where every process has TLS.
+    _tls: list[str] = field(init=False)
     watching: tempfile.TemporaryDirectory[str] | None = None
     gate: Gate | None = None
     # Of this process alone also while it does not run: a test may start it there again.
@@ -76,6 +78,7 @@ class Process:
 
     def __post_init__(self) -> None:
         self.log = self.directory / f"{self.module.rpartition('.')[2]}.log"
+        self._tls = tls_on.flags(self.args, manager=self.module == MANAGER)
 
     def start(self, listen_port: int = 0) -> None:
         """Starts it and waits until it listens."""
@@ -89,7 +92,7 @@ class Process:
             env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
             env["GATE"], module = str(self.gate.path), GATED_EXECUTOR
         command = [sys.executable, "-m", module, "--listen", f"127.0.0.1:{listen_port}"]
-        command += ["--port-file", str(port_file), *self._watching(), *self.args]
+        command += ["--port-file", str(port_file), *self._watching(), *self.args, *self._tls]
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -98,6 +101,8 @@ class Process:
                 raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
             time.sleep(0.01)
         self.port, self.http = port_of(listening), listening.get("http", "")
+        if self._tls:
+            self.credentials = tls_on.serves(self.target, manager=self.module == MANAGER)
 
     def _watching(self) -> list[str]:
         """Flags that switch everything on for a manager, before those that a test gives."""
