@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 from pagekv.kernels import launch_config
@@ -306,4 +307,9 @@ class PagedAttention:
 
 def dtype_name(tensor: Tensor) -> str:
     """torch.float16 -> float16."""
-    return str(tensor.dtype).rpartition(".")[2]
+    return _last_name(tensor.dtype)
+
+
+@cache
+def _last_name(dtype: object) -> str:
+    return str(dtype).rpartition(".")[2]

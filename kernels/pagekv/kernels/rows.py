@@ -6,6 +6,7 @@ Everything is enqueued on the launcher's current stream; nothing waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.attention import Tensor, dtype_name
@@ -31,6 +32,7 @@ class RowKernels:
 
     def __init__(self, launcher: Launcher, variant: Variant) -> None:
         self._launcher, self._variant = launcher, variant
+        self._element_bytes = variant.element_bytes
 
     def add_norm(
         self,
@@ -118,13 +120,26 @@ class RowKernels:
         )
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
-        width = self._variant.element_bytes
-        aligned = not any(of % ALIGN_BYTES for of in (tensor.data_ptr(), stride[0] * width, shape[-1] * width))
-        given = tuple(tensor.stride())
-        # torch gives any stride to a dimension of one.
-        strides_fit = all(one == 1 or have == want for one, have, want in zip(shape, given, stride, strict=True))
-        if tuple(tensor.shape) != shape or dtype_name(tensor) != self._variant.dtype or not (aligned and strides_fit):
+        given, dtype = tuple(tensor.stride()), dtype_name(tensor)
+        # A step asks hundreds of times, of few shapes.
+        fits = _fits(self._element_bytes, tuple(tensor.shape), given, shape, stride)
+        if dtype != self._variant.dtype or tensor.data_ptr() % ALIGN_BYTES or not fits:
             raise ValueError(
                 f"{name}: must be {self._variant.dtype} {shape} of rows at multiples of {ALIGN_BYTES} bytes, got "
-                f"{dtype_name(tensor)} {tuple(tensor.shape)} with strides {given}"
+                f"{dtype} {tuple(tensor.shape)} with strides {given}"
             )
+
+
+@lru_cache(maxsize=4096)
+def _fits(
+    element_bytes: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    wanted_shape: tuple[int, ...],
+    wanted_stride: tuple[int, ...],
+) -> bool:
+    """Whether a tensor of this shape and stride is as wanted, in rows of whole 16 bytes."""
+    if shape != wanted_shape or any(n * element_bytes % ALIGN_BYTES for n in (wanted_stride[0], wanted_shape[-1])):
+        return False
+    # torch gives any stride to a dimension of one.
+    return all(one == 1 or have == want for one, have, want in zip(shape, stride, wanted_stride, strict=True))

