@@ -18,7 +18,7 @@ RUN_ROWS = 128
 @dataclass(frozen=True, slots=True)
 class PagedDecodes:
     """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
-    `tables[offsets[i]:offsets[i + 1]]`. All int64.
+    `tables[offsets[i]:offsets[i + 1]]`; what is behind them in `tables` means nothing. All int64.
     """
 
     first: int
@@ -27,6 +27,14 @@ class PagedDecodes:
     offsets: torch.Tensor
     begins: torch.Tensor
     ends: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tables, self.offsets, self.begins, self.ends
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.first, self.last, len(self.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +53,14 @@ class PagedRuns:
     # Rows of the longest run.
     most_rows: int
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.firsts, self.offsets, self.rows, self.begins, self.ends, self.tables
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.firsts), len(self.rows), len(self.tables), self.most_rows
+
 
 @dataclass(frozen=True, slots=True)
 class PagedReads:
@@ -55,6 +71,23 @@ class PagedReads:
     chunks: PagedRuns | None
     decodes: PagedDecodes | None
     prefixes: list[PagedRuns]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for reads that differ in the content of tensors alone."""
+        chunks = None if self.chunks is None else self.chunks.shape
+        decodes = None if self.decodes is None else self.decodes.shape
+        return chunks, decodes, *(prefix.shape for prefix in self.prefixes)
+
+    def copy_(self, other: PagedReads) -> None:
+        """Takes the content of reads of the same shape."""
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
+            for tensor, new in zip(mine.tensors, theirs.tensors, strict=True):
+                tensor.copy_(new)
+
+    @property
+    def _parts(self) -> list[PagedRuns | PagedDecodes]:
+        return [part for part in (self.chunks, self.decodes, *self.prefixes) if part is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +161,7 @@ def _runs(readers: Sequence[_Reader]) -> PagedRuns:
         joined("rows"),
         joined("begins"),
         joined("ends"),
-        torch.tensor(tables),
+        _padded(tables),
         max(after - before for before, after in pairwise(firsts.tolist())),
     )
 
@@ -144,5 +177,12 @@ def _decodes(rows: Sequence[Row], block_size: int, window: int | None) -> PagedD
     tables = [row.item.state.block_table[: row.item.start // block_size + 1] for row in rows]
     offsets = np.cumsum([0, *map(len, tables)])
     first = rows[0].first
-    arrays = (np.array(list(chain(*tables))), offsets, begins, ends)
-    return PagedDecodes(first, first + len(rows), *map(torch.from_numpy, arrays))
+    arrays = map(torch.from_numpy, (offsets, begins, ends))
+    return PagedDecodes(first, first + len(rows), _padded(list(chain.from_iterable(tables))), *arrays)
+
+
+def _padded(tables: list[int]) -> torch.Tensor:
+    """Zeros behind them up to a power of two, so that shapes repeat from step to step."""
+    found = np.zeros(1 << (len(tables) - 1).bit_length(), np.int64)
+    found[: len(tables)] = tables
+    return torch.from_numpy(found)

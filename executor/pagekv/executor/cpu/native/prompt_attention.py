@@ -19,7 +19,7 @@ from numba import carray
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
-from pagekv.executor.cpu.native.openmp import bits_of, run
+from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.cpu.native.tile import FLOAT32, most_rows, panel_vectors, tile
 from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.paged_reads import PagedRuns
@@ -60,7 +60,7 @@ def prompt_attention(
     tile_rows = most_rows(lanes, FLOAT32)
     numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + columns + 1)
     numbers = -(-numbers // 16) * 16 + 64
-    scratch = torch.empty(torch.get_num_threads(), numbers)
+    scratch = empty(torch.get_num_threads(), numbers)
     run(
         _compiled(STORED[keys.dtype], lanes),
         (
@@ -71,6 +71,7 @@ def prompt_attention(
             *(bits_of(scores.scale), bits_of(scores.cap or 0.0), int(merge)),
             *(scratch.data_ptr(), 4 * scratch.stride(0), most, len(runs.tables), group, size),
         ),
+        held=(query, out, lse, scratch, *runs.tensors),
     )
 
 
