@@ -74,7 +74,7 @@ class CudaBackend:
             device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
             return loaded
 
-        self._loaded, self._forward = load_forward(load, device, fused=fused)
+        self._loaded, self.forward = load_forward(load, device, fused=fused)
         self._graphs = graphs
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
@@ -126,7 +126,7 @@ class CudaBackend:
         lengths = prompt_lengths(token_budget, self._loaded.max_model_len, max_sequences)
         wide = [1] * min(token_budget, max_sequences)
         pools = KvPools(self._info.geometry, block_size, max(len(wide), num_blocks(lengths, block_size)), device)
-        runner = StepRunner(self._loaded, self._forward, pools, device, max_sequences, self._graphs)
+        runner = StepRunner(self._loaded, self.forward, pools, device, max_sequences, self._graphs)
 
         def run(prompts: list[int]) -> float:
             begin = time.perf_counter()
@@ -155,9 +155,7 @@ class CudaBackend:
             )
         pools = KvPools(self._info.geometry, block_size, num_device_blocks, self._device)
         try:
-            runner = StepRunner(
-                self._loaded, self._forward, pools, self._device, self._info.max_sequences, self._graphs
-            )
+            runner = StepRunner(self._loaded, self.forward, pools, self._device, self._info.max_sequences, self._graphs)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
         # Last, since memory that is still pinned must not be freed.

@@ -37,7 +37,7 @@ def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Pat
     # Another seed where the answers of one are constant.
     model = save_small_model(name, tmp_path, seed=4 if name == "phi3" else 1)
     backend = host_backend(tmp_path)
-    assert isinstance(backend._forward, FusedDecoder)
+    assert isinstance(backend.forward, FusedDecoder)
     prompts = prompts_of([1, 23, 5], seed=3)
     driver = Driver(backend, 4)
     states = [driver.sequence(prompt) for prompt in prompts]
@@ -102,7 +102,7 @@ def test_fp8_keys_and_values(tmp_path: Path) -> None:
     """Rotated keys are rounded once, to the pool's type."""
     save_small_model("llama", tmp_path)
     backend: CudaBackend = host_backend(tmp_path, dtype="bfloat16", kv_dtype="fp8")
-    assert isinstance(backend._forward, FusedDecoder)
+    assert isinstance(backend.forward, FusedDecoder)
     driver = Driver(backend, 16)
     assert len(driver.generate([driver.sequence([1, 2, 3])], 3)[0]) == 3
 
