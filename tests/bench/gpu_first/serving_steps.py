@@ -191,9 +191,11 @@ def _in_process(context: Context, graphs: bool) -> None:
             before = counts.num_replayed
             took = decode_seconds(backend, batch, vocab_size, sizes, sampling)
             replayed = counts.num_replayed - before
-            found(context, name, case, batch, took, graphs_recorded=counts.num_captured, graphs_replayed=replayed)
             if graphs:
                 log.check(f"{case}: its graphs were replayed", replayed > 0, error=replayed)
+                if not replayed:
+                    continue  # no figure of graphs without graphs
+            found(context, name, case, batch, took, graphs_recorded=counts.num_captured, graphs_replayed=replayed)
     for batch in sizes.batches[1:]:
         case = f"{batch} decodes beside a chunk of {sizes.chunk}"
         if log.begins(name, case):
