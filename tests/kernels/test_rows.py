@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -34,14 +32,17 @@ def random_norm(seed: int, *shape: int) -> Norm:
 
 
 def exact(tensor: torch.Tensor) -> Float64:
-    return tensor.double().numpy().copy()
+    values: Float64 = tensor.double().numpy().copy()
+    return values
 
 
 def normed(rows: Float64, norm: Norm | None) -> Float64:
     if norm is None:
         return rows
-    weight: Any = norm.weight
-    return rows / np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + norm.eps) * exact(weight)
+    weight = norm.weight
+    assert isinstance(weight, torch.Tensor)
+    root: Float64 = np.sqrt((rows * rows).mean(axis=-1, keepdims=True) + norm.eps)
+    return rows / root * exact(weight)
 
 
 def assert_close(actual: torch.Tensor, expected: Float64, dtype: str) -> None:

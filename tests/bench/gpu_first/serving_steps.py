@@ -33,7 +33,7 @@ from gpu_first.llama import llama_3_8b, two_layers, write_model
 from gpu_first.step import Context
 from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.cuda.backend import CudaBackend
-from pagekv.executor.cuda.fused_decoder import FusedDecoder
+from pagekv.executor.cuda.fused_decoder import FusedLayers
 
 MODEL_BYTES = 20 * 2**30
 """Room for the weights of Llama 3 8B, with a little to spare."""
@@ -87,7 +87,7 @@ def step_llama(context: Context) -> None:
         for graphs in (True, False):
             backend = backend_of(context, directory, dtype=dtype, graphs=graphs, kv_memory=2**26)
             # They were judged against transformers' model at start; else that model serves.
-            context.log.check(f"{dtype}: layers are fused", isinstance(backend.forward, FusedDecoder), graphs=graphs)
+            context.log.check(f"{dtype}: layers are fused", isinstance(backend.forward, FusedLayers), graphs=graphs)
             allocate(backend, sizes)
             outputs = [_tokens(backend, batch, sizes, sampling) for sampling in (GREEDY, TOP_P)]
             answers.append(outputs)

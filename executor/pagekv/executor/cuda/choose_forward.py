@@ -12,8 +12,8 @@ import torch
 from pagekv.common.logs import Log
 from pagekv.common.phases import phase
 from pagekv.executor.cuda.device import CudaDevice
-from pagekv.executor.cuda.forward import ModuleForward, StepForward
-from pagekv.executor.cuda.fused_decoder import FusedDecoder
+from pagekv.executor.cuda.forward import DeviceForward, TransformersForward
+from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.model.attention_interface import LAST_ROW
@@ -31,13 +31,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 def load_forward(
     load: Callable[[], LoadedModel], device: CudaDevice, *, fused: bool
-) -> tuple[LoadedModel, StepForward]:
+) -> tuple[LoadedModel, DeviceForward]:
     """The model, and how its steps are computed; `fused`: in fused layers where possible. Where they fail, the model is
     loaded a second time. Raises as `load`.
     """
     loaded = load()
     if not fused:
-        return loaded, ModuleForward(loaded.model)
+        return loaded, TransformersForward(loaded.model)
     reason = ""
     if read_decoder(loaded.model) is None:
         reason = f"no fused layers for models of type {loaded.model.config.model_type}"
@@ -51,17 +51,17 @@ def load_forward(
         del loaded
         loaded = load()
     log.info("steps are computed by transformers' model", reason=reason)
-    return loaded, ModuleForward(loaded.model)
+    return loaded, TransformersForward(loaded.model)
 
 
-def _checked(loaded: LoadedModel, device: CudaDevice) -> StepForward | str:
+def _checked(loaded: LoadedModel, device: CudaDevice) -> DeviceForward | str:
     """The fused layers, which take the model's weights; or why they cannot be used."""
     with phase("checking the fused layers"):
-        expected = _logits(ModuleForward(loaded.model), loaded, device)
+        expected = _logits(TransformersForward(loaded.model), loaded, device)
         try:
             decoder = read_decoder(loaded.model)
             assert decoder is not None
-            forward = FusedDecoder(decoder, loaded, device.launcher, device.torch_device)
+            forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device)
             found = _logits(forward, loaded, device)
         # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
         except Exception as error:
@@ -73,7 +73,7 @@ def _checked(loaded: LoadedModel, device: CudaDevice) -> StepForward | str:
 
 
 @torch.inference_mode()
-def _logits(forward: StepForward, loaded: LoadedModel, device: CudaDevice) -> torch.Tensor:
+def _logits(forward: DeviceForward, loaded: LoadedModel, device: CudaDevice) -> torch.Tensor:
     """Logits `[2, num_logits]` of a prompt's last token and the token behind it, over a pool of the weights' type."""
     pools = KvPools(loaded.geometry, BLOCK_SIZE, -(-CHECKED_TOKENS // BLOCK_SIZE), device)
     attention = make_attention(loaded, pools.device, device.launcher)

@@ -13,7 +13,7 @@ from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 
 
-class StepForward(Protocol):
+class DeviceForward(Protocol):
     """Computes a step over the pools, or what a graph records of one: the host waits for nothing."""
 
     def logits(
@@ -28,8 +28,8 @@ class StepForward(Protocol):
         ...
 
 
-class ModuleForward:
-    """transformers' model with PageKV's attention. Implements `StepForward`, for every model."""
+class TransformersForward:
+    """transformers' model with PageKV's attention. Implements `DeviceForward`, for every model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model

@@ -43,8 +43,8 @@ class _Layer:
     down: Linear
 
 
-class FusedDecoder:
-    """Computes what transformers' model of the same weights does. Implements `StepForward`."""
+class FusedLayers:
+    """Computes what transformers' model of the same weights does. Implements `DeviceForward`."""
 
     def __init__(self, decoder: Decoder, loaded: LoadedModel, launcher: Launcher, device: torch.device) -> None:
         """Takes the weights out of the decoder, layer by layer, so that both layouts are there of one of them only."""

@@ -12,7 +12,7 @@ import torch
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import CudaDevice
-from pagekv.executor.cuda.forward import StepForward
+from pagekv.executor.cuda.forward import DeviceForward
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, next_power, padded_batch
 from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.pools import KvPools
@@ -33,7 +33,7 @@ class StepRunner:
     def __init__(
         self,
         loaded: LoadedModel,
-        forward: StepForward,
+        forward: DeviceForward,
         pools: KvPools,
         device: CudaDevice,
         max_sequences: int,

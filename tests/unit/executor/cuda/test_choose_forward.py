@@ -12,8 +12,8 @@ from support.executor.cuda_host import HostDevice, save_small_model
 
 from pagekv.executor.cuda import choose_forward
 from pagekv.executor.cuda.choose_forward import load_forward
-from pagekv.executor.cuda.forward import ModuleForward
-from pagekv.executor.cuda.fused_decoder import FusedDecoder
+from pagekv.executor.cuda.forward import TransformersForward
+from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 
@@ -36,7 +36,7 @@ def reasons(caplog: pytest.LogCaptureFixture) -> list[Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_family_that_is_known_is_fused(llama: Path, dtype: torch.dtype) -> None:
     _, forward = load_forward(loader(llama, dtype), HostDevice(), fused=True)
-    assert isinstance(forward, FusedDecoder)
+    assert isinstance(forward, FusedLayers)
 
 
 def test_what_is_not_asked_for_or_not_known_is_left_to_transformers(
@@ -46,7 +46,7 @@ def test_what_is_not_asked_for_or_not_known_is_left_to_transformers(
     save_small_model("gpt2", tmp_path)
     for path, fused in ((llama, False), (tmp_path, True)):
         _, forward = load_forward(loader(path), HostDevice(), fused=fused)
-        assert isinstance(forward, ModuleForward)
+        assert isinstance(forward, TransformersForward)
     assert "no fused layers for models of type gpt2" in reasons(caplog)
 
 
@@ -64,7 +64,7 @@ def test_layers_that_compute_something_else_are_not_used(llama: Path, monkeypatc
 
     monkeypatch.setattr(choose_forward, "read_decoder", changed)
     loaded, forward = load_forward(loader(llama), device, fused=True)
-    assert isinstance(forward, ModuleForward)
+    assert isinstance(forward, TransformersForward)
     assert torch.equal(choose_forward._logits(forward, loaded, device), expected)
 
 
@@ -82,6 +82,6 @@ def test_layers_that_fail_are_not_used(
 
     monkeypatch.setattr(Decoder, "take_layer", broken)
     loaded, forward = load_forward(loader(llama), device, fused=True)
-    assert isinstance(forward, ModuleForward)
+    assert isinstance(forward, TransformersForward)
     assert choose_forward._logits(forward, loaded, device).isfinite().all()
     assert "the fused layers failed: ValueError: rows: must be float32" in reasons(caplog)

@@ -16,7 +16,7 @@ from support.executor.launch_count import CountingLauncher, CountingOperators
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
-from pagekv.executor.cuda.fused_decoder import FusedDecoder, _table
+from pagekv.executor.cuda.fused_decoder import FusedLayers, _table
 
 MOST_LAUNCHES = 12
 NEW = 4
@@ -37,7 +37,7 @@ def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Pat
     # Another seed where the answers of one are constant.
     model = save_small_model(name, tmp_path, seed=4 if name == "phi3" else 1)
     backend = host_backend(tmp_path)
-    assert isinstance(backend.forward, FusedDecoder)
+    assert isinstance(backend.forward, FusedLayers)
     prompts = prompts_of([1, 23, 5], seed=3)
     driver = Driver(backend, 4)
     states = [driver.sequence(prompt) for prompt in prompts]
@@ -48,7 +48,7 @@ def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Pat
 def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> tuple[Counter[str], Counter[str]]:
     """Of a step of decodes, and of a step of a decode and a chunk of a prompt."""
     fields: dict[str, Any] = {"num_hidden_layers": layers}
-    if kinds := getattr(cuda_host.MODELS[name](), "layer_types", None):
+    if kinds := getattr({**MODELS, "olmo2": lambda: family_config("olmo2")}[name](), "layer_types", None):
         fields["layer_types"] = [kinds[0]] * layers
     save_small_model(name, directory, **fields)
     launcher = CountingLauncher(HostDevice().launcher)
@@ -61,7 +61,7 @@ def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> 
         launcher.counts.clear()
         with CountingOperators() as operators:
             backend.launch(list(scheduled))
-        return launcher.counts + operators.counts
+        return Counter({**launcher.counts, **operators.counts})
 
     step(Scheduled(first, 0, 3))
     return step(Scheduled(first, 3, 1)), step(Scheduled(first, 4, 1), Scheduled(second, 0, 9))
@@ -102,7 +102,7 @@ def test_fp8_keys_and_values(tmp_path: Path) -> None:
     """Rotated keys are rounded once, to the pool's type."""
     save_small_model("llama", tmp_path)
     backend: CudaBackend = host_backend(tmp_path, dtype="bfloat16", kv_dtype="fp8")
-    assert isinstance(backend.forward, FusedDecoder)
+    assert isinstance(backend.forward, FusedLayers)
     driver = Driver(backend, 16)
     assert len(driver.generate([driver.sequence([1, 2, 3])], 3)[0]) == 3
 
