@@ -15,7 +15,7 @@ from pagekv.kernels.variants import Variant
 
 Float64 = npt.NDArray[np.float64]
 DTYPES = ["float32", "float16", "bfloat16"]
-# What float32 arithmetic and one rounding may differ by, relative.
+# Differences that float32 arithmetic and one rounding may make, relative.
 STEP = {"float32": 2e-6, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 

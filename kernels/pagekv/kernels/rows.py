@@ -44,8 +44,8 @@ class RowKernels:
         norm: Norm | None = None,
         out: Tensor | None = None,
     ) -> None:
-        """`stream += factor * added_norm(added)`, then `out = norm(stream)`; contiguous `[rows, size]`. What is None
-        does nothing. Raises ValueError for rows that the kernel cannot read.
+        """`stream += factor * added_norm(added)`, then `out = norm(stream)`; contiguous `[rows, size]`. A part that
+        is None does nothing. Raises ValueError for rows that the kernel cannot read.
         """
         rows, size = map(int, stream.shape)
         tensors = [each for each in (stream, added, out) if each is not None]

@@ -86,7 +86,7 @@ def step_llama(context: Context) -> None:
         answers = []
         for graphs in (True, False):
             backend = backend_of(context, directory, dtype=dtype, graphs=graphs, kv_memory=2**26)
-            # They were judged against transformers' model at start; else that model serves.
+            # Judged against transformers' model at start: where they disagree, that model serves.
             context.log.check(f"{dtype}: layers are fused", isinstance(backend.forward, FusedLayers), graphs=graphs)
             allocate(backend, sizes)
             outputs = [_tokens(backend, batch, sizes, sampling) for sampling in (GREEDY, TOP_P)]

@@ -48,7 +48,7 @@ def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Pat
 def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> tuple[Counter[str], Counter[str]]:
     """Of a step of decodes, and of a step of a decode and a chunk of a prompt."""
     fields: dict[str, Any] = {"num_hidden_layers": layers}
-    if kinds := getattr({**MODELS, "olmo2": lambda: family_config("olmo2")}[name](), "layer_types", None):
+    if kinds := getattr((MODELS[name]() if name in MODELS else family_config(name)), "layer_types", None):
         fields["layer_types"] = [kinds[0]] * layers
     save_small_model(name, directory, **fields)
     launcher = CountingLauncher(HostDevice().launcher)
