@@ -38,8 +38,8 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """What differs between steps: rows behind the embedding `[T, hidden]`, rotations by name, where keys and values of
-    each row go in the pools of a layer, in elements `[T]`; of each layer the window, and the reads by window.
+    """All that differs between steps: rows behind the embedding `[T, hidden]`, rotations by name, where keys and values
+    of each row go in the pools of a layer, in elements `[T]`; of each layer the window, and the reads by window.
     """
 
     stream: torch.Tensor

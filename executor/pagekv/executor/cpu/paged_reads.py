@@ -1,4 +1,4 @@
-"""What the rows of one step read straight from the block pool, for the compiled loops of attention."""
+"""Reads of the rows of one step straight from the block pool, for the compiled loops of attention."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from pagekv.executor.cpu.attention_plan import Row, SharedPrefix
+from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix
 
 # Rows of a run at most. Their sums should stay in a core's cache, and panels of keys are laid out once for all of them.
 RUN_ROWS = 128
@@ -101,7 +101,11 @@ class _Reader:
 
 
 def paged_reads(
-    rows: Sequence[Row], prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size: int, window: int | None
+    rows: Sequence[ScheduledRows],
+    prefixes: Sequence[SharedPrefix],
+    members: Sequence[ScheduledRows],
+    block_size: int,
+    window: int | None,
 ) -> PagedReads:
     """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread."""
     if window is not None:
@@ -115,7 +119,7 @@ def paged_reads(
     )
 
 
-def _chunk(row: Row, block_size: int, window: int | None) -> _Reader:
+def _chunk(row: ScheduledRows, block_size: int, window: int | None) -> _Reader:
     start, count = row.item.start, row.item.count
     ends = np.arange(start + 1, start + count + 1)
     begins = np.full(count, row.shared * block_size) if window is None else np.maximum(ends - window, 0)
@@ -123,7 +127,7 @@ def _chunk(row: Row, block_size: int, window: int | None) -> _Reader:
     return _Reader(np.arange(row.first, row.first + count), begins, ends, blocks)
 
 
-def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size: int) -> list[list[_Reader]]:
+def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], block_size: int) -> list[list[_Reader]]:
     """Prefixes that no row has two of, together: each is in the first level where none of its members is."""
     levels: list[tuple[set[int], list[_Reader]]] = []
     for prefix in prefixes:
@@ -171,7 +175,7 @@ def _work(reader: _Reader, places: slice) -> int:
     return int((reader.ends[places] - reader.begins[places]).sum())
 
 
-def _decodes(rows: Sequence[Row], block_size: int, window: int | None) -> PagedDecodes:
+def _decodes(rows: Sequence[ScheduledRows], block_size: int, window: int | None) -> PagedDecodes:
     ends = np.array([row.item.start + 1 for row in rows])
     begins = np.array([row.shared * block_size for row in rows]) if window is None else np.maximum(ends - window, 0)
     tables = [row.item.state.block_table[: row.item.start // block_size + 1] for row in rows]

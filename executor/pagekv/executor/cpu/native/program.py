@@ -33,7 +33,8 @@ class Program(Recorder):
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
         self._calls: list[tuple[int, Any, bool]] = []
-        # What calls read and write besides memory of their own, and that memory, which each part has from its begin on.
+        # All that calls read and write besides memory of their own; and that memory, which each part has from its begin
+        # on.
         self._held: list[torch.Tensor] = []
         self._memory: list[torch.Tensor] = []
         self._taken = 0

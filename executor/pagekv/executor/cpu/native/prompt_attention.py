@@ -195,7 +195,7 @@ def _compiled(stored: Any, lanes: int) -> int:
                                     shrunk = exp(np.float32(-2) * abs(line[i]) / cap)
                                     bent = cap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
                                     line[i] = bent if line[i] > 0 else -bent
-                        # What is here is not needed any more.
+                        # A row's earlier products are not needed any more.
                         fold = products[0, row]
                         for i in range(FOLD):
                             fold[i] = line[i]
