@@ -79,7 +79,8 @@ class ExecutorConfig:
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
     fused: bool = flag(
-        "compute steps by loops compiled here, where they know the model and agree with transformers (cpu)",
+        "compute steps by loops compiled here (cpu) or in fused layers (cuda), where they know the model and agree "
+        "with transformers",
         default=True,
     )
     threads: int = flag(

@@ -149,6 +149,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
         config.dtype,
         config.kv_dtype,
         graphs=config.cuda_graphs,
+        fused=config.fused,
         **_pool_options(config),
     )
 
