@@ -20,7 +20,7 @@ from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder, DecoderNorms
 
 # Steps of at most so many rows, all of them decodes, are recorded, and so many kinds of them kept.
-RECORDED_ROWS, MOST_PROGRAMS = 256, 16
+RECORDED_ROWS, MOST_PROGRAMS = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,13 @@ class FusedDecoder:
         keys, _ = cache.layer(0)
         places = plan.slots[0] * keys.stride(0) + plan.slots[1] * keys.stride(1)
         windows = [plan.effective_window(layer.scores.window) for layer in self._layers]
-        reads = {each: paged_reads(plan.rows, plan.shared, plan.members, cache.block_size, each) for each in {*windows}}
+        heads, kv_heads = self._num_heads
+        # Two for each thread, so that they end together.
+        least = -(-2 * torch.get_num_threads() // kv_heads)
+        reads = {
+            each: paged_reads(plan.rows, plan.shared, plan.members, cache.block_size, each, heads // kv_heads, least)
+            for each in {*windows}
+        }
         return _Inputs(stream, decoder.rotations(plan.position_ids), places, windows, reads)
 
     def _layers_of(self, inputs: _Inputs, cache: KvCache) -> torch.Tensor:

@@ -11,8 +11,11 @@ import torch
 
 from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix
 
-# Rows of a run at most. Their sums should stay in a core's cache, and panels of keys are laid out once for all of them.
-RUN_ROWS = 128
+# Queries of a run at most, over one KV head. Their sums should stay in a core's cache, and panels of keys are laid out
+# once for all of them.
+RUN_QUERIES = 256
+# Rows of a run that are not divided among more threads.
+LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +109,21 @@ def paged_reads(
     members: Sequence[ScheduledRows],
     block_size: int,
     window: int | None,
+    group: int,
+    least_runs: int,
 ) -> PagedReads:
-    """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread."""
+    """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread.
+    `group`: query heads to a KV head. There are `least_runs` runs of chunks, and of prefixes, where rows suffice.
+    """
+    most = max(1, RUN_QUERIES // group)
     if window is not None:
         prefixes = ()
     chunks = [_chunk(row, block_size, window) for row in rows if row.item.count > 1]
     decodes = [row for row in rows if row.item.count == 1]
     return PagedReads(
-        _runs(chunks) if chunks else None,
+        _runs(chunks, most, least_runs) if chunks else None,
         _decodes(decodes, block_size, window) if decodes else None,
-        [_runs(level) for level in _levels(prefixes, members, block_size)],
+        [_runs(level, most, least_runs) for level in _levels(prefixes, members, block_size)],
     )
 
 
@@ -144,14 +152,18 @@ def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], 
     return [readers for _, readers in levels]
 
 
-def _runs(readers: Sequence[_Reader]) -> PagedRuns:
-    """Readers in runs of RUN_ROWS, the ones with most to do first: threads that take them in turn end together."""
+def _runs(readers: Sequence[_Reader], most: int, least_runs: int) -> PagedRuns:
+    """Readers in runs of at most so many rows, the ones with most to do first: threads that take them in turn end
+    together.
+    """
+    while most > LEAST_ROWS and sum(-(-len(reader.rows) // most) for reader in readers) < least_runs:
+        most //= 2
     tables = list(chain.from_iterable(reader.blocks for reader in readers))
     starts = np.cumsum([0, *(len(reader.blocks) for reader in readers)])
     pieces = [
-        (int(start), reader, slice(low, min(low + RUN_ROWS, len(reader.rows))))
+        (int(start), reader, slice(low, min(low + most, len(reader.rows))))
         for start, reader in zip(starts, readers, strict=False)
-        for low in range(0, len(reader.rows), RUN_ROWS)
+        for low in range(0, len(reader.rows), most)
     ]
     pieces.sort(key=lambda piece: _work(*piece[1:]), reverse=True)
     firsts = np.cumsum([0, *(places.stop - places.start for _, _, places in pieces)])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.executor.cpu_driver import prompts_of, save_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu import fused_decoder
@@ -120,7 +121,7 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
             torch.set_num_threads(count)
             found = []
             # The second time runs what the first one recorded; the third records nothing.
-            for rows in (256, 256, 0):
+            for rows in (64, 64, 0):
                 monkeypatch.setattr(fused_decoder, "RECORDED_ROWS", rows)
                 found.append(decodes(forward, cache, lengths, shared))
             assert found[0].isfinite().all()
@@ -131,6 +132,26 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
     gc.collect()
     assert [*forward._programs] == [cache]
     assert len(forward._programs[cache]) == 3
+
+
+@torch.inference_mode()
+def test_queries_keys_and_values_of_a_row_may_be_as_long_as_the_row(tmp_path: Path) -> None:
+    """Rows that a layer leaves, and their product with the weights of the next one, have one shape then."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, torch.float32)
+    expected = decodes(ModuleForward(loaded.model, pack=False), KvCache(loaded.geometry, 4, 64), [9, 20, 30], 0)
+    found = decodes(fused(loaded), KvCache(loaded.geometry, 4, 64), [9, 20, 30], 0)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_taken_not_copied(tmp_path: Path) -> None:

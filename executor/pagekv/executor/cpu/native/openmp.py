@@ -24,7 +24,7 @@ class Recorder(Protocol):
     """Takes calls down instead of `run`."""
 
     def add(self, function: int, packed: Any, alone: bool, held: tuple[torch.Tensor, ...]) -> None:
-        """A call of the function with packed arguments, whose addresses lie within `held`."""
+        """A call of the function with packed arguments; `held` has to be kept."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -43,8 +43,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 def run(function: int, arguments: Sequence[int], *, alone: bool = False, held: tuple[torch.Tensor, ...] = ()) -> None:
     """Calls the function at an address, `void (int64_t *)`, once on each of torch's threads, or once, and waits. It is
-    handed the address of two tickets, both 0 at first, and then `arguments`; `held` has all tensors whose addresses are
-    among them. While there is a recorder, it takes the call down.
+    handed the address of two tickets, both 0 at first, and then `arguments`; `held` has those tensors whose addresses
+    are among them and which nothing else keeps. While there is a recorder, it takes the call down.
     """
     # Of ctypes, since NumPy takes as long to tell an array's address as this takes in all.
     packed = (ctypes.c_int64 * (len(arguments) + 3))(0, *arguments)

@@ -8,6 +8,7 @@ another thread of the process wanted the interpreter meanwhile.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -36,8 +37,11 @@ class Program(Recorder):
         # All that calls read and write besides memory of their own; and that memory, which each part has from its begin
         # on.
         self._held: list[torch.Tensor] = []
-        self._memory: list[torch.Tensor] = []
-        self._taken = 0
+        self._memory: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
+        self._taken: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
+        # Taken last, and last before this part.
+        self._last: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
         self._table = np.zeros((0, 3), np.int64)
 
     @contextmanager
@@ -52,22 +56,24 @@ class Program(Recorder):
 
     def next_part(self) -> None:
         """The calls that follow are another part."""
-        self._taken = 0
+        self._taken.clear()
+        self._before = self._last
 
     def add(self, function: int, packed: Any, alone: bool, held: tuple[torch.Tensor, ...]) -> None:
         self._calls.append((function, packed, alone))
         self._held += held
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        number, self._taken = self._taken, self._taken + 1
-        if number == len(self._memory):
-            self._memory.append(torch.empty(shape, dtype=dtype))
-        found = self._memory[number]
-        if found.shape == shape and found.dtype == dtype:
-            return found
-        # A part that takes other memory than those before it.
-        self._held.append(torch.empty(shape, dtype=dtype))
-        return self._held[-1]
+        key = shape, dtype
+        memory = self._memory.setdefault(key, [])
+        while True:
+            number = self._taken[key]
+            self._taken[key] += 1
+            if number == len(memory):
+                memory.append(torch.empty(shape, dtype=dtype))
+            if memory[number] is not self._before:
+                self._last = memory[number]
+                return memory[number]
 
     def run(self) -> None:
         """Makes the calls. Raises RuntimeError where torch has another number of threads than while recording."""

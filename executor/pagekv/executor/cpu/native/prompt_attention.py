@@ -4,7 +4,8 @@ several sequences share.
 Keys and values of a few blocks at a time are laid out as panels for `tile`, which multiplies all rows of a run with
 them; one softmax over a context whose keys come so is that of FlashAttention (arXiv:2205.14135), with a running maximum
 and sum. Panels begin at the same slots of a context whatever is computed together, so a row's numbers do not depend on
-that.
+that; but a value that is not a number, in a slot that some row of a run sees, reaches the rows of the run that see
+other slots of its panel.
 """
 
 from __future__ import annotations

@@ -75,20 +75,22 @@ def test_nothing_is_computed_while_recording_and_calls_are_made_at_once_afterwar
 
 
 def test_parts_compute_in_the_same_memory(threads: int) -> None:
-    made, last = recorded(torch.arange(ITEMS), 2)
-    _, other = recorded(torch.arange(ITEMS), 2)
-    assert len(made._memory) == 3
-    assert last.data_ptr() == made._memory[2].data_ptr() != other.data_ptr()
+    """But for what was taken last before, which they may read to their end."""
+    made, _ = recorded(torch.arange(ITEMS), 5)
+    (memory,) = made._memory.values()
+    assert len(memory) == 4
 
 
-def test_a_part_that_takes_other_memory_has_its_own() -> None:
+def test_memory_is_taken_by_shape_and_type_once_in_a_part() -> None:
     made = Program()
     with made.recorded():
-        first, second = empty(4), empty(4)
+        first, second, other = empty(4), empty(4), empty(4, dtype=torch.int64)
+        assert len({first.data_ptr(), second.data_ptr(), other.data_ptr()}) == 3
         made.next_part()
-        other, same = empty(5), empty(4)
-    assert other.data_ptr() not in {first.data_ptr(), second.data_ptr()}
-    assert same.data_ptr() == second.data_ptr()
+        again = [empty(5), empty(4), empty(4, dtype=torch.int64), empty(4)]
+        # That of the type taken last is another one.
+        assert [again[1].data_ptr(), again[3].data_ptr()] == [first.data_ptr(), second.data_ptr()]
+        assert again[2].data_ptr() != other.data_ptr()
 
 
 def test_recording_that_fails_ends() -> None:
