@@ -66,7 +66,7 @@ PATIENCE_S = 240.0
 
 @dataclass
 class Account:
-    """What was seen."""
+    """Calls, memory, and all that was wrong."""
 
     seconds: float
     calls: Counter[str] = field(default_factory=Counter)

@@ -19,7 +19,7 @@ OBJECTS = ("Pipe", "Queue", "SimpleQueue", "JoinableQueue", "Manager", "Listener
 
 
 def faults(source: str) -> Iterator[str]:
-    """What may unpickle in a module."""
+    """Lines of a module that may unpickle."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
