@@ -155,7 +155,9 @@ class BackendDescription:
 
 
 class Launch(Protocol):
-    """A launched step. One that has an attribute `threads` says how many threads of the processor computed it."""
+    """A launched step. One that has an attribute `threads` says how many threads of the processor computed it, and with
+    `waited_s` how many seconds this rank of a group waited for others.
+    """
 
     @property
     def ready(self) -> bool:
@@ -177,6 +179,8 @@ class Finished:
     sampled: dict[int, Sampled]
     # Threads of the processor that computed; 0: not told.
     threads: int = 0
+    # Seconds of it in which this rank waited for others.
+    waited_s: float = 0.0
     ready: ClassVar[bool] = True
 
     def collect(self) -> dict[int, Sampled]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,9 +26,9 @@ class _Layer:
     rope: str | None
     scores: Scores
     qkv: Product | TorchProduct
-    out: Product | TorchProduct
+    out: Callable[[torch.Tensor], torch.Tensor]
     gate_up: Product | TorchProduct
-    down: Product | TorchProduct
+    down: Callable[[torch.Tensor], torch.Tensor]
 
 
 class FusedDecoder:
@@ -44,13 +45,22 @@ class FusedDecoder:
         self._layers = []
         head = decoder.take_head()
         product = fastest_product(head.weight.dtype)
-        self._head = product(head.weight, head.bias)
+        self._head = self._whole(product(head.weight, head.bias))
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
             qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
             gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
+            out, down = self._summed(out), self._summed(down)
             self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, out, gate_up, down))
+
+    def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The product behind attention or gating, over all that was split."""
+        return product
+
+    def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head's product, of the whole vocabulary."""
+        return product
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         decoder, layers = self._decoder, self._layers
