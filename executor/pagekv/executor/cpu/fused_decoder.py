@@ -51,8 +51,9 @@ class FusedDecoder:
             layer = decoder.take_layer(index)
             qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
             gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
-            out, down = self._summed(out), self._summed(down)
-            self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, out, gate_up, down))
+            self._layers.append(
+                _Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), gate_up, self._summed(down))
+            )
 
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product behind attention or gating, over all that was split."""
