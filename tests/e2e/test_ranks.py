@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import CPU, EXECUTOR, ORACLE, Stack, environment, running_stack
+from support.clients.stack import CPU, EXECUTOR, ORACLE, Stack, environment, running_executor, running_stack
 
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -171,3 +171,19 @@ def test_models_that_cannot_be_split_are_refused_by_every_rank(tmp_path: Path) -
             assert "no tensor-parallel plan for models of type 'gpt2'" in output
     three = start_by_hand([(rank(each, 3), ["--model", str(tmp_path)]) for each in range(3)])
     assert any("WORLD_SIZE 3: must divide the 4 query heads" in output for _, output in three)
+
+
+def test_plan_and_a_running_group_agree_on_bytes_of_a_block() -> None:
+    from pagekv.client.planning.kv_budget import bytes_per_block, shard_kv_heads
+    from pagekv.client.planning.kv_geometry import KvGeometry
+    from pagekv.steps.v1 import executor_service_pb2 as steps
+    from pagekv.steps.v1 import executor_service_pb2_grpc as steps_grpc
+
+    with running_executor([*CPU, "--rank-timeout-s", "60"], ranks=2) as executor, executor.channel() as channel:
+        stub = steps_grpc.ExecutorServiceStub(channel)
+        found = stub.Describe(steps.DescribeRequest(block_size=16, token_budget=64), timeout=WAIT_S)
+    geometry = KvGeometry(found.num_layers, found.num_kv_heads, found.head_size, found.kv_dtype)
+    heads = shard_kv_heads(found.num_kv_heads, 2).kv_heads
+    assert found.tensor_parallel_size == 2
+    assert found.bytes_per_block == bytes_per_block(geometry, 16, heads)
+    assert 2 * found.bytes_per_block == bytes_per_block(geometry, 16)

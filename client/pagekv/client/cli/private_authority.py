@@ -44,7 +44,7 @@ _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_A
 ROLES = (
     # A client of its executor, too.
     CertificateRole("manager", (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3")),
-    CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3")),
+    CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3", "executor-tp")),
     # Of health checks, where a process asks every connection for a certificate: nobody's identity.
     CertificateRole("probe", (_CLIENT,)),
     CertificateRole("client", (_CLIENT,)),

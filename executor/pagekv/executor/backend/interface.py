@@ -152,6 +152,8 @@ class BackendDescription:
     device_to_host_bytes_per_s: int = 0
     host_to_device_bytes_per_s: int = 0
     prefill_tokens_per_s: int = 0
+    tensor_parallel_size: int = 1
+    rank_differences: int = 0
 
 
 class Launch(Protocol):

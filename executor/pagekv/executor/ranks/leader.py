@@ -6,7 +6,7 @@ import struct
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -58,6 +58,11 @@ class Leader:
     def size(self) -> int:
         """Ranks with rank 0."""
         return 1 + len(self._links)
+
+    @property
+    def num_differences(self) -> int:
+        """Epochs that ended because a rank differed."""
+        return self._reports.num_differences
 
     def ask(self, kind: Kind, content: Any) -> None:
         """Sends a call to every rank; `answers` has what each says."""
@@ -143,7 +148,8 @@ class GroupBackend:
             if "error" in answer:
                 raise RuntimeError(f"rank {rank} cannot describe itself: {answer['error']}")
         others = {rank: description_from_json(answer["description"]) for rank, answer in answers.items()}
-        return group_description({0: description, **others})
+        found = group_description({0: description, **others})
+        return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         """Raises MemoryError where one rank does."""

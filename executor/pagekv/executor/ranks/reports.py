@@ -47,13 +47,15 @@ class RankReports:
         self._compared: dict[int, int] = dict.fromkeys(self._early, 0)
         self._worked: dict[int, dict[int, int]] = {}
         self._latest: tuple[int, ...] = ()
+        # Epochs in which a rank differed, and whether this is one of them.
+        self.num_differences, self._counted = 0, False
         # The first step that a rank did otherwise, and how.
         self._difference: tuple[int, RanksDiffer] | None = None
 
     def begin(self, epoch: int) -> None:
         """Another epoch."""
         with self._changed:
-            self._epoch, self._difference, self._latest = epoch, None, ()
+            self._epoch, self._difference, self._latest, self._counted = epoch, None, (), False
             self._own.clear()
             self._worked.clear()
             for rank in self._early:
@@ -102,6 +104,8 @@ class RankReports:
 
     def _check(self, step: int) -> None:
         if self._difference is not None and self._differs(step):
+            self.num_differences += not self._counted
+            self._counted = True
             raise self._difference[1]
 
     @property

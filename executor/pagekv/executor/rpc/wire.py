@@ -175,6 +175,7 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         failed_seqs=report.failed,
         failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * len(report.failed),
         threads=report.threads,
+        rank_us=report.rank_us,
     )
 
 
