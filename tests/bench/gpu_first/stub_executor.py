@@ -11,6 +11,7 @@ from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.world import ALONE, World
 
 
 def load(config: ExecutorConfig) -> Backend:
