@@ -205,6 +205,10 @@ bench-manager-against: $(DEV_STAMP) ## the same against another checkout, sample
 bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
 
+.PHONY: bench-ranks
+bench-ranks: $(DEV_STAMP) ## measure what a group of ranks costs: the manager's CPU, idle executors, handing a step on (ARGS=--quick)
+	@PYTHONPATH=tests $(BIN)/python tests/bench/bench_ranks.py $(ARGS)
+
 # --- housekeeping
 
 .PHONY: hooks

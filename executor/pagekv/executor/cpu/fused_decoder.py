@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -31,9 +32,9 @@ class _Layer:
     rope: str | None
     scores: Scores
     qkv: Product | TorchProduct
-    out: Product | TorchProduct
+    out: Callable[[torch.Tensor], torch.Tensor]
     gate_up: Product | TorchProduct
-    down: Product | TorchProduct
+    down: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +81,15 @@ class FusedDecoder:
         self._layers = []
         head = decoder.take_head()
         product = fastest_product(head.weight.dtype)
-        self._head = product(head.weight, head.bias)
+        self._head = self._whole(product(head.weight, head.bias))
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
             qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
             gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
-            self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, out, gate_up, down))
+            self._layers.append(
+                _Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), gate_up, self._summed(down))
+            )
         self._recordable = all(
             isinstance(each, Product) and not each.pads_rows
             for layer in self._layers
@@ -94,6 +97,14 @@ class FusedDecoder:
         )
         # By pools, which nothing here may keep, and shape of a step, those least recently used first.
         self._programs: WeakKeyDictionary[KvCache, OrderedDict[object, tuple[Program, _Inputs]]] = WeakKeyDictionary()
+
+    def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The product behind attention or gating, over all that was split."""
+        return product
+
+    def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head's product, of the whole vocabulary."""
+        return product
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         decoder = self._decoder
