@@ -56,15 +56,17 @@ def runs(folder: Path, names: list[str], **options: Any) -> tuple[list[SplitRun]
     ],
 )
 def test_answers_are_those_of_generate(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
-    made, wanted = runs(tmp_path, list(FAMILIES), **options)
+    # transformers multiplies experts in grouped products, which torch has not in float64.
+    names = [name for name in FAMILIES if name != "qwen3_moe" or options.get("dtype") != "float64"]
+    made, wanted = runs(tmp_path, names, **options)
     found = answers_of(made, ranks)
-    for name, run, answers in zip(FAMILIES, found, wanted, strict=True):
+    for name, run, answers in zip(names, found, wanted, strict=True):
         assert run["cold"] == answers, name
         assert run["preempted"] == answers, name
         assert run["hits"] == answers, name
-    heads = {name: run["kv_heads"] for name, run in zip(FAMILIES, found, strict=True)}
-    own = {name: max(1, FAMILIES[name]["num_key_value_heads"] // ranks) for name in FAMILIES}
+    heads = {name: run["kv_heads"] for name, run in zip(names, found, strict=True)}
+    own = {name: max(1, FAMILIES[name]["num_key_value_heads"] // ranks) for name in names}
     assert heads == own
-    fused = {name: run["fused"] for name, run in zip(FAMILIES, found, strict=True)}
+    fused = {name: run["fused"] for name, run in zip(names, found, strict=True)}
     compiled = not options.get("dtype") and options.get("fused", True)
-    assert fused == {name: compiled and name != "qwen3_moe" for name in FAMILIES}
+    assert fused == {name: compiled and name != "qwen3_moe" for name in names}
