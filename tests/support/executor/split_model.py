@@ -65,6 +65,7 @@ def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
     from support.executor.cpu_driver import Driver
 
     from pagekv.executor.cpu.backend import CpuBackend
+    from pagekv.executor.cpu.forward import ModuleForward
 
     backend = CpuBackend(Path(run.directory), "split", run.dtype, threads=1, fused=run.fused, shards=shards)
     driver = Driver(backend, block_size=4)
@@ -82,7 +83,8 @@ def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
         driver.share(owner, state, hit)
     hits = driver.generate([owner, *others], run.new)
     heads = backend._loaded.geometry.num_kv_heads
-    return {"cold": cold, "preempted": preempted, "hits": hits, "kv_heads": heads, "fused": backend._forward.native}
+    fused = not isinstance(backend._forward, ModuleForward)
+    return {"cold": cold, "preempted": preempted, "hits": hits, "kv_heads": heads, "fused": fused}
 
 
 def main() -> None:
