@@ -1,4 +1,4 @@
-"""What a group of ranks costs: `make bench-ranks` (ARGS=--quick).
+"""The cost of a group of ranks: `make bench-ranks` (ARGS=--quick).
 
 The manager's CPU time per step, and how long executors wait, at steps of 20 ms with 1, 2 and 8 ranks of the oracle; and
 the time that handing a step on adds to one that takes none. In turns, so that others on the machine cost all alike;
