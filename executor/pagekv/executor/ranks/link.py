@@ -87,7 +87,8 @@ class RankLink:
             if size > MAX_BYTES or kind not in iter(Kind):
                 raise LinkLost(f"a message of kind {kind} and {size} bytes, which no rank sends")
             return Message(Kind(kind), self._read(size))
-        except OSError as error:
+        # ValueError: of a file that `close` has closed meanwhile.
+        except (OSError, ValueError) as error:
             raise LinkLost(f"the connection broke: {error}") from error
 
     def _read(self, size: int) -> bytes:
@@ -100,4 +101,6 @@ class RankLink:
         """Ends the connection; whoever receives gets LinkLost. Idempotent."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
+        # The descriptor stays open as long as the file is.
+        self._file.close()
         self._socket.close()

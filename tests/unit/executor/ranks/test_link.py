@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import threading
@@ -41,6 +42,29 @@ def test_losses() -> None:
     other.close()
     with pytest.raises(LinkLost, match="the connection broke"):
         other.send(Kind.BEAT)
+
+
+def test_the_end_frees_the_descriptor_of_one_that_receives_meanwhile() -> None:
+    one, other, sock = pair()
+    number = sock.fileno()
+    ended = threading.Event()
+
+    def receive() -> None:
+        with pytest.raises(LinkLost):
+            one.receive()
+        ended.set()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    one.close()
+    assert ended.wait(60)
+    thread.join()
+    assert sock.fileno() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    with pytest.raises(LinkLost):
+        one.receive()
+    other.close()
 
 
 @pytest.mark.parametrize("header", [(0, 0), (99, 0), (Kind.STEP, MAX_BYTES + 1)])
