@@ -350,6 +350,6 @@ class GroupMachine(WireMachine):
     def teardown(self) -> None:
         super().teardown()
         driver = getattr(self, "driver", None)
-        if isinstance(driver, GroupDriver):
+        if isinstance(driver, GroupDriver) and driver.group is not None:
             assert driver.group.lost == []
             driver.group.close()

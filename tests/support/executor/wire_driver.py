@@ -12,7 +12,7 @@ from typing import Any
 from support.engine.scheduler_driver import Driver
 from support.executor.executor_steps import ALL_FEATURES
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
-from support.executor.rank_group import rank_group
+from support.executor.rank_group import RankGroup, rank_group
 
 from pagekv.executor.backend.interface import Backend, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
@@ -102,9 +102,13 @@ class WireDriver(Driver):
 class GroupDriver(WireDriver):
     """The same, with two ranks: each judges every step."""
 
+    group: RankGroup | None = None
+
     def _new_executor(self) -> Any:
         most = self.scheduler.limits.max_running
         model = OracleModel("", self.vocab, MAX_MODEL_LEN, self.eos)
+        if self.group is not None:
+            self.group.close()
         self.group = rank_group(*(OracleBackend(model, max_sequences=most) for _ in range(2)))
         sizes = (self.pool.num_blocks, self.block_size, self.vocab, most, self.eos, self.host_blocks)
         executor = WireExecutor(*sizes, self.group.backend)
