@@ -126,7 +126,8 @@ class FusedDecoder:
         if decoder.embed_factor != 1:
             stream *= decoder.embed_factor
         keys, _ = cache.layer(0)
-        places = plan.slots[0] * keys.stride(0) + plan.slots[1] * keys.stride(1)
+        blocks, offsets = (each.numpy() for each in plan.slots)
+        places = torch.from_numpy(blocks * keys.stride(0) + offsets * keys.stride(1))
         windows = [plan.effective_window(layer.scores.window) for layer in self._layers]
         heads, kv_heads = self._num_heads
         # Two for each thread, so that they end together.

@@ -131,7 +131,7 @@ def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], 
     levels: list[tuple[set[int], list[_Reader]]] = []
     for prefix in prefixes:
         sharing = sorted((members[member] for member in prefix.members), key=lambda row: row.first)
-        rows = np.concatenate([np.arange(row.first, row.first + row.item.count) for row in sharing])
+        rows = np.array([number for row in sharing for number in range(row.first, row.first + row.item.count)])
         begin, end = (np.full(len(rows), blocks * block_size) for blocks in (prefix.first, prefix.last))
         reader = _Reader(rows, begin, end, sharing[0].item.state.block_table[: prefix.last])
         taken, readers = next((level for level in levels if level[0].isdisjoint(prefix.members)), (None, None))
@@ -164,7 +164,7 @@ def _runs(readers: Sequence[_Reader], most: int, least_runs: int) -> PagedRuns:
 
     return PagedRuns(
         torch.from_numpy(firsts),
-        torch.tensor([start for start, _, _ in pieces]),
+        torch.from_numpy(np.array([start for start, _, _ in pieces])),
         joined("rows"),
         joined("begins"),
         joined("ends"),
