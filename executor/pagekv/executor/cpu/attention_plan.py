@@ -155,7 +155,7 @@ class CpuAttentionPlan:
         rows: dict[int, ScheduledRows] = {}
         # By place in `members`.
         places: dict[int, int] = {}
-        members = []
+        members: list[ScheduledRows] = []
         for place, row in enumerate(self.members):
             last = row.item.count - 1
             number = numbers.get(row.first + last)
