@@ -59,7 +59,7 @@ def turn(stack: Stack, order: Order) -> Turn:
             load.begin()
             before = counters(stack, client)
             time.sleep(STEPS * STEP_MS / 1000)
-            # What is missing on a slow machine.
+            # Steps of a slow machine take longer.
             while client.stats().steps_total - before["steps"] < STEPS:
                 time.sleep(STEP_MS / 1000)
             after = counters(stack, client)

@@ -28,6 +28,7 @@ _COUNTS = {
     "max_blocks": 1,
     "max_pinned_blocks": 0,
     "max_watchers": 0,
+    "max_calls": 1,
     "tokenized_bytes_per_second": 1,
     "floor_blocks": 0,
 }

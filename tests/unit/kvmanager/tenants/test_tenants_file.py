@@ -35,6 +35,7 @@ tokens_per_minute = 100_000
 max_blocks = 500
 max_pinned_blocks = 0
 max_watchers = 0
+max_calls = 64
 tokenized_bytes_per_second = 1_000_000
 priorities = [-1, 3]
 adapters = ["", "formal"]
@@ -54,6 +55,7 @@ COUNTS = {
     "max_blocks": 1,
     "max_pinned_blocks": 0,
     "max_watchers": 0,
+    "max_calls": 1,
     "tokenized_bytes_per_second": 1,
     "floor_blocks": 0,
 }
@@ -83,7 +85,7 @@ def test_every_field(tmp_path: Path) -> None:
     assert found.tenants == {
         "team-a": TenantLimits(
             weight=4.0, max_running=8, max_waiting=1, tokens_per_minute=100_000, max_blocks=500, max_pinned_blocks=0,
-            max_watchers=0, tokenized_bytes_per_second=1_000_000, priorities=(-1, 3),
+            max_watchers=0, max_calls=64, tokenized_bytes_per_second=1_000_000, priorities=(-1, 3),
             adapters=frozenset({"", "formal"}), floor_blocks=100,
         ),
         "team.b": TenantLimits(floor_blocks=20),
