@@ -1,4 +1,5 @@
-"""The file of identities: API keys by their digests, client certificates by their subjects, an issuer of tokens.
+"""The file of identities: API keys by their digests, client certificates by their subjects, an issuer of tokens, and
+the identity of those who come through a gateway.
 
 The file is read as a whole and checked field by field. Errors name the file and the field, and quote no secret.
 """
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 from pagekv.common.loopback import is_loopback
 from pagekv.kvmanager.access.certificates import normal_subject
-from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME, Identity, Role
+from pagekv.kvmanager.access.identity import ANY_TENANT, GATEWAY, TENANT_NAME, Identity, Role
 from pagekv.kvmanager.access.toml_file import TomlFileError, read_toml
 
 MAX_IDENTITIES = 10_000
@@ -23,6 +24,8 @@ MAX_TEXT_CHARACTERS = 1024
 MAX_LEEWAY_S = 300
 DEFAULT_LEEWAY_S = 60
 DEFAULT_ROLES_CLAIM = "roles"
+# Fields that every identity has, beside its proof.
+_OF_IDENTITIES = ("roles", "tenant", "act_for")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 _KINDS = {dict: "a table", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
@@ -52,13 +55,15 @@ class Identities:
     keys: Mapping[bytes, Identity]
     certificates: Mapping[str, Identity]
     jwt: JwtSettings | None = None
+    # Of whoever connects at the gateway's own address, and shows nothing else there.
+    gateway: Identity | None = None
 
 
 def read_identities(path: Path) -> Identities:
     """The identities in a file. Raises IdentitiesError."""
     try:
         document = read_toml(path, secret=True)
-        _check_names("", document, ("keys", "certificates", "jwt"))
+        _check_names("", document, ("keys", "certificates", "jwt", GATEWAY))
         keys, certificates = (_table(name, document.get(name, {})) for name in ("keys", "certificates"))
         count = len(keys) + len(certificates)
         if count > MAX_IDENTITIES:
@@ -67,9 +72,12 @@ def read_identities(path: Path) -> Identities:
         if both:
             raise IdentitiesError(f"certificates.{_clip(both[0])}: the name is taken by keys.{_clip(both[0])}")
         jwt = _read_jwt(document["jwt"], path.parent) if "jwt" in document else None
-        if not count and jwt is None:
-            raise IdentitiesError("must have one identity at least: a table [keys.NAME], [certificates.NAME] or [jwt]")
-        return Identities(_read_keys(keys), _read_certificates(certificates), jwt)
+        gateway = _read_gateway(document[GATEWAY], keys, certificates) if GATEWAY in document else None
+        if not count and jwt is None and gateway is None:
+            raise IdentitiesError(
+                f"must have one identity at least: a table [keys.NAME], [certificates.NAME], [jwt] or [{GATEWAY}]"
+            )
+        return Identities(_read_keys(keys), _read_certificates(certificates), jwt, gateway)
     except (IdentitiesError, TomlFileError) as error:
         raise IdentitiesError(f"{path}: {error}") from error
 
@@ -109,6 +117,15 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
             )
         certificates[subject] = _read_identity(field, name, table)
     return certificates
+
+
+def _read_gateway(value: Any, *named: dict[str, Any]) -> Identity:
+    """The identity that has the table's own name, which none of the `named` may have, too."""
+    table = _table(GATEWAY, value)
+    _check_names(GATEWAY, table, _OF_IDENTITIES)
+    if any(GATEWAY in tables for tables in named):
+        raise IdentitiesError(f"{GATEWAY}: the name is taken by a key or a certificate")
+    return _read_identity(GATEWAY, GATEWAY, table)
 
 
 def _read_jwt(value: Any, folder: Path) -> JwtSettings:
@@ -193,7 +210,7 @@ def _identity_table(kind: str, name: str, value: Any, proof: str) -> tuple[str, 
     # TOML splits [keys.a.b] at each point, so a name with points is written between quotes.
     field = f'{kind}."{name}"' if "." in name else f"{kind}.{name}"
     table = _table(field, value)
-    _check_names(field, table, (proof, "roles", "tenant", "act_for"))
+    _check_names(field, table, (proof, *_OF_IDENTITIES))
     return field, table
 
 
