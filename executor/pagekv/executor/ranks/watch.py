@@ -74,7 +74,7 @@ class RankWatch:
         self._silent[rank] = 0
 
     def lose(self, reason: str, *ranks: int) -> None:
-        """These ranks are lost, or none but this one; unless the watch is over."""
+        """Loses these ranks, or this one where none is named; nothing once the watch is over."""
         if not self._over.is_set():
             self._over.set()
             for pid in [self._links[rank].peer_pid for rank in ranks if self._parent]:
