@@ -37,7 +37,7 @@ MODEL = EngineInfo(
 
 
 class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
-    """An engine without a loop, and all that is asked of it. The test pushes deltas with `push`; nothing happens by itself."""
+    """An engine without a loop, and all that is asked of it. Tests push deltas with `push`; nothing else happens."""
 
     model: EngineInfo | None = MODEL
 
