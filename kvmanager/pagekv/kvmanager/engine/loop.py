@@ -144,7 +144,15 @@ class EngineLoop:
         check_description(description)
         self._totals.executor_rank_differences_total = description.rank_differences
         model = size_model(description, config)
-        await link.attach(self._manager_id, model, description.layout, config.take_over)
+        attached = await link.attach(self._manager_id, model, description.layout, config.take_over)
+        self._totals.executor_graphs = attached.graphs
+        self._totals.executor_failed_graphs = attached.failed_graphs
+        if attached.failed_graphs:
+            log.error(
+                "the executor runs steps without CUDA graphs, slower: its log says why it could not record them",
+                recorded=attached.graphs,
+                failed=attached.failed_graphs,
+            )
         limits = size_limits(description, config, model)
         self._fail_misfits(model, limits.max_running)
         order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
