@@ -87,6 +87,8 @@ class Stats:
     executor_threads: int
     executor_rank_us: tuple[int, ...]
     executor_rank_differences_total: int
+    executor_graphs: int
+    executor_failed_graphs: int
     published_blocks: int
     pinned_blocks: int
     pins: int
@@ -257,6 +259,7 @@ class TenantInfo:
     max_blocks: int | None
     max_pinned_blocks: int | None
     max_watchers: int | None
+    max_calls: int | None
     tokenized_bytes_per_second: int | None
     min_priority: int | None
     max_priority: int | None

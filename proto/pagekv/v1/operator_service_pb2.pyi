@@ -124,6 +124,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     EXECUTOR_THREADS_FIELD_NUMBER: builtins.int
     EXECUTOR_RANK_US_FIELD_NUMBER: builtins.int
     EXECUTOR_RANK_DIFFERENCES_TOTAL_FIELD_NUMBER: builtins.int
+    EXECUTOR_GRAPHS_FIELD_NUMBER: builtins.int
+    EXECUTOR_FAILED_GRAPHS_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
     num_device_blocks: builtins.int
@@ -233,6 +235,10 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Threads of its processor that the executor computed the latest step with; 0: it does not say, or there was none."""
     executor_rank_differences_total: builtins.int
     """Epochs that ended because ranks differed in tables or tokens, as the executor counts them since it started."""
+    executor_graphs: builtins.int
+    """Shapes of steps that the executor recorded as CUDA graphs when it was attached last; 0 for one without graphs."""
+    executor_failed_graphs: builtins.int
+    """Shapes that it should have recorded and could not: their steps run without a graph, slower. Its log says why."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the manager started; the totals count from here."""
@@ -298,9 +304,11 @@ class GetStatsResponse(google.protobuf.message.Message):
         executor_threads: builtins.int = ...,
         executor_rank_us: collections.abc.Iterable[builtins.int] | None = ...,
         executor_rank_differences_total: builtins.int = ...,
+        executor_graphs: builtins.int = ...,
+        executor_failed_graphs: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_rank_differences_total", b"executor_rank_differences_total", "executor_rank_us", b"executor_rank_us", "executor_restarts_total", b"executor_restarts_total", "executor_threads", b"executor_threads", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "instance_id", b"instance_id", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "start_time", b"start_time", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_failed_graphs", b"executor_failed_graphs", "executor_graphs", b"executor_graphs", "executor_idle_us_total", b"executor_idle_us_total", "executor_rank_differences_total", b"executor_rank_differences_total", "executor_rank_us", b"executor_rank_us", "executor_restarts_total", b"executor_restarts_total", "executor_threads", b"executor_threads", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "instance_id", b"instance_id", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "start_time", b"start_time", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 
@@ -923,6 +931,7 @@ class TenantInfo(google.protobuf.message.Message):
     OUTPUT_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
     BLOCK_SECONDS_TOTAL_FIELD_NUMBER: builtins.int
     REFUSALS_TOTAL_FIELD_NUMBER: builtins.int
+    MAX_CALLS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name; "*" for tenants that nobody named, beyond the first thousand of all, together."""
     weight: builtins.float
@@ -967,6 +976,8 @@ class TenantInfo(google.protobuf.message.Message):
     """Tokens generated."""
     block_seconds_total: builtins.float
     """Blocks that are its own, held or cached, times the seconds for which they were."""
+    max_calls: builtins.int
+    """Calls of gRPC that it may have open at once, streams among them."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Otherwise those that it may use, by name."""
@@ -1004,11 +1015,14 @@ class TenantInfo(google.protobuf.message.Message):
         output_tokens_total: builtins.int = ...,
         block_seconds_total: builtins.float = ...,
         refusals_total: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        max_calls: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "max_blocks", b"max_blocks", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "adapters", b"adapters", "any_adapter", b"any_adapter", "block_seconds_total", b"block_seconds_total", "blocks", b"blocks", "cached_tokens_total", b"cached_tokens_total", "floor_blocks", b"floor_blocks", "max_blocks", b"max_blocks", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "name", b"name", "output_tokens_total", b"output_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "refusals_total", b"refusals_total", "requests_total", b"requests_total", "running_requests", b"running_requests", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "watchers", b"watchers", "weight", b"weight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_calls", b"_max_calls", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "max_blocks", b"max_blocks", "max_calls", b"max_calls", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_calls", b"_max_calls", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "adapters", b"adapters", "any_adapter", b"any_adapter", "block_seconds_total", b"block_seconds_total", "blocks", b"blocks", "cached_tokens_total", b"cached_tokens_total", "floor_blocks", b"floor_blocks", "max_blocks", b"max_blocks", "max_calls", b"max_calls", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "name", b"name", "output_tokens_total", b"output_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "refusals_total", b"refusals_total", "requests_total", b"requests_total", "running_requests", b"running_requests", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "watchers", b"watchers", "weight", b"weight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_blocks", b"_max_blocks"]) -> typing.Literal["max_blocks"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_calls", b"_max_calls"]) -> typing.Literal["max_calls"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_pinned_blocks", b"_max_pinned_blocks"]) -> typing.Literal["max_pinned_blocks"] | None: ...
     @typing.overload

@@ -20,10 +20,15 @@ FAMILIES = frozenset(
         *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"),
     )
 )
+# Families whose layers, all or some, have a mixture of experts for a feed-forward part.
+EXPERT_FAMILIES = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"))
 # Activations by the name that configurations have for them.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Families whose norms multiply by one more than the weight.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text")
+# Types of rotations whose angles depend on the position alone, and positions that they are kept of.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+_KEPT_POSITIONS, _FEWEST_KEPT = 2**14, 2**10
 # Models that cap their logits: others ignore what their configuration says of a cap.
 _CAPPED = ("gemma2", "gemma3_text")
 
@@ -60,17 +65,32 @@ class DecoderNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedProducts:
+    """A feed-forward part: `gate_up` gives the gate, then what is gated, and `down` takes it."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other; `gate_up` the gate, then what
-    is gated. `rope` names the rotation: a type of layers, "" where the model has one for all, None for no rotation.
+    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other. `rope` names the rotation: a
+    type of layers, "" where the model has one for all, None for no rotation. A mixture of experts is transformers' own
+    module, from `[1, T, hidden_size]` to the same.
     """
 
     norms: DecoderNorms
     rope: str | None
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    feed_forward: GatedProducts | nn.Module
+
+    @property
+    def gated(self) -> GatedProducts:
+        """The feed-forward part. Raises TypeError for a mixture of experts."""
+        if isinstance(self.feed_forward, GatedProducts):
+            return self.feed_forward
+        raise TypeError("the feed-forward part is a mixture of experts")
 
 
 class Decoder:
@@ -84,6 +104,8 @@ class Decoder:
         self._model = model
         self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
         self._rotary: Any = inner.rotary_emb
+        # Cosines and sines of the first positions, by name.
+        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # One rotation for each type of layers, or one for all.
         by_type = hasattr(self._rotary, "layer_types")
         self._ropes: list[str] = list(text.layer_types) if by_type else [""] * len(inner.layers)
@@ -118,8 +140,7 @@ class Decoder:
             rope=self._ropes[index] if getattr(attention, "use_rope", True) else None,
             qkv=_joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
             out=_linear(attention.o_proj),
-            gate_up=_joined(feed_forward, "gate_up_proj", ("gate_proj", "up_proj")),
-            down=_linear(feed_forward.down_proj),
+            feed_forward=feed_forward if hasattr(feed_forward, "experts") else _gated(feed_forward),
         )
         self._layers[index] = nn.Identity()
         return layer
@@ -134,24 +155,46 @@ class Decoder:
         """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
         `[1, T]`.
         """
-        # Tells the type and device wanted, and nothing else.
-        like = torch.empty(0)
+        count = int(position_ids.numpy().max()) + 1
         found = {}
         for name in {*self._ropes}:
-            cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
-            found[name] = cos[0].contiguous(), sin[0].contiguous()
+            if count > _KEPT_POSITIONS or not self._is_fixed(name):
+                found[name] = self._angles(position_ids, name)
+                continue
+            if name not in self._kept or len(self._kept[name][0]) < count:
+                kept = max(_FEWEST_KEPT, 1 << (count - 1).bit_length())
+                self._kept[name] = self._angles(torch.arange(kept)[None], name)
+            cos, sin = self._kept[name]
+            found[name] = cos.index_select(0, position_ids[0]), sin.index_select(0, position_ids[0])
         return found
 
+    def _is_fixed(self, name: str) -> bool:
+        kind = getattr(self._rotary, "rope_type", None)
+        return (kind[name] if isinstance(kind, dict) else kind) in _FIXED_ROPES
 
-def read_decoder(model: PreTrainedModel) -> Decoder | None:
-    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
-    if model.config.get_text_config().model_type not in FAMILIES:
+    def _angles(self, position_ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # Tells the type and device wanted, and nothing else.
+        like = torch.empty(0)
+        cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
+        return cos[0].contiguous(), sin[0].contiguous()
+
+
+def read_decoder(model: PreTrainedModel, *, experts: bool = False) -> Decoder | None:
+    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here.
+    `experts`: families with mixtures of experts are asked for too.
+    """
+    text = model.config.get_text_config()
+    if text.model_type not in (FAMILIES | EXPERT_FAMILIES if experts else FAMILIES):
         return None
     inner = _inner(model)
-    if not hasattr(inner, "rotary_emb"):
+    # Some of OLMoE's models cut queries, keys and values off at a bound.
+    if not hasattr(inner, "rotary_emb") or getattr(text, "clip_qkv", None) is not None:
         return None
     # Some configurations name a second activation, which their family does not use.
-    feed_forward = inner.layers[0].mlp
+    feed_forward = next((layer.mlp for layer in inner.layers if not hasattr(layer.mlp, "experts")), None)
+    if feed_forward is None:
+        # Experts compute their own.
+        return Decoder(model, ACTIVATIONS["silu"])
     module = feed_forward.act_fn if hasattr(feed_forward, "act_fn") else feed_forward.activation_fn
     activation = next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is type(module)), None)
     return None if activation is None else Decoder(model, activation)
@@ -171,6 +214,10 @@ def _linear(module: Any) -> Linear:
     # Of a model that is split over ranks: this rank's.
     module = getattr(module, "shard", module)
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _gated(module: Any) -> GatedProducts:
+    return GatedProducts(_joined(module, "gate_up_proj", ("gate_proj", "up_proj")), _linear(module.down_proj))
 
 
 def _joined(module: Any, whole: str, parts: tuple[str, ...]) -> Linear:

@@ -12,8 +12,9 @@ from support.engine.scheduler_driver import Driver
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
-from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.engine.tenant_list import TENANTS_AT_ONCE, tenant_blocks, tenant_list
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.tenants.accounts import Accounts
@@ -61,15 +62,15 @@ def test_limits_are_present_where_there_are_some(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(
         "[tenants.b]\nweight = 2\nmax_running = 3\nmax_waiting = 1\ntokens_per_minute = 4\nmax_blocks = 5\n"
-        "max_pinned_blocks = 0\nmax_watchers = 0\ntokenized_bytes_per_second = 1_099_511_627_776\n"
+        "max_pinned_blocks = 0\nmax_watchers = 0\nmax_calls = 9\ntokenized_bytes_per_second = 1_099_511_627_776\n"
         'priorities = [-1, 0]\nadapters = ["y", "", "x"]\nfloor_blocks = 7\n[tenants.a]\n'
     )
     first, second = listed(state(Accounts(path), Driver()))
     assert first == pb.TenantInfo(name="a", weight=1, any_adapter=True)
     assert second == pb.TenantInfo(
         name="b", weight=2, max_running=3, max_waiting=1, tokens_per_minute=4, max_blocks=5, max_pinned_blocks=0,
-        max_watchers=0, tokenized_bytes_per_second=2**40, min_priority=-1, max_priority=0, adapters=["", "x", "y"],
-        floor_blocks=7,
+        max_watchers=0, max_calls=9, tokenized_bytes_per_second=2**40, min_priority=-1, max_priority=0,
+        adapters=["", "x", "y"], floor_blocks=7,
     )  # fmt: skip  # several entries a line: one each would fill a screen
 
 
@@ -101,10 +102,10 @@ def test_requests_and_blocks_now() -> None:
     driver.plan()
     shown = [
         (info.name, info.running_requests, info.waiting_requests, info.blocks)
-        for info in asyncio.run(EngineQueries(now).list_tenants()).tenants
+        for info in asyncio.run(EngineSnapshots(now).list_tenants()).tenants
     ]
     assert shown == [("a", 1, 1, 1), ("b", 1, 0, 3), ("c", 0, 1, 0)]
-    assert [(account.tenant.name, blocks) for account, blocks in EngineQueries(now).tenant_blocks()] == [
+    assert [(account.tenant.name, blocks) for account, blocks in EngineStatistics(now).tenant_blocks()] == [
         ("b", 3),
         ("a", 1),
         ("c", 0),
