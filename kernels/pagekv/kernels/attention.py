@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_step
-from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, Ints
+from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_decodes, plan_step
+from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
+from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
@@ -41,6 +42,16 @@ class Tensor(Protocol):
     def dtype(self) -> Any: ...
     def stride(self) -> Sequence[int]: ...
     def data_ptr(self) -> int: ...
+
+
+class _Planned(TypedDict):
+    """Arguments of `plan_step` and `plan_decodes`."""
+
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    variant: Variant
+    window: int
 
 
 class PagedAttention:
@@ -117,21 +128,36 @@ class PagedAttention:
         """`window` for `plan_step`: the widest window of any layer, 0 if any layer sees everything."""
         return 0 if 0 in self._windows else max(self._windows)
 
+    @property
+    def _planned(self) -> _Planned:
+        """Arguments that all planners have."""
+        return {
+            "block_size": self.block_size,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "variant": self.variant,
+            "window": self.plan_window,
+        }
+
     def plan(
-        self, batch: StepBatch, *, graph: GraphKey | None = None, extra: Mapping[str, Ints] | None = None
+        self,
+        batch: StepBatch,
+        *,
+        graph: GraphKey | None = None,
+        work: DecodeWork | None = None,
+        extra: Mapping[str, Ints] | None = None,
     ) -> HostPlan:
         """`plan_step` for this model and pool."""
-        return plan_step(
-            batch,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            variant=self.variant,
-            window=self.plan_window,
-            graph=graph,
-            extra=extra,
-        )
+        return plan_step(batch, num_blocks=self.num_blocks, graph=graph, work=work, extra=extra, **self._planned)
+
+    def plan_decodes(self, batch: StepBatch) -> DecodeWork:
+        """The decode items of a batch, which `plan` makes where it is not given them."""
+        return plan_decodes(batch, **self._planned)
+
+    def decode_bytes(self, work: DecodeWork) -> int:
+        """Bytes of keys and values that the decode items of one layer read."""
+        row = self.num_kv_heads * self.variant.head_size * self.variant.kv_element_bytes
+        return 2 * work.keys_read * row
 
     def scratch_bytes(self, num_partials: int) -> int:
         """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
@@ -186,7 +212,7 @@ class PagedAttention:
             "soft_cap": self.soft_cap,
             **self._fields,
         }
-        if plan.num_decode_items:
+        if plan.num_decode_items or plan.num_wide_items:
             self._decode(values, plan)
         if plan.num_prefill_items:
             self._launcher.launch(
@@ -207,21 +233,30 @@ class PagedAttention:
         fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out = plan.scratch
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
-        self._launcher.launch(
-            "pagekv_decode",
-            self.variant,
-            launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
-            fill(
-                DECODE,
-                items=plan.at["decode_items"],
-                merges=plan.at["merge_items"],
-                merge_counters=plan.at["merge_counters"] if fused else 0,
-                partial_out=partial_out,
-                partial_state=partial_state,
-                num_items=plan.num_decode_items,
-                **values,
-            ),
+        kinds = (
+            ("pagekv_decode_wide", plan.num_wide_items, "wide_items"),
+            ("pagekv_decode", plan.num_decode_items, "decode_items"),
         )
+        for kernel, num_items, items in kinds:
+            if not num_items:
+                continue
+            wide = kernel == "pagekv_decode_wide"
+            self._launcher.launch(
+                kernel,
+                self.variant,
+                launch_config.decode(self.variant, num_items, self.num_heads, self.num_kv_heads, wide=wide),
+                fill(
+                    DECODE,
+                    items=plan.at[items],
+                    members=plan.at["members"] if wide else 0,
+                    merges=plan.at["merge_items"],
+                    merge_counters=plan.at["merge_counters"] if fused else 0,
+                    partial_out=partial_out,
+                    partial_state=partial_state,
+                    num_items=num_items,
+                    **values,
+                ),
+            )
         if plan.num_merge_items and not fused:
             self._launcher.launch(
                 "pagekv_merge",

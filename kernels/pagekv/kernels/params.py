@@ -37,7 +37,7 @@ _ATTENTION = {
     "f32": "scale soft_cap k_scale v_scale",
 }
 DECODE = _struct(
-    pointers="query out pool block_tables context_lens items merges merge_counters partial_out partial_state",
+    pointers="query out pool block_tables context_lens items members merges merge_counters partial_out partial_state",
     **_ATTENTION,
 )
 PREFILL = _struct(pointers="query out pool block_tables context_lens query_start items", **_ATTENTION)

@@ -188,7 +188,10 @@ inline void cp_async_16(void* shared, const void* global, bool valid = true, PAG
     if (reinterpret_cast<uintptr_t>(global) % 16)  // ignored or not
         PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);
     host_run::AsyncCopy copy = {static_cast<char*>(shared), {}};
-    if (valid) memcpy(copy.bytes, global, 16);
+    if (valid) {
+        memcpy(copy.bytes, global, 16);
+        host_run::run.copied += 16;
+    }
     memset(shared, 0xff, 16);
     host_run::run.current->groups.back().push_back(copy);
 }

@@ -21,8 +21,10 @@ MAX_GRAPH_BATCH = 512
 MAX_GRAPHS = 64
 
 
-def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:
-    """The smallest key that a batch of decodes with `num_items` work items fits; None when too large for a graph."""
+def graph_key(num_sequences: int, table_width: int, num_items: int, num_shared: int = 0) -> GraphKey | None:
+    """The smallest key that a batch of decodes fits; None when too large for a graph. `num_items`: splits of all rows.
+    `num_shared`: decode items of several rows.
+    """
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
     batch = padded_batch(num_sequences)
@@ -33,7 +35,11 @@ def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey 
     # Rows that fill the batch up have an item each, which writes zeros.
     padded = num_items + batch - num_sequences
     items = batch if num_items == num_sequences else max(2 * batch, next_power(padded))
-    return GraphKey(batch, width, items)
+    # Items of padding cost next to nothing, and without sharing there is no second decode kernel in the graph.
+    shared = 0
+    while shared < num_shared:
+        shared = max(64, 4 * shared)
+    return GraphKey(batch, width, items, shared)
 
 
 def padded_batch(num_sequences: int) -> int:

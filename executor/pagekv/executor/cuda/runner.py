@@ -20,7 +20,7 @@ from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyT
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention_plan import GraphKey, HostPlan
-from pagekv.kernels.decode_plan import Ints, num_decode_items
+from pagekv.kernels.decode_plan import DecodeWork, Ints
 
 # int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
 UPLOAD_WORDS = 2**20
@@ -52,8 +52,9 @@ class StepRunner:
         """
         inputs = build_inputs(scheduled, self.live, self.pools.block_size)
         sampling = SamplingInputs(inputs.sampling, self._loaded.num_logits, self.live.penalties)
-        shape = self._graph_shape(inputs)
-        host = self._plan(inputs, sampling, shape)
+        work = self.attention.plan_decodes(inputs.batch)
+        shape = self._graph_shape(inputs, work)
+        host = self._plan(inputs, sampling, shape, work)
         tables = inputs.batch.block_tables
         self.pools.swapper.before_compute(tables[tables != NO_BLOCK])
         self._upload(host)
@@ -74,19 +75,20 @@ class StepRunner:
         logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
         return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
-    def _graph_shape(self, inputs: StepInputs) -> GraphKey | None:
+    def _graph_shape(self, inputs: StepInputs, work: DecodeWork) -> GraphKey | None:
         if not self.graphs.enabled or not inputs.decodes_only:
             return None
         batch = inputs.batch
-        items = num_decode_items(batch.context_lens, self.attention.plan_window)
-        return graph_key(len(batch.context_lens), batch.block_tables.shape[1], items)
+        shared = 0 if work.all_wide else len(work.wide_items)
+        return graph_key(len(batch.context_lens), batch.block_tables.shape[1], work.num_splits, shared)
 
-    def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None) -> HostPlan:
+    def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None, work: DecodeWork) -> HostPlan:
         """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
         rows = key.batch if key is not None else len(inputs.input_ids)
         return self.attention.plan(
             inputs.batch,
             graph=key,
+            work=work,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
                 "device_indices": _padded(inputs.device_indices, rows, self.live.spare),

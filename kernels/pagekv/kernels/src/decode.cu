@@ -7,7 +7,8 @@
 //
 // Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
 // Work: one (row, split, KV head); a split is SPLIT_TOKENS keys. All query heads of the KV head are in one thread block,
-// so that keys and values are read once (more than BLOCK_ROWS heads: several neighbouring blocks, which find them in L2).
+// so that keys and values are read once. Groups of more than BLOCK_ROWS heads, and splits that several rows share, are the
+// work of decode_wide.cu (f32: several neighbouring blocks, which find the keys in L2).
 // Grid: x walks over the work, KV head fastest, because the KV heads of a token are neighbours in memory and should be
 // read at the same time. Any grid size serves any amount of work: a block goes on to the work one grid further, until
 // there is none or a padded item comes (items behind one are not looked at), so that captured graphs need no exact size.
@@ -19,12 +20,14 @@
 // Batch invariance. Keys are cut at absolute multiples of SPLIT_TOKENS and walked in tiles at absolute multiples of TILE
 // from position 0; the group size decides which warp has which tokens; partial results are merged in position order; a
 // tile that is wholly masked is an exact no-op. So the bits of a row's result are a function of its own query, keys and
-// values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical blocks or
-// the block size.
+// values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical blocks,
+// the block size, or the kernel that has the split. Both decode kernels and the merge are compiled without contraction to
+// multiply-adds, so that the text alone says where a result is rounded.
 //
 // The mapping of the first PagedAttention kernel (thread group: query x key; warp: query x block; thread block: query x
 // sequence) is replaced: it reads keys and values once for each query head and leaves most of a GPU idle when there are
 // fewer sequences than SMs.
+constexpr bool WIDE = false;
 #include "types.cuh"
 #if PAGEKV_DTYPE == 0
 #include "decode_fma.cuh"

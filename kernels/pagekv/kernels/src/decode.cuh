@@ -11,21 +11,33 @@ constexpr int MAX_STAGES = 65536 / (2 * TILE * KV_ROW_BYTES);
 constexpr int STAGES = MAX_STAGES > 4 ? 4 : MAX_STAGES;  // a ring of about 64 KiB, so that three blocks share an SM
 static_assert(STAGES >= 2 && SPLIT_TOKENS % TILE == 0, "one tile in flight while one is used");
 
-// Dynamic shared memory: row indices of the split's blocks, the ring of tiles (keys, values), then memory of each form.
+// Dynamic shared memory: row indices of the split's blocks, members (WIDE), the ring of tiles (keys, values), then memory
+// of each form.
+constexpr int MOST_MEMBERS = WIDE ? 64 : 0;
 constexpr int ROW_INDEX_BYTES = SPLIT_TOKENS * 4;
+constexpr int RING = ROW_INDEX_BYTES + MOST_MEMBERS * 16;  // a member's words, and one that says whether it is merged now
 constexpr int RING_BYTES = STAGES * 2 * TILE_BYTES;
 
-// One split of one row's keys, for the query heads of one KV head that this thread block serves.
+// A row of the batch that has a part in the work.
+struct Member {
+    i32 row;      // of query and out
+    i32 context;  // visible keys
+    i32 merge;    // -1: the row has no other split
+};
+
+// One split, for the query heads of one KV head: of one row, or (WIDE) of a run of members that share its blocks.
 struct Work {
-    i32 row;         // of query and out
-    i32 sequence;
     i32 split;
-    i32 merge;       // -1: the row has no other split
+    i32 sequence;    // its block table names the split's blocks
     i32 kv_head;
     i32 first_head;  // first query head
-    i32 heads;       // query heads, at most `rows`
-    i32 head_group;  // part of the KV head's query heads, where these are more than `rows`
+    i32 heads;       // query heads of each member
+    i32 head_group;  // part of the KV head's query heads, where these are more than a thread block has rows
     i32 head_groups;
+    i32 members;
+    i32 first_member;       // WIDE: in DecodeParams::members
+    Member own;             // else: the only member; its context is loaded later
+    const Member* table;    // WIDE: the members, in shared memory
 
     // False: there is no such work, nor any with a higher index.
     __device__ __forceinline__ bool load(const DecodeParams& p, i32 index, i32 rows) {
@@ -35,33 +47,92 @@ struct Work {
         const i32 item = index / heads_of_item;
         if (item >= p.num_items) return false;
         const Bytes16 words = ((const Bytes16*)p.items)[item];
-        row = (i32)words.word[0];
         sequence = (i32)words.word[1];
         split = (i32)words.word[2];
-        merge = (i32)words.word[3];
+        if constexpr (WIDE) {
+            first_member = (i32)words.word[0];
+            members = (i32)words.word[3];
+        } else {
+            own = {(i32)words.word[0], 0, (i32)words.word[3]};
+            members = 1;
+        }
         kv_head = index % heads_of_item / head_groups;
         head_group = index % head_groups;
         first_head = kv_head * group + head_group * rows;
         heads = min(rows, group - head_group * rows);
-        return row >= 0;
+        return (i32)words.word[0] >= 0;
+    }
+
+    // Fetches contexts; in a WIDE kernel all members, into `shared`, after which there is a barrier.
+    __device__ __forceinline__ void load_members(const DecodeParams& p, Member* shared) {
+        if constexpr (WIDE) {
+            table = shared;
+            if ((i32)threadIdx.x < members) {
+                const Bytes16 words = ((const Bytes16*)p.members)[first_member + (i32)threadIdx.x];
+                shared[threadIdx.x] = {(i32)words.word[0], p.context_lens[words.word[1]], (i32)words.word[2]};
+            }
+            __syncthreads();  // the members are there
+        } else {
+            own.context = p.context_lens[sequence];
+        }
+    }
+
+    __device__ __forceinline__ const Member& member(i32 index) const {
+        if constexpr (WIDE)
+            return table[index];
+        else
+            return own;
+    }
+
+    // Rows of the thread block: (member, head) pairs.
+    __device__ __forceinline__ i32 rows() const { return WIDE ? members * heads : heads; }
+    __device__ __forceinline__ i32 member_of(i32 row) const { return WIDE ? row / heads : 0; }
+    __device__ __forceinline__ i32 head_of(i32 row) const { return WIDE ? row % heads : row; }
+};
+
+// Keys of a split that are seen: positions [first, last).
+struct Visible {
+    i32 first, last;
+
+    // By rows with `shortest` to `longest` keys: all that any of them sees.
+    __device__ __forceinline__ static Visible of(const Logits& logits, i32 split, i32 shortest, i32 longest) {
+        const i32 begin = split * SPLIT_TOKENS, end = begin + SPLIT_TOKENS;
+        Visible seen;
+        seen.first = min(max(begin, logits.first_visible(shortest - 1)), end);  // end: wholly before the window, no tiles
+        seen.last = max(seen.first, min(end, longest));
+        return seen;
     }
 };
 
-// Keys of a split that its row sees, and the tiles that hold them.
+// Keys of the split that any member sees, and the tiles that hold them.
 struct Span {
     i32 first, last;            // positions [first, last)
     i32 first_tile, last_tile;  // in units of TILE from position 0
     i32 first_block;            // logical block of first_rows[0]
 
-    __device__ __forceinline__ static Span of(const Logits& logits, const PagedRows& rows, i32 split, i32 context) {
+    __device__ __forceinline__ static Span of(const Logits& logits, const PagedRows& rows, const Work& work) {
+        i32 shortest = work.member(0).context, longest = shortest;
+        for (i32 i = 1; i < work.members; ++i) {
+            shortest = min(shortest, work.member(i).context);
+            longest = max(longest, work.member(i).context);
+        }
+        const Visible seen = Visible::of(logits, work.split, shortest, longest);
         Span span;
-        const i32 begin = split * SPLIT_TOKENS, end = begin + SPLIT_TOKENS;
-        span.first = min(max(begin, logits.first_visible(context - 1)), end);  // end: wholly before the window, no tiles
-        span.last = max(span.first, min(end, context));
+        span.first = seen.first;
+        span.last = seen.last;
         span.first_tile = span.first / TILE;
         span.last_tile = (span.last + TILE - 1) / TILE;
-        span.first_block = rows.logical_block(begin);
+        span.first_block = rows.logical_block(work.split * SPLIT_TOKENS);
         return span;
+    }
+
+    // What the thread block's row `row` sees.
+    __device__ __forceinline__ Visible of_row(const Logits& logits, const Work& work, i32 row) const {
+        // Members' splits are whole, so without a window all see the same; rows that do not exist are never stored.
+        if constexpr (!WIDE || !PAGEKV_FEATURES) return {first, last};
+        if (row >= work.rows()) return {first, first};
+        const i32 context = work.member(work.member_of(row)).context;
+        return Visible::of(logits, work.split, context, context);
     }
 };
 
@@ -95,8 +166,9 @@ struct RowAddresses {
         const i32 last = min((((work.split + 1) * SPLIT_TOKENS - 1) >> block_size_log2) + 1, p.table_stride);
         const i32* table = p.block_tables + (i64)work.sequence * p.table_stride;
 #pragma unroll
-        for (int round = 0; round < SPLIT_TOKENS / THREADS; ++round) {
+        for (int round = 0; round < (SPLIT_TOKENS + THREADS - 1) / THREADS; ++round) {
             const i32 i = round * THREADS + (i32)threadIdx.x;
+            if (SPLIT_TOKENS % THREADS != 0 && i >= SPLIT_TOKENS) break;
             first_rows[i] = (u32)(first + i < last ? max(table[first + i], 0) : 0) * block_rows;
         }
     }
@@ -161,37 +233,46 @@ __device__ __forceinline__ void for_each_tile(const RowAddresses& rows, const Sp
     __syncthreads();  // the ring is free
 }
 
-// Stores four dims of a head: into the output where the row has one split, else as a partial result.
-__device__ __forceinline__ void store_result(const DecodeParams& p, const Work& work, i32 head, i32 dim,
-                                             const Softmax& state, const float (&out)[4]) {
-    if (work.merge < 0) {
-        store_output((Element*)p.out + work.row * p.out_stride + head * HEAD_SIZE + dim, out, normaliser(state.sum));
+// Stores four dims of a head of a member: into the output where the row has one split, else as a partial result.
+__device__ __forceinline__ void store_result(const DecodeParams& p, const Work& work, const Member& member, i32 head,
+                                             i32 dim, const Softmax& state, const float (&out)[4]) {
+    if (member.merge < 0) {
+        store_output((Element*)p.out + member.row * p.out_stride + head * HEAD_SIZE + dim, out, normaliser(state.sum));
         return;
     }
-    const Merge merge = Merge::load(p.merges, work.merge);
+    const Merge merge = Merge::load(p.merges, member.merge);
     const i64 at = (i64)(merge.first_partial + work.split - merge.first_split) * p.num_heads + head;
     *(float4*)(p.partial_out + at * HEAD_SIZE + dim) = make_float4(out[0], out[1], out[2], out[3]);
     if (dim == 0) *(float2*)(p.partial_state + at * 2) = make_float2(state.maximum, state.sum);
 }
 
+constexpr u32 MERGED_HERE = 1;
+
 // After all of a block's store_result: the block that finishes a row's last split merges the row's partial results, so
-// that no second kernel has to start. The choice of the block changes no bit (partials.cuh). The counter is left at zero
-// for the next layer. `shared`: one word.
+// that no second kernel has to start. The choice of the block changes no bit (partials.cuh). Counters are left at zero for
+// the next layer. `shared`: a word for each member.
 template <int THREADS>
 __device__ __forceinline__ void merge_if_last(const DecodeParams& p, const Work& work, u32* shared) {
-    if (work.merge < 0 || p.merge_counters == nullptr) return;
-    const Merge merge = Merge::load(p.merges, work.merge);
-    u32* counter = p.merge_counters + (work.merge * p.num_kv_heads + work.kv_head) * work.head_groups + work.head_group;
+    if (p.merge_counters == nullptr || (!WIDE && work.own.merge < 0)) return;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        __threadfence();  // the block's partial results before the count that announces them (the barrier passes them on)
-        *shared = atomicAdd(counter, 1u);
-        __threadfence();  // and the count before reads of the other blocks' results
+    if ((i32)threadIdx.x < work.members) {
+        const i32 index = work.member((i32)threadIdx.x).merge;
+        bool last = false;
+        if (index >= 0) {
+            u32* counter = p.merge_counters + (index * p.num_kv_heads + work.kv_head) * work.head_groups + work.head_group;
+            __threadfence();  // the block's partial results before the count that announces them (the barrier passes them on)
+            last = atomicAdd(counter, 1u) == (u32)Merge::load(p.merges, index).partials - 1;
+            __threadfence();  // and the count before reads of the other blocks' results
+            if (last) *counter = 0;
+        }
+        shared[threadIdx.x] = last ? MERGED_HERE : 0;
     }
     __syncthreads();
-    if (*shared != (u32)merge.partials - 1) return;
-    if (threadIdx.x == 0) *counter = 0;
     constexpr int PIECES = HEAD_SIZE / 4;
-    for (i32 i = (i32)threadIdx.x; i < work.heads * PIECES; i += THREADS)
-        merge_alone(p, merge, work.first_head + i / PIECES, i % PIECES * 4);
+    for (i32 m = 0; m < work.members; ++m) {
+        if (shared[m] != MERGED_HERE) continue;
+        const Merge merge = Merge::load(p.merges, work.member(m).merge);
+        for (i32 i = (i32)threadIdx.x; i < work.heads * PIECES; i += THREADS)
+            merge_alone(p, merge, work.first_head + i / PIECES, i % PIECES * 4);
+    }
 }

@@ -48,7 +48,9 @@ struct DecodeParams {
     const void* pool;
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S] visible keys, those of this step included
-    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on
+    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on.
+                                // pagekv_decode_wide: first member, sequence, split, members
+    const i32* members;         // pagekv_decode_wide: [members, 4]: row, sequence, merge, 0; else null
     const i32* merges;          // [merges, 4]: row, first partial, partials, split of the first partial
     u32* merge_counters;        // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
     float* partial_out;         // [partials, H, D] sums of weighted values
