@@ -59,11 +59,16 @@ test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random 
 	@PAGEKV_TEST_FUZZ_S=600 $(BIN)/python -m pytest -m "not nightly" --timeout 3600 tests/e2e/test_fuzz.py
 	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest -m "not nightly" tests/e2e/test_overload.py
 	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest -m "not nightly" tests/e2e
+	@PAGEKV_TEST_TLS=1 $(BIN)/python -m pytest -m "not nightly" tests/e2e
 	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/kvcache/test_prefix_trie.py $(ARGS)
 
 .PHONY: test-everything-on
 test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that watches, publishes and records switched on
 	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest $(PARALLEL) -m "not nightly" tests/e2e $(ARGS)
+
+.PHONY: test-tls
+test-tls: $(DEV_STAMP) ## the end-to-end tests with mutual TLS and a key at every port of gRPC
+	@PAGEKV_TEST_TLS=1 $(BIN)/python -m pytest $(PARALLEL) -m "not nightly" tests/e2e $(ARGS)
 
 .PHONY: test-compat
 test-compat: $(COMPAT)/.installed ## the executor's tests with the versions of the GPU machine's image (constraints-gpu-image.txt)
@@ -172,6 +177,10 @@ bench-peers: $(DEV_STAMP) $(PEER)/.installed ## measure the stack against vllm-c
 chaos: $(DEV_STAMP) ## kill, hang, flood and fight at random for nine minutes; what was lost (ARGS="--seconds 60 --seed 1")
 	@PYTHONPATH=tests $(BIN)/python -m chaos $(ARGS)
 
+.PHONY: soak
+soak: $(DEV_STAMP) ## two tenants, an adversary and kills, with TLS, for two hours: memory is flat, nothing is held (ARGS="--seconds 180")
+	@PYTHONPATH=tests $(BIN)/python -m chaos.soak $(ARGS)
+
 .PHONY: fuzz
 fuzz: $(DEV_STAMP) ## messages at random, hostile ones too, to all ports for nine minutes (ARGS="--seconds 60 --seed 1")
 	@PYTHONPATH=tests $(BIN)/python -m support.fuzz $(ARGS)
@@ -195,6 +204,10 @@ bench-manager-against: $(DEV_STAMP) ## the same against another checkout, sample
 .PHONY: bench-split
 bench-split: $(DEV_STAMP) ## measure how long the executor waits for steps, and what a step's messages take (ARGS=--quick)
 	@$(BIN)/python tests/bench/bench_split.py $(ARGS)
+
+.PHONY: bench-ranks
+bench-ranks: $(DEV_STAMP) ## measure what a group of ranks costs: the manager's CPU, idle executors, handing a step on (ARGS=--quick)
+	@PYTHONPATH=tests $(BIN)/python tests/bench/bench_ranks.py $(ARGS)
 
 # --- housekeeping
 

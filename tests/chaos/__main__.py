@@ -12,7 +12,7 @@ import random
 import sys
 import time
 
-from chaos.faults import FAULTS
+from chaos.faults import FAULTS, RANK_FAULTS
 from chaos.run import Options, chaos
 
 # The time that --count allows for each of them: most take a second, an executor with torch or a hung one some ten.
@@ -32,11 +32,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0, help="faults to inject, no fewer; 0: as time allows [0]")
     parser.add_argument("--faults", help="which ones, each at least once, with commas between [as they come, of all]")
     parser.add_argument("--tls", action="store_true", help="mutual TLS and a key at every port")
+    parser.add_argument("--ranks", type=int, default=1, help="of the executor, which torchrun starts [1]")
     args = parser.parse_args()
+    known = FAULTS if args.ranks == 1 else RANK_FAULTS
     named = () if args.faults is None else tuple(dict.fromkeys(args.faults.split(",")))
-    faults = named or tuple(FAULTS)
-    if unknown := set(faults) - FAULTS.keys():
-        parser.error(f"--faults: unknown {', '.join(sorted(unknown))}; known are {', '.join(FAULTS)}")
+    faults = named or tuple(known)
+    if unknown := set(faults) - known.keys():
+        parser.error(f"--faults: unknown {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     if args.seconds is None:
         args.seconds = SECONDS_PER_FAULT * max(args.count, 2) if args.count else 540
     if 0 < args.count < len(named):
@@ -47,7 +49,7 @@ def main() -> int:
     print(f"seed {seed}, {args.lanes} clients, backend {args.backend}, {args.seconds:g} s at most", flush=True)
     begin = time.monotonic()
     account = asyncio.run(
-        chaos(Options(args.seconds, seed, args.backend, args.lanes, faults, args.count, tls=args.tls))
+        chaos(Options(args.seconds, seed, args.backend, args.lanes, faults, args.count, tls=args.tls, ranks=args.ranks))
     )
     print(f"\n{account.table()}\n\nseed {seed}, {time.monotonic() - begin:.0f} s in all")
     if short := account.short(named):

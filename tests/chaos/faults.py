@@ -5,6 +5,7 @@ there were new tokens again.
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
 import signal
@@ -101,6 +102,30 @@ class Chaos:
         await asyncio.sleep(self.rng.uniform(0.05, 0.5) * self.step_timeout_s)
         self._signal(self.stack.executor, signal.SIGCONT)
         return await self._recovered(begin)
+
+    async def kill_rank(self) -> Recovery:
+        """SIGKILL of one rank of a group, any: the others end by themselves, and torchrun starts all anew."""
+        begin = await self._mark()
+        os.kill(await self._rank(), signal.SIGKILL)
+        if not await self._not_serving():
+            self.problems.append("the manager's health did not show that a rank was killed")
+        return await self._recovered(begin)
+
+    async def hang_rank(self) -> Recovery:
+        """SIGSTOP of one rank, for good."""
+        begin = await self._mark()
+        os.kill(await self._rank(), signal.SIGSTOP)
+        if not await self._not_serving():
+            self.problems.append("the manager's health did not show that a rank hangs")
+        return await self._recovered(begin)
+
+    async def _rank(self) -> int:
+        """The process of a rank."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(pids := self.stack.executor.rank_pids()) < self.stack.executor.ranks:
+            assert time.monotonic() < deadline, "the ranks are not there"
+            await asyncio.sleep(0.05)
+        return self.rng.choice(list(pids.values()))
 
     async def send_bad_steps(self) -> Recovery:
         """Steps of an epoch that is over, before its beginning, from nowhere and of the one that the manager drives,
@@ -284,4 +309,14 @@ FAULTS: dict[str, tuple[float, Callable[[Chaos], Awaitable[Recovery]]]] = {
     "manager-rivalled": (1, Chaos.rival_manager),
     "flood": (1, Chaos.flood),
     "cache-reset": (1, Chaos.reset_cache),
+}
+
+# Of a group of ranks; besides them those of FAULTS that leave torchrun alone, or kill it with all its ranks.
+RANK_FAULTS: dict[str, tuple[float, Callable[[Chaos], Awaitable[Recovery]]]] = {
+    "rank-killed": (6, Chaos.kill_rank),
+    "rank-hung": (1, Chaos.hang_rank),
+    **{
+        name: FAULTS[name]
+        for name in ("executor-killed", "bad-steps", "manager-killed", "manager-rivalled", "flood", "cache-reset")
+    },
 }

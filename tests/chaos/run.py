@@ -9,13 +9,13 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from chaos.clients import Clients, undisturbed
-from chaos.faults import FAULTS, Chaos
+from chaos.faults import FAULTS, RANK_FAULTS, Chaos
 from chaos.requests import difference, make_specs
 from support.clients.calls import Caller
 from support.clients.protected_stack import protected_stack
@@ -43,6 +43,13 @@ class Options:
     requests: int = 48
     # Mutual TLS and a key at every port.
     tls: bool = False
+    # Of the executor; above 1 faults are of RANK_FAULTS.
+    ranks: int = 1
+
+    @property
+    def known_faults(self) -> dict[str, tuple[float, Callable[[Chaos], Awaitable[float | None]]]]:
+        """By name."""
+        return FAULTS if self.ranks == 1 else RANK_FAULTS
 
 
 @dataclass
@@ -93,6 +100,8 @@ async def chaos(options: Options, say: bool = True) -> Account:
     # Far above what a step takes on a busy machine: three overdue ones in a row end a request.
     step_timeout_s = 5.0 if oracle else 15.0
     executor_args = [*ORACLE, "--step-time-ms", "3"] if oracle else list(CPU)
+    if options.ranks > 1:
+        executor_args += ["--rank-timeout-s", str(step_timeout_s / 2)]
     # Fewer sequences at once than clients, a pool that makes them preempt each other, a queue that floods overrun.
     manager_args = ["--num-device-blocks", "110", "--max-running", "24", "--max-queue", "128"]
     # A preempted sequence goes to a host pool that is too small for all, or is recomputed, as the seed says.
@@ -130,7 +139,10 @@ def _stack(options: Options, folder: Path, executor_args: list[str], manager_arg
         with protected_stack(folder, executor_args, manager_args) as protected:
             yield protected.stack
     else:
-        with running_executor(executor_args, folder) as executor, running_manager(executor, manager_args) as stack:
+        with (
+            running_executor(executor_args, folder, ranks=options.ranks) as executor,
+            running_manager(executor, manager_args) as stack,
+        ):
             yield stack
 
 
@@ -140,12 +152,12 @@ async def _inject(bench: Chaos, account: Account, say: bool) -> None:
     begin = time.monotonic()
     # Every kind once, in random order; then at random.
     order = rng.sample(options.faults, len(options.faults))
-    weights = [FAULTS[name][0] for name in options.faults]
+    weights = [options.known_faults[name][0] for name in options.faults]
     most = options.count or sys.maxsize
     while time.monotonic() - begin < options.seconds and account.injected.total() < most:
         name = order.pop() if order else rng.choices(options.faults, weights)[0]
         await asyncio.sleep(rng.uniform(0, 1.0))
-        took = await FAULTS[name][1](bench)
+        took = await options.known_faults[name][1](bench)
         account.injected[name] += 1
         if took is not None:
             account.recoveries[name].append(took)

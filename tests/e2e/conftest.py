@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import grpc
 import pytest
+from support.clients import tls_on
 from support.clients.stack import CPU, ORACLE, Stack, running_stack
 
 
@@ -20,3 +22,12 @@ def cpu_stack() -> Iterator[Stack]:
     """Manager and torch executor with the demo model."""
     with running_stack(CPU) as stack:
         yield stack
+
+
+@pytest.fixture(scope="session", autouse=tls_on.ASKED_FOR)
+def secured_channels() -> Iterator[None]:
+    """Channels to stacks have credentials, whoever opens them in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grpc, "insecure_channel", tls_on.secured(grpc.insecure_channel, grpc.secure_channel))
+        patch.setattr(grpc.aio, "insecure_channel", tls_on.secured(grpc.aio.insecure_channel, grpc.aio.secure_channel))
+        yield

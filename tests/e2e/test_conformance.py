@@ -20,6 +20,7 @@ import torch
 from support.clients.stack import ORACLE, Process, environment
 from support.executor.cuda_host import HostDevice, host_backend, save_small_model
 from support.executor.judged import BACKEND, TOY, broken, served_backend, verdicts
+from support.executor.rank_group import running_group
 
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 
@@ -37,6 +38,18 @@ def test_the_oracle_keeps_every_rule_with_each_vocabulary() -> None:
         assert skipped - {"P13"} == {"M14", "M16", "M17"}
         assert ("P13" in skipped) == (length == 200)
     print(f"two runs with their executors: {time.process_time() - begin:.1f} s of CPU time")
+
+
+def test_two_ranks_of_the_oracle_keep_every_rule() -> None:
+    model = OracleModel()
+    with (
+        running_group(*(OracleBackend(model, kv_bytes=12 * 2**18) for _ in range(2))) as group,
+        served_backend(group.backend) as address,
+    ):
+        found = verdicts(address)
+    assert broken(found) == {}
+    assert {number for number, verdict in found.items() if verdict.outcome == "skipped"} <= {"M14", "M16", "M17", "P13"}
+    assert group.lost == []
 
 
 @pytest.mark.long

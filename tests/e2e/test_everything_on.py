@@ -26,6 +26,7 @@ from support.clients.everything_on import flags, replays
 from support.clients.gate import Gate, standing
 from support.clients.kv_event_reader import EventReplica, replayed
 from support.clients.otlp_collector import collector
+from support.clients.plain_text import plain_text
 from support.clients.stack import ORACLE, Stack, running_stack
 
 from pagekv.kvmanager.replay.cli import main as replay
@@ -167,6 +168,7 @@ async def watched_load(stack: Stack, directory: Path) -> operator_pb.GetStatsRes
     return stats
 
 
+@plain_text
 def test_everything_at_once_changes_no_output_and_agrees(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """DESIGN 7: what is shown and recorded changes nothing."""
     with collector() as spans:

@@ -39,10 +39,13 @@ def test_streams_survive_the_executor(signum: signal.Signals) -> None:
             async with standing(stack.gate, caller, calls, steps=30 if disturb else 0) as streams:
                 if disturb:
                     assert stack.executor.popen is not None
-                    stack.executor.popen.send_signal(signum)
-                    if signum == signal.SIGTERM:
-                        async with Caller(stack.executor.target) as executor:
+                    async with Caller(stack.executor.target) as executor:
+                        # Connected before: one that goes lets nobody in.
+                        await executor.until_serving()
+                        stack.executor.popen.send_signal(signum)
+                        if signum == signal.SIGTERM:
                             await executor.until_draining()
+                    if signum == signal.SIGTERM:
                         # The step that it is at, which it ends, and what it takes in until it has heard.
                         stack.gate.let_through(50)
                     await asyncio.to_thread(stack.executor.popen.wait, 240)

@@ -19,6 +19,7 @@ from typing import TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from support.clients.otlp_collector import collector
+from support.clients.plain_text import plain_text
 from support.clients.stack import ORACLE, ROOT, running_stack
 
 from pagekv.client import AsyncPageKVClient, Stats
@@ -48,6 +49,7 @@ def get(url: str) -> str:
         return str(response.read().decode())
 
 
+@plain_text
 def test_metrics_agree_with_stats_and_spans_with_the_call() -> None:
     with collector() as spans:
         with running_stack(ORACLE, [*SERVING_HTTP, "--otlp-endpoint", spans.url]) as stack:

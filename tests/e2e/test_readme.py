@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.clients.gateway_stack import running_gateway
+from support.clients.plain_text import plain_text
 from support.clients.stack import ORACLE, ROOT, Stack
 from support.documentation import PAGES, Command, fenced, shell_commands
 
@@ -36,6 +37,7 @@ def run(command: str, stack: Stack) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(GRPCURL), *shlex.split(line)[1:]], capture_output=True, text=True, timeout=240)
 
 
+@plain_text
 def test_the_walk_with_grpcurl(oracle_stack: Stack) -> None:
     commands = [command.shown for command in shell_commands(WALK)]
     assert len(commands) > 15
@@ -45,6 +47,7 @@ def test_the_walk_with_grpcurl(oracle_stack: Stack) -> None:
         assert done.stdout.strip(), command
 
 
+@plain_text
 def test_generate_over_grpcurl_streams_text_and_counts(oracle_stack: Stack) -> None:
     command = next(c.shown for c in shell_commands(WALK) if '"max_tokens": 20' in c.shown)
     messages = [json.loads(part) for part in re.split(r"(?<=\n})\n", run(command, oracle_stack).stdout) if part.strip()]
@@ -54,6 +57,7 @@ def test_generate_over_grpcurl_streams_text_and_counts(oracle_stack: Stack) -> N
     assert complete["completion_tokens"] == len(complete["token_ids"]) <= 20
 
 
+@plain_text
 def test_the_refusal_shown_is_the_refusal_given(oracle_stack: Stack) -> None:
     shown = re.search(r"^\$ (grpcurl .*)\nERROR:\n((?:  .*\n)+)", WALK.read_text(), re.MULTILINE)
     assert shown is not None

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.clients.plain_text import plain_text
 from support.clients.protected_stack import ProtectedStack, key_section, protected_stack
 from support.clients.stack import MANAGER, ORACLE, environment, running_executor
 from support.prompts import as_prompt
@@ -197,6 +198,7 @@ def test_alone_or_beside_an_adversary_a_tenant_sees_the_same(
     assert alone == beside
 
 
+@plain_text
 def test_floors_above_the_pool_end_the_start_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "tenants.toml").write_text("[tenants.alice]\nfloor_blocks = 500\n")
     identities = tmp_path / "identities.toml"

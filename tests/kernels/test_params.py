@@ -11,14 +11,17 @@ from compile_gate.jobs import COMPILERS
 
 from pagekv.kernels import sources
 from pagekv.kernels.nvrtc import Nvrtc
-from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
+from pagekv.kernels.params import ADD_NORM, BLOCK_COPY, CACHE_WRITE, DECODE, GATED, MERGE, PREFILL, fill
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
 
 PLAIN = Variant("float16", "float16", 128)
+HEADERS = ("params.cuh", "row_params.cuh")
 # Name of the C++ structure -> its mirror.
 STRUCTS = {
     "CacheWriteParams": CACHE_WRITE,
+    "AddNormParams": ADD_NORM,
+    "GatedParams": GATED,
     "BlockCopyParams": BLOCK_COPY,
     "DecodeParams": DECODE,
     "MergeParams": MERGE,
@@ -40,10 +43,10 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
             sizes.append(f'static_assert(sizeof({name}::{field}) == {kind.itemsize}, "{name}::{field}");')
             offsets.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{name}::{field}");')
     macros = [f"-D{name}={value}" for name, value in PLAIN.macros().items()]
-    text = translation_unit("params.cuh") + "\n".join(sizes)
+    text = "".join(map(translation_unit, HEADERS)) + "\n".join(sizes)
     nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
     # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
-    plain = re.sub(r"^#include.*$", "", sources.read("params.cuh"), flags=re.M)
+    plain = re.sub(r"^#(include|pragma).*$", "", "".join(map(sources.read, HEADERS)), flags=re.M)
     text = (
         f"#include <cstddef>\ntypedef int i32;\ntypedef unsigned u32;\ntypedef long long i64;\n{plain}\n"
         + "\n".join(sizes + offsets)
@@ -55,7 +58,7 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
 
 def test_structures_have_the_fields_of_the_source() -> None:
     # In order: what was added to one side alone would otherwise shift nothing and be missed.
-    text = re.sub(r"//[^\n]*", "", sources.read("params.cuh"))
+    text = re.sub(r"//[^\n]*", "", "".join(map(sources.read, HEADERS)))
     for name, dtype in STRUCTS.items():
         body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S)
         assert body is not None, name

@@ -5,7 +5,7 @@ over the wire, the executor's own step check accepts every step, copies, forks a
 import os
 
 from hypothesis import HealthCheck, settings
-from support.engine.scheduler_machine import SchedulerMachine, WireMachine
+from support.engine.scheduler_machine import GroupMachine, SchedulerMachine, WireMachine
 
 _SETTINGS = settings(
     max_examples=int(os.environ.get("PAGEKV_TEST_EXAMPLES", "150")),
@@ -18,3 +18,5 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = _SETTINGS
 TestWireMachine = WireMachine.TestCase
 TestWireMachine.settings = _SETTINGS
+TestGroupMachine = GroupMachine.TestCase
+TestGroupMachine.settings = _SETTINGS

@@ -35,8 +35,11 @@ def without(command: list[str], flag: str) -> list[str]:
     return command[:at] + command[at + 2 :]
 
 
-def test_there_are_three_pairs() -> None:
-    assert (len(MANAGERS), len(EXECUTORS)) == (3, 3)
+def test_there_are_three_pairs_and_one_of_ranks() -> None:
+    assert (len(MANAGERS), len(EXECUTORS)) == (4, 4)
+    words = SERVICES["executor-tp"]["entrypoint"]
+    assert words[0] == "torchrun"
+    assert words[-2:] == ["-m", "pagekv.executor"]
 
 
 @pytest.mark.parametrize("name", MANAGERS)

@@ -204,6 +204,13 @@ def check_executor(args: list[str]) -> None:
     parse_executor(args, env={})
 
 
+def check_torchrun(args: list[str]) -> None:
+    """Behind torchrun's own flags stands an executor."""
+    at = args.index("pagekv.executor")
+    assert args[at - 1] == "-m"
+    parse_executor(args[at + 1 :], env={})
+
+
 def check_conformance(args: list[str]) -> None:
     make_conformance_parser().parse_args(args)
 
@@ -217,6 +224,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pagekv-manager": check_manager,
     "pagekv-executor": check_executor,
     "pagekv-conformance": check_conformance,
+    "torchrun": check_torchrun,
     "make": check_make,
     "python": check_python,
     "pip": check_pip,

@@ -24,7 +24,7 @@ LISTS: dict[str, tuple[str, ...] | None] = {
     "build": None,
     "manager": ("manager", "observe", "gateway-api"),
     "gateway": ("manager", "observe", "gateway-api", "gateway"),
-    "executor": ("executor",),
+    "executor": ("executor", "ranks"),
     "gpu": ("executor", "cuda12"),
     "dev": ("dev",),
 }

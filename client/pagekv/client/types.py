@@ -85,6 +85,8 @@ class Stats:
     executor_busy_us_total: int
     executor_attached: bool
     executor_threads: int
+    executor_rank_us: tuple[int, ...]
+    executor_rank_differences_total: int
     published_blocks: int
     pinned_blocks: int
     pins: int

@@ -52,6 +52,7 @@ NUMBERS = {
     "contract_revision": (REVISION, MAX_REVISION),
     "max_steps_in_flight": (2, 2**31 - 1),
     "max_logprobs": (0, 128),
+    "tensor_parallel_size": (0, 1024),
 }
 TEXTS = {
     "model_id": r".{0,4096}",

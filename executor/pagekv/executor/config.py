@@ -79,7 +79,8 @@ class ExecutorConfig:
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
     fused: bool = flag(
-        "compute steps by loops compiled here, where they know the model and agree with transformers (cpu)",
+        "compute steps by loops compiled here (cpu) or in fused layers (cuda), where they know the model and agree "
+        "with transformers",
         default=True,
     )
     threads: int = flag(
@@ -100,6 +101,19 @@ class ExecutorConfig:
         type=number(0.05, 0.9),
     )
     max_sequences: int = flag("live sequences at most, 1 to 65536", default=1024, type=integer(1, 65536))
+    join_timeout_s: float = flag(
+        "seconds, 1 to 3600, for the ranks of a group (torchrun) to come together",
+        default=300.0,
+        type=number(1, 3600),
+        metavar="SECONDS",
+    )
+    rank_timeout_s: float = flag(
+        "seconds, 0.5 to 3600, after which a rank of a group that says nothing counts as lost; less than the manager's "
+        "--step-timeout-s",
+        default=30.0,
+        type=number(0.5, 3600),
+        metavar="SECONDS",
+    )
     grace_s: float = flag(
         "seconds, 0 to 3600, that the step under way gets to finish on SIGTERM", default=10.0, type=number(0, 3600)
     )

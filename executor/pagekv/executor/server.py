@@ -27,12 +27,16 @@ from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_e
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
+from pagekv.executor.group import follow, lead, rank_threads
 from pagekv.executor.machine import available_bytes, shorten_spinning
 from pagekv.executor.model.start_check import check_cpu_start
+from pagekv.executor.ranks.leader import GroupBackend, Leader
+from pagekv.executor.ranks.watch import EXIT_LOST, end_process
 from pagekv.executor.rpc.only_manager import only_manager
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
+from pagekv.executor.world import ALONE, World, read_world
 
 if TYPE_CHECKING:
     from pagekv.common.tls import Tls
@@ -46,9 +50,10 @@ LAST_WORDS_S = 2.0
 SWITCH_INTERVAL_S = 200e-6
 
 
-def load_backend(config: ExecutorConfig) -> Backend:
-    """Loads what --backend and --model name; minutes for a large model. Backends are imported here, so that the oracle
-    starts without torch. Raises ModelNotFound, ImportError, OSError, ValueError or MemoryError.
+def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
+    """Loads what --backend and --model name, or the share of it that a rank of a group has; minutes for a large model.
+    Backends are imported here, so that the oracle starts without torch. Raises ModelNotFound, ImportError, OSError,
+    ValueError or MemoryError.
     """
     log.info("loading", backend=config.backend, model=config.model or "none")
     if config.backend == "oracle":
@@ -63,19 +68,25 @@ def load_backend(config: ExecutorConfig) -> Backend:
         return _load_cuda(config, directory, gpu)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
-    check_cpu_start(directory, config.dtype, config.kv_memory)
+    check_cpu_start(directory, config.dtype, config.kv_memory, world.size)
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
 
-        import_transformers()
+        import_transformers(whole=world.size > 1)
         from pagekv.executor.cpu.backend import CpuBackend
 
+    shards = None
+    if world.size > 1:
+        from pagekv.executor.model.tensor_parallel import Shards
+
+        shards = Shards(world, end_process)
     return CpuBackend(
         directory,
         model_id(config.model),
         config.dtype,
-        threads=config.threads,
+        threads=config.threads if world.size == 1 else rank_threads(config, world),
         fused=config.fused,
+        shards=shards,
         **_pool_options(config),
     )
 
@@ -149,6 +160,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
         config.dtype,
         config.kv_dtype,
         graphs=config.cuda_graphs,
+        fused=config.fused,
         **_pool_options(config),
     )
 
@@ -183,6 +195,8 @@ class Executor:
         self._compute = WorkerThread()
         self.session = Session(self._compute)
         self._tls = tls
+        # Of rank 0 of a group.
+        self._leader: Leader | None = None
         self._watching: asyncio.Task[None] | None = None
         self._grpc = GrpcServer(
             config.listen,
@@ -225,7 +239,9 @@ class Executor:
         await asyncio.wait([stopped, loading], return_when=asyncio.FIRST_COMPLETED)
         if loading.done():
             prepare_to_serve()
-            self.session.serve(loading.result())
+            backend = loading.result()
+            self._leader = backend.leader if isinstance(backend, GroupBackend) else None
+            self.session.serve(backend, self._leader)
             self._grpc.set_serving(True)
             self.serving_since = time.perf_counter()
             lost = asyncio.create_task(self.session.lost.wait(), name="device lost")
@@ -253,6 +269,8 @@ class Executor:
             log.warning("stopped in the middle of work", work="a step" if idle else "loading the model")
             idle = False
         await self._grpc.stop(LAST_WORDS_S)
+        if self._leader is not None:
+            self._leader.stop()
         self._compute.stop()
         log.info("stopped")
         if not idle and not self.session.lost_reason:
@@ -262,10 +280,10 @@ class Executor:
         return 0
 
 
-async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
+async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: World = ALONE) -> int:
     """Runs an executor of the backend that `load` makes, until SIGTERM or SIGINT; returns the exit status. When the
-    device is lost a new process takes the place of this one. The new process tries again on any error, since the one
-    before could serve.
+    device is lost a new process takes the place of this one, but for a rank of a group, which torchrun starts anew. The
+    new process tries again on any error, since the one before could serve.
     """
     stop = stop_event()
     try:
@@ -280,6 +298,9 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
         if not executor.session.lost_reason or stop.is_set():
             return status
         reason = executor.session.lost_reason
+        if world.size > 1:
+            log.error("this rank ends, to be started anew", reason=reason)
+            return EXIT_LOST
     except Exception as error:
         known = _say_why(error, config.port_file, listening=executor.listening)
         if not faults_before():
@@ -314,9 +335,35 @@ def _say_why(error: Exception, port_file: str, *, listening: bool) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `pagekv-executor`."""
+    """Entry point of `pagekv-executor`: an executor of one process, or a rank of a group where torchrun started it."""
     config = parse_config(argv)
-    return _run(config, lambda: load_backend(config))
+    try:
+        world = read_world(os.environ)
+    except ValueError as error:
+        setup_logs("executor", config.log_level, config.log_format)
+        _say_why(error, config.port_file, listening=False)
+        return 1
+
+    if world.size == 1:
+        return _run(config, lambda: load_backend(config))
+
+    def load() -> Backend:
+        return load_backend(config, world)
+
+    if world.rank:
+        return _follow(config, world, load)
+    return _run(config, lambda: lead(config, world, load), world)
+
+
+def _follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:
+    """Another rank than rank 0: it has no port of its own, and no port file."""
+    setup_logs(f"rank {world.rank}", config.log_level, config.log_format)
+    try:
+        return follow(config, world, load)
+    except Exception as error:
+        if not _say_why(error, "", listening=False):
+            raise
+        return 1
 
 
 def serve_backend(load: Callable[[], Backend], listen: str = "127.0.0.1:50052") -> int:
@@ -332,12 +379,12 @@ def serve_backend(load: Callable[[], Backend], listen: str = "127.0.0.1:50052") 
     return _run(parse_config(["--listen", listen]), load)
 
 
-def _run(config: ExecutorConfig, load: Callable[[], Backend]) -> int:
+def _run(config: ExecutorConfig, load: Callable[[], Backend], world: World = ALONE) -> int:
     setup_logs("executor", config.log_level, config.log_format)
     # Results are sent while the worker thread already runs Python code of the next step. With the default of 5 ms the
     # event loop would wait so long, several times over, for the interpreter.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    return run_async(lambda: serve(config, load))
+    return run_async(lambda: serve(config, load, world))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol, TypedDict
 
 from pagekv.kernels import launch_config
@@ -52,6 +54,16 @@ class _Planned(TypedDict):
     num_kv_heads: int
     variant: Variant
     window: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """The rotation of a step's queries and keys by RoPE, pairs being half of the rotated elements apart."""
+
+    query: Tensor
+    """[rows, num_heads, head_size]; rows may be apart."""
+    table: Tensor
+    """float32 [positions, rotated elements of a head], contiguous: cosines, then sines, of each position."""
 
 
 class PagedAttention:
@@ -163,15 +175,18 @@ class PagedAttention:
         """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
         return num_partials * self.num_heads * (self.variant.head_size + 2) * 4
 
-    def write(self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan) -> None:
+    def write(
+        self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan, rotation: Rotation | None = None
+    ) -> None:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
-        The kernel could rotate keys and queries by RoPE on the way, which models do themselves.
+        With a rotation, keys are rotated on the way and queries in place; else models have done so themselves.
         """
         self._check_layer(layer)
         if not plan.num_rows:
             return
         self._check_rows("key", key, plan, self.num_kv_heads)
         self._check_rows("value", value, plan, self.num_kv_heads)
+        rope = NO_ROPE if rotation is None else self._rope(rotation, plan)
         self._launcher.launch(
             "pagekv_cache_write",
             self.variant,
@@ -186,10 +201,26 @@ class PagedAttention:
                 value_stride=value.stride()[0],
                 num_tokens=plan.num_rows,
                 layer=layer,
-                **NO_ROPE,
+                **rope,
                 **self._fields,
             ),
         )
+
+    def _rope(self, rotation: Rotation, plan: AttentionPlan) -> dict[str, int]:
+        self._check_rows("query", rotation.query, plan, self.num_heads)
+        rotary_dim = int(rotation.table.shape[-1])
+        if dtype_name(rotation.table) != "float32" or rotary_dim % 2 or rotary_dim > self.variant.head_size:
+            raise ValueError(
+                f"table: must be float32 with an even number of columns, at most {self.variant.head_size}, got "
+                f"{dtype_name(rotation.table)} {tuple(rotation.table.shape)}"
+            )
+        return {
+            "query": rotation.query.data_ptr(),
+            "rope": rotation.table.data_ptr(),
+            "query_stride": rotation.query.stride()[0],
+            "rotary_dim": rotary_dim,
+            "rope_interleaved": 0,
+        }
 
     def attend(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
         """Attention of the plan's rows, generated tokens and prompts; `query`, `out`: [rows, num_heads, head_size]."""
@@ -311,4 +342,9 @@ class PagedAttention:
 
 def dtype_name(tensor: Tensor) -> str:
     """torch.float16 -> float16."""
-    return str(tensor.dtype).rpartition(".")[2]
+    return _last_name(tensor.dtype)
+
+
+@cache
+def _last_name(dtype: object) -> str:
+    return str(dtype).rpartition(".")[2]

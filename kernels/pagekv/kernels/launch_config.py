@@ -41,6 +41,16 @@ def cache_write(num_tokens: int) -> LaunchConfig:
     return LaunchConfig((num_tokens, 1, 1), 128, 0)
 
 
+def add_norm(num_rows: int, num_groups: int, group_bytes: int) -> LaunchConfig:
+    """One thread block a row and group of elements; a thread has 16 bytes at a time."""
+    return LaunchConfig((num_rows, num_groups, 1), min(256, -(-group_bytes // 512) * 32), 0)
+
+
+def gated(num_rows: int, row_bytes: int) -> LaunchConfig:
+    """A thread has 16 bytes of a row, 4 KiB a thread block; x walks over the rows."""
+    return LaunchConfig((num_rows, -(-row_bytes // 4096), 1), 256, 0)
+
+
 def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
     """A block of memory is cut into chunks of 16 KiB in y; x walks over the pairs."""
     return LaunchConfig((num_pairs, min(-(-block_bytes // 16384), 65535), 1), 128, 0)

@@ -29,6 +29,14 @@ CACHE_WRITE = _struct(
     f32="k_scale v_scale",
 )
 
+ADD_NORM = _struct(
+    pointers="stream added out added_weight weight",
+    i64="stream_stride out_stride",
+    i32="size",
+    f32="factor added_eps eps",
+)
+GATED = _struct(pointers="gate_up out", i32="size gelu")
+
 BLOCK_COPY = _struct(pointers="pool pairs", i64="block_bytes")
 
 _ATTENTION = {

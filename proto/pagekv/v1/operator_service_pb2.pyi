@@ -122,6 +122,8 @@ class GetStatsResponse(google.protobuf.message.Message):
     START_TIME_FIELD_NUMBER: builtins.int
     FAILED_REQUESTS_TOTAL_FIELD_NUMBER: builtins.int
     EXECUTOR_THREADS_FIELD_NUMBER: builtins.int
+    EXECUTOR_RANK_US_FIELD_NUMBER: builtins.int
+    EXECUTOR_RANK_DIFFERENCES_TOTAL_FIELD_NUMBER: builtins.int
     block_size: builtins.int
     """Tokens in one block."""
     num_device_blocks: builtins.int
@@ -229,9 +231,17 @@ class GetStatsResponse(google.protobuf.message.Message):
     """Requests ended because the executor said that a sequence of theirs cannot go on (SEQUENCE_FAILED)."""
     executor_threads: builtins.int
     """Threads of its processor that the executor computed the latest step with; 0: it does not say, or there was none."""
+    executor_rank_differences_total: builtins.int
+    """Epochs that ended because ranks differed in tables or tokens, as the executor counts them since it started."""
     @property
     def start_time(self) -> google.protobuf.timestamp_pb2.Timestamp:
         """When the manager started; the totals count from here."""
+
+    @property
+    def executor_rank_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of an executor that is a group of ranks: microseconds that each worked on a step, the latest that is known of all,
+        by rank. Empty for one process.
+        """
 
     def __init__(
         self,
@@ -286,9 +296,11 @@ class GetStatsResponse(google.protobuf.message.Message):
         start_time: google.protobuf.timestamp_pb2.Timestamp | None = ...,
         failed_requests_total: builtins.int = ...,
         executor_threads: builtins.int = ...,
+        executor_rank_us: collections.abc.Iterable[builtins.int] | None = ...,
+        executor_rank_differences_total: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["start_time", b"start_time"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_restarts_total", b"executor_restarts_total", "executor_threads", b"executor_threads", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "instance_id", b"instance_id", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "start_time", b"start_time", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["aborted_requests_total", b"aborted_requests_total", "active_blocks", b"active_blocks", "block_hit_rate", b"block_hit_rate", "block_size", b"block_size", "cached_blocks_total", b"cached_blocks_total", "cached_free_blocks", b"cached_free_blocks", "cached_tokens_total", b"cached_tokens_total", "computed_tokens_total", b"computed_tokens_total", "evicted_blocks_total", b"evicted_blocks_total", "executor_attached", b"executor_attached", "executor_busy_us_total", b"executor_busy_us_total", "executor_idle_us_total", b"executor_idle_us_total", "executor_rank_differences_total", b"executor_rank_differences_total", "executor_rank_us", b"executor_rank_us", "executor_restarts_total", b"executor_restarts_total", "executor_threads", b"executor_threads", "failed_requests_total", b"failed_requests_total", "free_blocks", b"free_blocks", "generated_tokens_total", b"generated_tokens_total", "hash_alarms_total", b"hash_alarms_total", "host_cached_blocks", b"host_cached_blocks", "host_evicted_blocks_total", b"host_evicted_blocks_total", "host_held_blocks", b"host_held_blocks", "instance_id", b"instance_id", "kv_usage", b"kv_usage", "misses_cleared_total", b"misses_cleared_total", "misses_diverged_total", b"misses_diverged_total", "misses_evicted_total", b"misses_evicted_total", "misses_never_seen_total", b"misses_never_seen_total", "misses_partial_tail_total", b"misses_partial_tail_total", "num_device_blocks", b"num_device_blocks", "num_host_blocks", b"num_host_blocks", "pinned_blocks", b"pinned_blocks", "pins", b"pins", "preemptions_total", b"preemptions_total", "prefix_hit_rate", b"prefix_hit_rate", "prompt_blocks_total", b"prompt_blocks_total", "prompt_tokens_total", b"prompt_tokens_total", "published_blocks", b"published_blocks", "rejected_requests_total", b"rejected_requests_total", "requests_total", b"requests_total", "running_sequences", b"running_sequences", "start_time", b"start_time", "steps_total", b"steps_total", "swap_preemptions_total", b"swap_preemptions_total", "swapped_in_blocks_total", b"swapped_in_blocks_total", "swapped_out_blocks_total", b"swapped_out_blocks_total", "unread_sequences", b"unread_sequences", "utilization", b"utilization", "waiting_sequences", b"waiting_sequences", "watchers", b"watchers", "written_back_blocks_total", b"written_back_blocks_total"]) -> None: ...
 
 global___GetStatsResponse = GetStatsResponse
 

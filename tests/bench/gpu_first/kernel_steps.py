@@ -31,6 +31,7 @@ from gpu_first.kernel_rows import (
 )
 from gpu_first.machine import FirstMachine
 from gpu_first.records import Records, of_step
+from gpu_first.row_checks import row_checks
 from gpu_first.step import Absent, Context, OutOfTime
 from gpu_first.swap_rows import SWAP_BYTES, SwapCase, pinned_copy, swap_cases, swap_row
 from pagekv.kernels.bench import speed
@@ -140,7 +141,9 @@ def _version(package: str) -> str:
 
 def step_smallest(context: Context) -> None:
     """Five launches."""
-    tell(context, smallest_checks(machine_of(context), SMALL_VARIANT if context.small else BF16))
+    machine, variant = machine_of(context), SMALL_VARIANT if context.small else BF16
+    tell(context, smallest_checks(machine, variant))
+    tell(context, row_checks(machine, variant, size=256 if context.small else 4096))
 
 
 def step_correctness(context: Context) -> None:
@@ -182,6 +185,7 @@ def step_sanitized(context: Context) -> None:
     machine = machine_of(context)
     variant = SMALL_VARIANT if context.small else BF16
     tell(context, smallest_checks(machine, variant))
+    tell(context, row_checks(machine, variant, size=256))
     tell(context, checks(machine, Setup(variant, (1, 17) if context.small else SANITIZED_LENGTHS)))
 
 

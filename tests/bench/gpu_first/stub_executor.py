@@ -11,9 +11,10 @@ from pagekv.executor import server
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.world import ALONE, World
 
 
-def load(config: ExecutorConfig) -> Backend:
+def load(config: ExecutorConfig, world: World = ALONE) -> Backend:
     """The backend that the flags ask for, on CPU tensors."""
     return CudaBackend(Path(config.model), "bench", cuda_stub.device(), dtype="float32", kv_memory=2**26)
 

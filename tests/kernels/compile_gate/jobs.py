@@ -81,10 +81,16 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
         match kernel.name:
             case "pagekv_cache_write":
                 shapes.append(launch_config.cache_write(1))
+            case "pagekv_add_norm":
+                shapes.append(launch_config.add_norm(1, 1, 1 << 14))
+            case "pagekv_gated":
+                shapes.append(launch_config.gated(1, 1 << 14))
             case "pagekv_block_copy":
                 shapes.append(launch_config.block_copy(1, 1 << 20))
             case "pagekv_decode":
                 shapes.append(launch_config.decode(variant, 1, group_size, 1))
+            case "pagekv_decode_wide":
+                shapes.append(launch_config.decode(variant, 1, group_size, 1, wide=True))
             case "pagekv_merge":
                 shapes.append(launch_config.merge(variant, 1, group_size))
             case "pagekv_prefill":

@@ -10,14 +10,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from support.clients import everything_on
+from support.clients import everything_on, tls_on
 from support.clients.gate import Gate
 from support.clients.held_port import hold
 
@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[3]
 SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
 MANAGER = "pagekv.kvmanager"
 EXECUTOR = "pagekv.executor"
+# Ranks on this machine alone, started anew however often one ends.
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1000000", "--shutdown-timeout=3")
 GATED_EXECUTOR = "support.executor.gated_executor"
 # Only bounds a hang: on a busy machine to load torch has taken more than two minutes.
 START_TIMEOUT_S = 600.0
@@ -67,15 +69,20 @@ class Process:
     http: str = ""
     popen: subprocess.Popen[bytes] | None = None
     log: Path = field(init=False)
+    # Behind `args`, where every process has TLS.
+    _tls: list[str] = field(init=False)
     watching: tempfile.TemporaryDirectory[str] | None = None
     gate: Gate | None = None
     # Of this process alone also while it does not run: a test may start it there again.
     held: socket.socket | None = None
     # For a process that serves with TLS.
     credentials: grpc.ChannelCredentials | None = None
+    # Of an executor: torchrun starts so many, and starts all anew when one has ended.
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         self.log = self.directory / f"{self.module.rpartition('.')[2]}.log"
+        self._tls = tls_on.flags(self.args, manager=self.module == MANAGER)
 
     def start(self, listen_port: int = 0) -> None:
         """Starts it and waits until it listens."""
@@ -88,8 +95,9 @@ class Process:
         if self.gate is not None:
             env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
             env["GATE"], module = str(self.gate.path), GATED_EXECUTOR
-        command = [sys.executable, "-m", module, "--listen", f"127.0.0.1:{listen_port}"]
-        command += ["--port-file", str(port_file), *self._watching(), *self.args]
+        launcher = [] if self.ranks == 1 else [*TORCHRUN, f"--nproc-per-node={self.ranks}"]
+        command = [sys.executable, *launcher, "-m", module, "--listen", f"127.0.0.1:{listen_port}"]
+        command += ["--port-file", str(port_file), *self._watching(), *self.args, *self._tls]
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -98,6 +106,8 @@ class Process:
                 raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
             time.sleep(0.01)
         self.port, self.http = port_of(listening), listening.get("http", "")
+        if self._tls:
+            self.credentials = tls_on.serves(self.target, manager=self.module == MANAGER)
 
     def _watching(self) -> list[str]:
         """Flags that switch everything on for a manager, before those that a test gives."""
@@ -119,10 +129,24 @@ class Process:
         return self.popen.pid
 
     def kill(self) -> None:
-        """SIGKILL, and wait."""
+        """SIGKILL, and wait; ranks too, which torchrun's death does not end at once."""
         assert self.popen is not None
+        ranks = self.rank_pids() if self.ranks > 1 else {}
         self.popen.kill()
         self.popen.wait()
+        for pid in ranks.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def rank_pids(self) -> dict[int, int]:
+        """The processes that torchrun has started, by rank; those that are there already."""
+        found = {}
+        for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+            with suppress(OSError, KeyError):
+                lines = Path(f"/proc/{child}/environ").read_text().split("\0")
+                env = dict(line.partition("=")[::2] for line in lines)
+                found[int(env["RANK"])] = int(child)
+        return found
 
     def stop(self, timeout: float = 240.0) -> int:
         """SIGTERM, and the exit status."""
@@ -186,11 +210,15 @@ def running_executor(
     *,
     gated: bool = False,
     credentials: grpc.ChannelCredentials | None = None,
+    ranks: int = 1,
 ) -> Iterator[Process]:
-    """An executor process that serves; `gated`: with a gate before its steps, open for now; `credentials`: for TLS."""
+    """An executor process that serves; `gated`: with a gate before its steps, open for now; `credentials`: for TLS;
+    `ranks`: a group of so many.
+    """
     with tempfile.TemporaryDirectory() as temporary:
         gate = Gate(Path(temporary) / "gate") if gated else None
         process = Process(EXECUTOR, args, directory or Path(temporary), gate=gate, credentials=credentials)
+        process.ranks = ranks
         try:
             process.start()
             process.wait_serving()
@@ -201,12 +229,14 @@ def running_executor(
 
 @contextmanager
 def running_stack(
-    executor_args: Sequence[str] = (), manager_args: Sequence[str] = (), *, gated: bool = False
+    executor_args: Sequence[str] = (), manager_args: Sequence[str] = (), *, gated: bool = False, ranks: int = 1
 ) -> Iterator[Stack]:
-    """Both processes, serving; killed at the end if they still run. `gated`: the executor has a gate, open for now."""
+    """Both processes, serving; killed at the end if they still run. `gated`: the executor has a gate, open for now.
+    `ranks`: it is a group of so many.
+    """
     with (
         tempfile.TemporaryDirectory() as temporary,
-        running_executor(executor_args, Path(temporary), gated=gated) as executor,
+        running_executor(executor_args, Path(temporary), gated=gated, ranks=ranks) as executor,
         running_manager(executor, manager_args) as stack,
     ):
         yield stack

@@ -111,8 +111,8 @@ class FakeEngine(EngineLoop, EngineQueries):
 
     def stats(self) -> operator_pb.GetStatsResponse:
         fields = operator_pb.GetStatsResponse.DESCRIPTOR.fields
-        names = [field.name for field in fields if field.name not in ("instance_id", "start_time")]
-        stats = operator_pb.GetStatsResponse(instance_id="run-1")
+        names = [field.name for field in fields if field.name not in ("instance_id", "start_time", "executor_rank_us")]
+        stats = operator_pb.GetStatsResponse(instance_id="run-1", executor_rank_us=[7, 8])
         for number, name in enumerate(names):
             setattr(stats, name, True if name == "executor_attached" else number)
         return stats

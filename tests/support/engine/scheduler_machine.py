@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.engine.fake_executor import beam_search, expected_beams, expected_output
 from support.engine.scheduler_driver import Driver, finished, output, results
 from support.executor import wire_driver
-from support.executor.wire_driver import WireDriver
+from support.executor.wire_driver import GroupDriver, WireDriver
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
@@ -340,3 +340,16 @@ class WireMachine(SchedulerMachine):
 
     def wanted_results(self, command: GenerateCommand) -> list[list[int]]:
         return wire_driver.expected_results(command, self.VOCAB, self.EOS)
+
+
+class GroupMachine(WireMachine):
+    """Judged by two ranks of the real executor."""
+
+    DRIVER = GroupDriver
+
+    def teardown(self) -> None:
+        super().teardown()
+        driver = getattr(self, "driver", None)
+        if isinstance(driver, GroupDriver) and driver.group is not None:
+            assert driver.group.lost == []
+            driver.group.close()

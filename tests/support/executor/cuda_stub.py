@@ -152,7 +152,7 @@ class StubLauncher:
             _recording[-1].work.append(run)
 
 
-SOURCES = ("cache_write.cu", "block_copy.cu", "decode.cu", "merge.cu", "prefill.cu")
+SOURCES = ("cache_write.cu", "add_norm.cu", "gated.cu", "block_copy.cu", "decode.cu", "merge.cu", "prefill.cu")
 
 
 def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:

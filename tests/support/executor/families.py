@@ -62,9 +62,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def family_config(name: str) -> PreTrainedConfig:
-    """The configuration of a model with 2 layers and 4 query heads."""
-    fields = {**_COMMON, **FAMILIES[name]}
+def family_config(name: str, **own: Any) -> PreTrainedConfig:
+    """The configuration of a model with 2 layers and 4 query heads; `own` fields win."""
+    fields = {**_COMMON, **FAMILIES.get(name, {}), **own}
     if name == "opt":  # a name of its own for the same
         del fields["initializer_range"]
     return CONFIG_MAPPING[name](**fields)

@@ -15,6 +15,7 @@ from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.fresh_process import faults_before
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.world import ALONE, World
 
 WORDS = "CUDA error: an illegal memory access was encountered\nCompile with `TORCH_USE_CUDA_DSA`"
 
@@ -75,7 +76,7 @@ def emulated(fails_at: int | None) -> Backend:
     return host_backend(resolve_model("demo"), device, dtype="float32", kv_memory=2**25)
 
 
-def load_backend(config: ExecutorConfig) -> Backend:
+def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
     """Instead of the server's."""
     fails_at = this_process()
     if fails_at == 0:

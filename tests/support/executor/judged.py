@@ -28,6 +28,7 @@ from pagekv.conformance.run import RULES, verdict_of
 from pagekv.conformance.target import describe
 from pagekv.conformance.verdict import Verdict
 from pagekv.executor.backend.interface import Backend
+from pagekv.executor.ranks.leader import GroupBackend
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.worker_thread import WorkerThread
@@ -125,7 +126,7 @@ def served_backend(backend: Backend) -> Iterator[str]:
         server = GrpcServer("127.0.0.1:0", [SERVICE_NAME], reflection=False)
         ExecutorService(session).add_to(server.server)
         port = await server.start()
-        session.serve(backend)
+        session.serve(backend, backend.leader if isinstance(backend, GroupBackend) else None)
 
         async def stop() -> None:
             await server.stop(0)

@@ -15,6 +15,7 @@ from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.step import ExecutedStep
+from pagekv.executor.world import ALONE, World
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 VOCAB, FAILING = 4096, 4095
@@ -104,7 +105,7 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
     return result
 
 
-def load_backend(config: ExecutorConfig) -> Backend:
+def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
     """Instead of the server's."""
     return OracleBackend(OracleModel("", VOCAB, 4096, ()), step_time_s=0.002, failing=(FAILING,))
 

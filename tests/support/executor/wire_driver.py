@@ -12,12 +12,14 @@ from typing import Any
 from support.engine.scheduler_driver import Driver
 from support.executor.executor_steps import ALL_FEATURES
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
+from support.executor.rank_group import RankGroup, rank_group
 
 from pagekv.executor.backend.interface import Backend, SequenceState
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.oracle.reference import likeliest
 from pagekv.executor.rpc import wire as executor_wire
 from pagekv.executor.session.epoch import Epoch
+from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.kvmanager.engine import executor_wire as wire
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
@@ -71,7 +73,8 @@ class WireExecutor:
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs the oldest step that was sent, which must be that of `plan`."""
-        step = executor_wire.step(pb.StepRequest.FromString(self._sent.popleft()))
+        sent = self._sent.popleft()
+        step = executor_wire.step(pb.StepRequest.FromString(sent), sent)
         self.num_copies += sum(len(op.sources) for op in step.memory_ops)
         report = self.epoch.launch(step).collect()
         self.largest_step = max(self.largest_step, report.computed_tokens)
@@ -94,6 +97,23 @@ class WireDriver(Driver):
 
     def _send(self, plan: StepPlan) -> None:
         self.executor.send(plan)
+
+
+class GroupDriver(WireDriver):
+    """The same, with two ranks: each judges every step."""
+
+    group: RankGroup | None = None
+
+    def _new_executor(self) -> Any:
+        most = self.scheduler.limits.max_running
+        model = OracleModel("", self.vocab, MAX_MODEL_LEN, self.eos)
+        if self.group is not None:
+            self.group.close()
+        self.group = rank_group(*(OracleBackend(model, max_sequences=most) for _ in range(2)))
+        sizes = (self.pool.num_blocks, self.block_size, self.vocab, most, self.eos, self.host_blocks)
+        executor = WireExecutor(*sizes, self.group.backend)
+        executor.epoch.ranks, executor.epoch.digest = self.group.leader, StateDigest()
+        return executor
 
 
 def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple[int, ...]) -> list[int]:

@@ -47,7 +47,10 @@ class Keys:
             if source is None:
                 time.sleep(min(left, _LONGEST_WAIT_S))
                 continue
-            if not select.select([source], [], [], min(left, _LONGEST_WAIT_S))[0]:
+            # select() takes no descriptor above 1023.
+            poll = select.poll()
+            poll.register(source, select.POLLIN)
+            if not poll.poll(1000 * min(left, _LONGEST_WAIT_S)):
                 continue
             typed = os.read(source, 1024)
             if any(key in keys for key in typed):

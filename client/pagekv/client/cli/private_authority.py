@@ -43,8 +43,10 @@ class CertificateRole(NamedTuple):
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 ROLES = (
     # A client of its executor, too.
-    CertificateRole("manager", (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3")),
-    CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3")),
+    CertificateRole(
+        "manager", (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3", "kvmanager-tp")
+    ),
+    CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3", "executor-tp")),
     # Of health checks, where a process asks every connection for a certificate: nobody's identity.
     CertificateRole("probe", (_CLIENT,)),
     CertificateRole("client", (_CLIENT,)),

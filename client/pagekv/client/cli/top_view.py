@@ -111,7 +111,7 @@ class TopFrame:
         yield from _pool_lines(stats, width)
         yield Text()
         height = options.height or (console.height if console.is_terminal else _ENDLESS)
-        room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0)
+        room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0) - bool(stats.executor_rank_us)
         # The lowest screens show a request instead.
         has_footer = bool(self.footer) and room > 2
         yield from self._requests(stats, self.look.requests, max(1, room - 2 if has_footer else room), width)
@@ -145,6 +145,14 @@ class TopFrame:
             cells = [Text(name, "dim"), Text(format_value(latest), "bold", justify="right")]
             cells += [Text(spark(values, top).rjust(SPARKS), _HELD)] if width >= _NARROW else []
             cells += [Text(beside, "dim")] if width >= _WIDE else []
+            table.add_row(*cells)
+        if ranks := stats.executor_rank_us:
+            # A line at most, of a group of whatever size: the slowest rank is what a step waits for.
+            slowest = max(range(len(ranks)), key=ranks.__getitem__)
+            cells = [Text("slowest rank", "dim"), Text(milliseconds(max(ranks) / 1e6), "bold", justify="right")]
+            cells += [Text(f"rank {slowest} of {len(ranks)}".rjust(SPARKS), _HELD)] if width >= _NARROW else []
+            skew = milliseconds((max(ranks) - min(ranks)) / 1e6)
+            cells += [Text(f"{skew} skew", "dim")] if width >= _WIDE else []
             table.add_row(*cells)
         return table
 

@@ -30,6 +30,11 @@ from pagekv.common.port_file import read_port_file
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor")
+# Before the ranks' own command without its interpreter. It gets SIGTERM when this process is gone, and ends its ranks.
+TORCHRUN = (
+    sys.executable, "-m", "pagekv.client.launcher.with_parent", "torch.distributed.run", "--standalone",
+    "--max-restarts=1000000",
+)  # fmt: skip  # as one would type it
 MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
 # Where what the processes of a stack alone connect to listens, whatever the host of the rest: executors, and the
 # gateway's own metrics.
@@ -65,6 +70,8 @@ class StackConfig:
     executor_port: int = 50052
     # Pairs of an executor and a manager.
     replicas: int = 1
+    # Ranks of each executor, which torchrun starts, and starts anew when one has ended.
+    ranks: int = 1
     # None: no gateway in front.
     gateway: GatewayConfig | None = None
     # Port of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
@@ -229,7 +236,7 @@ class Stack:
         to_executor = [*(certificates.executor_args() if certificates else []), *config.executor_args]
         to_manager = [*(certificates.manager_args() if certificates else []), *config.manager_args]
         for pair, target in enumerate(self.executor_targets):
-            self._spawn_server("executor", pair, target, config.executor_command, to_executor)
+            self._spawn_server("executor", pair, target, self._executor_command(), to_executor)
         for pair, target in enumerate(self.targets):
             command = [*config.manager_command, "--executor", self.executor_targets[pair]]
             if config.page_port is not None:
@@ -240,6 +247,12 @@ class Stack:
                 f"--{name}={endpoint}" for name, endpoint in self._event_endpoints[pair].items() if pair and endpoint
             ]
             self._spawn_server("manager", pair, target, command, [*to_manager, *events])
+
+    def _executor_command(self) -> Sequence[str]:
+        command = self._config.executor_command
+        return (
+            command if self._config.ranks == 1 else (*TORCHRUN, f"--nproc-per-node={self._config.ranks}", *command[1:])
+        )
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = role if self._config.replicas == 1 else f"{role} {pair + 1}"
@@ -291,10 +304,12 @@ class Stack:
             yield self.children[-1]
 
     def check(self) -> None:
-        """Raises StackError when a process has died."""
+        """Raises StackError when a process has died, or ranks cannot start: torchrun would start them for ever."""
         for child in self.children:
             if child.popen.poll() is not None:
                 raise child.death()
+            if self._config.ranks > 1 and (reason := child.listening.get("cannot_start")):
+                raise StackError(f"the {child.name} cannot start: {reason}")
 
     def new_deaths(self) -> list[str]:
         """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.

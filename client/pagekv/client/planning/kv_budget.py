@@ -8,6 +8,7 @@ named where a figure here differs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -123,16 +124,16 @@ def tail_of(tokens: int, block_size: int) -> Tail:
 
 
 def shard_kv_heads(kv_heads: int, tp: int) -> Shard:
-    """KV heads on each of `tp` ranks.
-
-    kv_heads / tp when tp divides them. When instead they divide tp, each head is on tp / kv_heads ranks, one on a
-    rank. Else all heads on every rank, which is the careful budget: a layout may keep fewer.
+    """KV heads on each of `tp` ranks: heads are replicated up to the least common multiple of both numbers and shared
+    out, so a rank has kv_heads / gcd(kv_heads, tp). That is kv_heads / tp where tp divides them (8 over 2: 4 each), one
+    where they divide tp (1 over 4), and all of them where the two have no divisor (8 over 3). A running group has the
+    same (`executor/model/tensor_parallel.py`).
     """
+    each = kv_heads // math.gcd(kv_heads, tp)
     if kv_heads % tp == 0:
-        return Shard(kv_heads // tp, "whole" if tp == 1 else "sharded")
-    if tp % kv_heads == 0:
-        return Shard(1, f"each head on {tp // kv_heads} ranks")
-    return Shard(kv_heads, "replicated on every rank")
+        return Shard(each, "whole" if tp == 1 else "sharded")
+    copies = each * tp // kv_heads
+    return Shard(each, "replicated on every rank" if each == kv_heads else f"each head on {copies} ranks")
 
 
 def footprint(geometry: KvGeometry, block_size: int, tp: int, context: int, batch: int) -> Footprint:

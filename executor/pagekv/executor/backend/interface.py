@@ -152,10 +152,14 @@ class BackendDescription:
     device_to_host_bytes_per_s: int = 0
     host_to_device_bytes_per_s: int = 0
     prefill_tokens_per_s: int = 0
+    tensor_parallel_size: int = 1
+    rank_differences: int = 0
 
 
 class Launch(Protocol):
-    """A launched step. One that has an attribute `threads` says how many threads of the processor computed it."""
+    """A launched step. One that has an attribute `threads` says how many threads of the processor computed it, and with
+    `waited_s` how many seconds this rank of a group waited for others.
+    """
 
     @property
     def ready(self) -> bool:
@@ -177,6 +181,8 @@ class Finished:
     sampled: dict[int, Sampled]
     # Threads of the processor that computed; 0: not told.
     threads: int = 0
+    # Seconds of it in which this rank waited for others.
+    waited_s: float = 0.0
     ready: ClassVar[bool] = True
 
     def collect(self) -> dict[int, Sampled]:

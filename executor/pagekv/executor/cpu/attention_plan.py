@@ -70,7 +70,7 @@ class Plan:
 
 
 @dataclass(slots=True)
-class Row:
+class ScheduledRows:
     """One scheduled sequence in rows [first, first + count). `shared`: leading blocks in shared prefixes."""
 
     item: Scheduled
@@ -94,7 +94,7 @@ class CpuAttentionPlan:
         tables = [item.state.block_table[: item.start // block_size] for item in scheduled]
         self.shared = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
         # In the order of `scheduled`, whose places `shared` has, and in packed order.
-        self.members = [Row(item) for item in scheduled]
+        self.members = [ScheduledRows(item) for item in scheduled]
         for prefix in self.shared:
             for member in prefix.members:
                 self.members[member].shared = max(self.members[member].shared, prefix.last)
@@ -121,7 +121,7 @@ class CpuAttentionPlan:
         # Block and offset in it of every row, [T] each.
         self.slots = (torch.tensor(blocks), self.position_ids[0] % block_size)
 
-    def _place(self, row: Row) -> tuple[int, int]:
+    def _place(self, row: ScheduledRows) -> tuple[int, int]:
         return (1, row.item.start // self._block_size - row.shared) if row.item.count == 1 else (0, 0)
 
     def effective_window(self, window: int | None) -> int | None:
@@ -164,7 +164,7 @@ class CpuAttentionPlan:
         blocks = members[0].item.state.block_table[prefix.first : prefix.last]
         return Context(rows, torch.tensor(blocks), len(blocks) * self._block_size)
 
-    def _windowed_chunk(self, row: Row, start: int, end: int, window: int) -> PromptChunk:
+    def _windowed_chunk(self, row: ScheduledRows, start: int, end: int, window: int) -> PromptChunk:
         """Positions [start, end) of a row."""
         low = max(0, start - window + 1) // self._block_size
         blocks = row.item.state.block_table[low : (end - 1) // self._block_size + 1]

@@ -29,6 +29,7 @@ from pagekv.executor.cpu.threads import Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
 from pagekv.executor.model.start_check import check_cpu_dtype
+from pagekv.executor.model.tensor_parallel import Shards
 
 log = Log(__name__)
 
@@ -53,10 +54,12 @@ class CpuBackend:
         max_sequences: int = 1024,
         *,
         fused: bool = True,
+        shards: Shards | None = None,
     ) -> None:
         """`dtype`: auto, float32, bfloat16 or float64. `threads` 0: up to one per core, chosen while serving by what
         steps take; else always so many. `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available
         after profiling, by default little, since others use it too. `fused`: compiled loops compute what they can.
+        `shards`: this process is a rank of a model that is split, with a fixed number of `threads`.
 
         `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
         """
@@ -70,7 +73,8 @@ class CpuBackend:
         self._use(self._all_threads)
         log.info("computing", instructions=instruction_set(DTYPES[dtype]), dtype=DTYPES[dtype], threads=most)
         fingerprint = model_fingerprint(model_path)
-        loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused)
+        loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
+        self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None
         self._info = ModelBackendInfo(
@@ -82,7 +86,7 @@ class CpuBackend:
             max_sequences=max_sequences,
             kv_memory=kv_memory,
             memory_share=memory_share,
-            available=available_bytes(),
+            available=available_bytes() // (1 if shards is None else shards.local_size),
         )
         # By block size.
         self._swap_rates: dict[int, tuple[int, int]] = {}
@@ -94,7 +98,7 @@ class CpuBackend:
         info.check_block_fits(block_size)
         if key not in info.profiles:
             with phase(f"profiling a step of {token_budget} tokens"):
-                info.add_profile(key, profile_step(self._forward, self._loaded, block_size, token_budget))
+                info.add_profile(key, profile_step(self._forward, self._loaded, block_size, token_budget, self._shards))
         if block_size not in self._swap_rates:
             self._swap_rates[block_size] = measure_swap_rates(info.geometry, block_size)
         host_bytes = max(0, min(info.device_kv_bytes, int(MAX_MEMORY_SHARE * info.left) - info.device_kv_bytes))
@@ -128,10 +132,10 @@ class CpuBackend:
         way = self._chooser.choose(tokens, context)
         # Not counted: to change how threads wait takes time only once where the way stays.
         self._use(way)
-        begin = time.perf_counter()
-        sampled = run_step(self._forward, self.cache, scheduled)
+        begin, waited_s = time.perf_counter(), 0.0 if self._shards is None else self._shards.waited_s
+        sampled = run_step(self._forward, self.cache, scheduled, self._shards)
         self._chooser.took(time.perf_counter() - begin)
-        return Finished(sampled, way.threads)
+        return Finished(sampled, way.threads, 0.0 if self._shards is None else self._shards.waited_s - waited_s)
 
     def prepare(self) -> bool:
         """Memory for blocks that will be written next, a piece at a time."""
@@ -150,5 +154,7 @@ class CpuBackend:
         """Nothing is kept of a sequence."""
 
     def is_lost(self, error: Exception) -> bool:
-        """False: memory of this process lives as long as the process."""
-        return False
+        """False: memory of this process lives as long as the process. True of a rank, which the others have left behind
+        or wait for.
+        """
+        return self._shards is not None

@@ -17,6 +17,7 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import plan_step
 from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
+from pagekv.executor.model.tensor_parallel import Shards, keeps_heads
 
 log = Log(__name__)
 
@@ -26,20 +27,28 @@ CHECKED_TOKENS, BLOCK_SIZE = 9, 4
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
-def load_forward(model_path: Path, dtype: torch.dtype, *, fused: bool) -> tuple[LoadedModel, StepForward]:
-    """The model, and how its steps are computed; `fused`: by compiled loops where possible. Raises as `load_model`."""
-    loaded = load_model(model_path, dtype)
+def load_forward(
+    model_path: Path, dtype: torch.dtype, *, fused: bool, shards: Shards | None = None
+) -> tuple[LoadedModel, StepForward]:
+    """The model, and how its steps are computed; `fused`: by compiled loops where possible. `shards`: of a model that
+    is split, whose ranks compute it all in one way. Raises as `load_model`.
+    """
+    loaded = load_model(model_path, dtype, shards=shards)
     if not fused:
         return loaded, ModuleForward(loaded.model)
     reason = _why_not(loaded, dtype)
+    if shards is not None and not shards.all_say(not reason):
+        reason = reason or "another rank cannot"
     if not reason:
-        found = _checked(loaded, dtype)
+        found = _checked(loaded, dtype, shards)
+        if shards is not None and not shards.all_say(not isinstance(found, str)) and not isinstance(found, str):
+            found = "another rank cannot"
         if not isinstance(found, str):
             log.info("steps are computed by compiled loops", model_type=loaded.model.config.model_type)
             return loaded, found
         reason = found
         # The other way took the weights.
-        loaded = load_model(model_path, dtype)
+        loaded = load_model(model_path, dtype, shards=shards)
     log.info("steps are computed by transformers' model", reason=reason)
     return loaded, ModuleForward(loaded.model)
 
@@ -52,15 +61,17 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype) -> str:
         return "numba is not installed"
     if read_decoder(loaded.model) is None:
         return f"compiled loops do not know models of type {loaded.model.config.model_type}"
+    if not keeps_heads(loaded.model):
+        return f"ranks of models of type {loaded.model.config.model_type} gather the heads of a layer"
     return ""
 
 
-def _checked(loaded: LoadedModel, dtype: torch.dtype) -> StepForward | str:
+def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> StepForward | str:
     """The compiled loops, which take the model's weights; or why they cannot be used."""
     expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
     try:
         with phase("compiling the loops of a step"):
-            forward = _fused(loaded)
+            forward = _fused(loaded, shards)
             found = _logits(forward, loaded)
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
     except Exception as error:
@@ -72,13 +83,18 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype) -> StepForward | str:
     return "the compiled loops do not compute what transformers does: please report this model"
 
 
-def _fused(loaded: LoadedModel) -> StepForward:
+def _fused(loaded: LoadedModel, shards: Shards | None) -> StepForward:
     # Numba takes a second to import.
     from pagekv.executor.cpu.fused_decoder import FusedDecoder
 
     decoder = read_decoder(loaded.model)
     assert decoder is not None
-    return FusedDecoder(decoder, loaded.scores, loaded.num_heads, loaded.geometry.num_kv_heads)
+    heads = (loaded.num_heads, loaded.geometry.num_kv_heads)
+    if shards is None:
+        return FusedDecoder(decoder, loaded.scores, *heads)
+    from pagekv.executor.cpu.sharded_decoder import ShardedDecoder
+
+    return ShardedDecoder(decoder, loaded.scores, *heads, shards, loaded.num_logits)
 
 
 @torch.inference_mode()

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.product import Product
+from pagekv.executor.cpu.native.program import Program
 from pagekv.executor.cpu.native.rows import add_norm, rotate
 from pagekv.executor.cpu.native.step_attention import step_attention
 from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.cpu.products import TorchProduct, fastest_product
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder, DecoderNorms
+
+# Steps of at most so many rows, all of them decodes, are recorded, and so many kinds of them kept.
+RECORDED_ROWS, MOST_PROGRAMS = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +32,41 @@ class _Layer:
     rope: str | None
     scores: Scores
     qkv: Product | TorchProduct
-    out: Product | TorchProduct
+    out: Callable[[torch.Tensor], torch.Tensor]
     gate_up: Product | TorchProduct
-    down: Product | TorchProduct
+    down: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """All that differs between steps: rows behind the embedding `[T, hidden]`, rotations by name, where keys and values
+    of each row go in the pools of a layer, in elements `[T]`; of each layer the window, and the reads by window.
+    """
+
+    stream: torch.Tensor
+    rotations: dict[str, tuple[torch.Tensor, torch.Tensor]]
+    places: torch.Tensor
+    windows: list[int | None]
+    reads: dict[int | None, PagedReads]
+
+    @property
+    def has_chunks(self) -> bool:
+        return any(reads.chunks is not None for reads in self.reads.values())
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for inputs that differ in the content of tensors alone."""
+        return len(self.stream), *self.windows, *((window, self.reads[window].shape) for window in {*self.windows})
+
+    def copy_(self, other: _Inputs) -> None:
+        """Takes the content of inputs of the same shape."""
+        self.stream.copy_(other.stream)
+        self.places.copy_(other.places)
+        for name, pair in self.rotations.items():
+            for tensor, new in zip(pair, other.rotations[name], strict=True):
+                tensor.copy_(new)
+        for window, reads in self.reads.items():
+            reads.copy_(other.reads[window])
 
 
 class FusedDecoder:
@@ -42,35 +81,34 @@ class FusedDecoder:
         self._layers = []
         head = decoder.take_head()
         product = fastest_product(head.weight.dtype)
-        self._head = product(head.weight, head.bias)
+        self._head = self._whole(product(head.weight, head.bias))
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
             qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
             gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
-            self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, out, gate_up, down))
+            self._layers.append(
+                _Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), gate_up, self._summed(down))
+            )
+        self._recordable = all(
+            isinstance(each, Product) and not each.pads_rows
+            for layer in self._layers
+            for each in (layer.qkv, layer.out, layer.gate_up, layer.down)
+        )
+        # By pools, which nothing here may keep, and shape of a step, those least recently used first.
+        self._programs: WeakKeyDictionary[KvCache, OrderedDict[object, tuple[Program, _Inputs]]] = WeakKeyDictionary()
+
+    def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The product behind attention or gating, over all that was split."""
+        return product
+
+    def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The head's product, of the whole vocabulary."""
+        return product
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
-        decoder, layers = self._decoder, self._layers
-        reads = self._reads(plan, cache.block_size)
-        stream = decoder.embed(plan.input_ids)[0]
-        if decoder.embed_factor != 1:
-            stream *= decoder.embed_factor
-        rotations = decoder.rotations(plan.position_ids)
-        keys, _ = cache.layer(0)
-        # Where keys and values of each row go in the pools of a layer, in elements.
-        places = plan.slots[0] * keys.stride(0) + plan.slots[1] * keys.stride(1)
-        factor = decoder.residual_factor
-        normed = add_norm(stream, None, 0.0, None, layers[0].norms.before_attention)
-        for index, layer in enumerate(layers):
-            following = layers[index + 1].norms.before_attention if index + 1 < len(layers) else None
-            heads = layer.qkv(normed).view(len(stream), -1, cache.geometry.head_size)
-            attended = self._attend(index, layer, heads, rotations, places, cache, reads[index])
-            normed = add_norm(
-                stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
-            )
-            fed = layer.down(layer.gate_up(normed))
-            normed = add_norm(stream, fed, factor, layer.norms.after_feed_forward, following)
+        decoder = self._decoder
+        stream = self._layers_of(self._inputs(plan, cache), cache)
         rows = torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64)
         logits: torch.Tensor = self._head(add_norm(stream[rows], None, 0.0, None, decoder.norm))
         if decoder.logits_scale != 1:
@@ -79,23 +117,64 @@ class FusedDecoder:
             logits = logits.div_(decoder.logits_cap).tanh_().mul_(decoder.logits_cap)
         return logits
 
-    def _attend(
-        self,
-        index: int,
-        layer: _Layer,
-        heads: torch.Tensor,
-        rotations: dict[str, tuple[torch.Tensor, torch.Tensor]],
-        places: torch.Tensor,
-        cache: KvCache,
-        reads: PagedReads,
-    ) -> torch.Tensor:
-        """`heads` `[T, query + key + value heads, head_size]` to `[T, num_heads * head_size]`."""
-        rotation = None if layer.rope is None else rotations[layer.rope]
-        rotate(heads, self._num_heads, rotation, layer.norms.query, layer.norms.key, places, *cache.layer(index))
-        return step_attention(cache, index, heads[:, : self._num_heads[0]], reads, layer.scores)
-
-    def _reads(self, plan: CpuAttentionPlan, block_size: int) -> list[PagedReads]:
-        """By layer. Layers with the same window share theirs."""
+    def _inputs(self, plan: CpuAttentionPlan, cache: KvCache) -> _Inputs:
+        decoder = self._decoder
+        stream = decoder.embed(plan.input_ids)[0]
+        if decoder.embed_factor != 1:
+            stream *= decoder.embed_factor
+        keys, _ = cache.layer(0)
+        places = plan.slots[0] * keys.stride(0) + plan.slots[1] * keys.stride(1)
         windows = [plan.effective_window(layer.scores.window) for layer in self._layers]
-        found = {each: paged_reads(plan.rows, plan.shared, plan.members, block_size, each) for each in {*windows}}
-        return [found[window] for window in windows]
+        heads, kv_heads = self._num_heads
+        # Two for each thread, so that they end together.
+        least = -(-2 * torch.get_num_threads() // kv_heads)
+        reads = {
+            each: paged_reads(plan.rows, plan.shared, plan.members, cache.block_size, each, heads // kv_heads, least)
+            for each in {*windows}
+        }
+        return _Inputs(stream, decoder.rotations(plan.position_ids), places, windows, reads)
+
+    def _layers_of(self, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
+        """The stream behind all layers, which the next call may overwrite."""
+        if not self._recordable or len(inputs.stream) > RECORDED_ROWS or inputs.has_chunks:
+            self._compute(inputs, cache)
+            return inputs.stream
+        programs = self._programs.setdefault(cache, OrderedDict())
+        key = (torch.get_num_threads(), *inputs.shape)
+        recorded = programs.pop(key, None)
+        if recorded is None:
+            program = Program()
+            with program.recorded():
+                self._compute(inputs, cache, program)
+            recorded = program, inputs
+            if len(programs) >= MOST_PROGRAMS:
+                programs.popitem(last=False)
+        else:
+            recorded[1].copy_(inputs)
+        programs[key] = recorded
+        recorded[0].run()
+        return recorded[1].stream
+
+    def _compute(self, inputs: _Inputs, cache: KvCache, program: Program | None = None) -> None:
+        """All layers, on the stream in place."""
+        layers, stream, factor = self._layers, inputs.stream, self._decoder.residual_factor
+        normed = add_norm(stream, None, 0.0, None, layers[0].norms.before_attention)
+        for index, layer in enumerate(layers):
+            if program is not None:
+                program.next_part()
+            following = layers[index + 1].norms.before_attention if index + 1 < len(layers) else None
+            heads = layer.qkv(normed).view(len(stream), -1, cache.geometry.head_size)
+            attended = self._attend(index, layer, heads, inputs, cache)
+            normed = add_norm(
+                stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
+            )
+            fed = layer.down(layer.gate_up(normed))
+            normed = add_norm(stream, fed, factor, layer.norms.after_feed_forward, following)
+
+    def _attend(self, index: int, layer: _Layer, heads: torch.Tensor, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
+        """`heads` `[T, query + key + value heads, head_size]` to `[T, num_heads * head_size]`."""
+        rotation = None if layer.rope is None else inputs.rotations[layer.rope]
+        norms, pools = layer.norms, cache.layer(index)
+        rotate(heads, self._num_heads, rotation, norms.query, norms.key, inputs.places, *pools)
+        reads = inputs.reads[inputs.windows[index]]
+        return step_attention(cache, index, heads[:, : self._num_heads[0]], reads, layer.scores)

@@ -1,4 +1,4 @@
-"""What the rows of one step read straight from the block pool, for the compiled loops of attention."""
+"""Reads of the rows of one step straight from the block pool, for the compiled loops of attention."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from pagekv.executor.cpu.attention_plan import Row, SharedPrefix
+from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix
 
-# Rows of a run at most. Their sums should stay in a core's cache, and panels of keys are laid out once for all of them.
-RUN_ROWS = 128
+# Queries of a run at most, over one KV head. Their sums should stay in a core's cache, and panels of keys are laid out
+# once for all of them.
+RUN_QUERIES = 256
+# Rows of a run that are not divided among more threads.
+LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PagedDecodes:
     """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
-    `tables[offsets[i]:offsets[i + 1]]`. All int64.
+    `tables[offsets[i]:offsets[i + 1]]`; what is behind them in `tables` means nothing. All int64.
     """
 
     first: int
@@ -27,6 +30,14 @@ class PagedDecodes:
     offsets: torch.Tensor
     begins: torch.Tensor
     ends: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.tables, self.offsets, self.begins, self.ends
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.first, self.last, len(self.tables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,14 @@ class PagedRuns:
     # Rows of the longest run.
     most_rows: int
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.firsts, self.offsets, self.rows, self.begins, self.ends, self.tables
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.firsts), len(self.rows), len(self.tables), self.most_rows
+
 
 @dataclass(frozen=True, slots=True)
 class PagedReads:
@@ -55,6 +74,23 @@ class PagedReads:
     chunks: PagedRuns | None
     decodes: PagedDecodes | None
     prefixes: list[PagedRuns]
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """Equal for reads that differ in the content of tensors alone."""
+        chunks = None if self.chunks is None else self.chunks.shape
+        decodes = None if self.decodes is None else self.decodes.shape
+        return chunks, decodes, *(prefix.shape for prefix in self.prefixes)
+
+    def copy_(self, other: PagedReads) -> None:
+        """Takes the content of reads of the same shape."""
+        for mine, theirs in zip(self._parts, other._parts, strict=True):
+            for tensor, new in zip(mine.tensors, theirs.tensors, strict=True):
+                tensor.copy_(new)
+
+    @property
+    def _parts(self) -> list[PagedRuns | PagedDecodes]:
+        return [part for part in (self.chunks, self.decodes, *self.prefixes) if part is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +104,30 @@ class _Reader:
 
 
 def paged_reads(
-    rows: Sequence[Row], prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size: int, window: int | None
+    rows: Sequence[ScheduledRows],
+    prefixes: Sequence[SharedPrefix],
+    members: Sequence[ScheduledRows],
+    block_size: int,
+    window: int | None,
+    group: int,
+    least_runs: int,
 ) -> PagedReads:
-    """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread."""
+    """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread.
+    `group`: query heads to a KV head. There are `least_runs` runs of chunks, and of prefixes, where rows suffice.
+    """
+    most = max(1, RUN_QUERIES // group)
     if window is not None:
         prefixes = ()
     chunks = [_chunk(row, block_size, window) for row in rows if row.item.count > 1]
     decodes = [row for row in rows if row.item.count == 1]
     return PagedReads(
-        _runs(chunks) if chunks else None,
+        _runs(chunks, most, least_runs) if chunks else None,
         _decodes(decodes, block_size, window) if decodes else None,
-        [_runs(level) for level in _levels(prefixes, members, block_size)],
+        [_runs(level, most, least_runs) for level in _levels(prefixes, members, block_size)],
     )
 
 
-def _chunk(row: Row, block_size: int, window: int | None) -> _Reader:
+def _chunk(row: ScheduledRows, block_size: int, window: int | None) -> _Reader:
     start, count = row.item.start, row.item.count
     ends = np.arange(start + 1, start + count + 1)
     begins = np.full(count, row.shared * block_size) if window is None else np.maximum(ends - window, 0)
@@ -90,7 +135,7 @@ def _chunk(row: Row, block_size: int, window: int | None) -> _Reader:
     return _Reader(np.arange(row.first, row.first + count), begins, ends, blocks)
 
 
-def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size: int) -> list[list[_Reader]]:
+def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], block_size: int) -> list[list[_Reader]]:
     """Prefixes that no row has two of, together: each is in the first level where none of its members is."""
     levels: list[tuple[set[int], list[_Reader]]] = []
     for prefix in prefixes:
@@ -107,14 +152,18 @@ def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[Row], block_size
     return [readers for _, readers in levels]
 
 
-def _runs(readers: Sequence[_Reader]) -> PagedRuns:
-    """Readers in runs of RUN_ROWS, the ones with most to do first: threads that take them in turn end together."""
+def _runs(readers: Sequence[_Reader], most: int, least_runs: int) -> PagedRuns:
+    """Readers in runs of at most so many rows, the ones with most to do first: threads that take them in turn end
+    together.
+    """
+    while most > LEAST_ROWS and sum(-(-len(reader.rows) // most) for reader in readers) < least_runs:
+        most //= 2
     tables = list(chain.from_iterable(reader.blocks for reader in readers))
     starts = np.cumsum([0, *(len(reader.blocks) for reader in readers)])
     pieces = [
-        (int(start), reader, slice(low, min(low + RUN_ROWS, len(reader.rows))))
+        (int(start), reader, slice(low, min(low + most, len(reader.rows))))
         for start, reader in zip(starts, readers, strict=False)
-        for low in range(0, len(reader.rows), RUN_ROWS)
+        for low in range(0, len(reader.rows), most)
     ]
     pieces.sort(key=lambda piece: _work(*piece[1:]), reverse=True)
     firsts = np.cumsum([0, *(places.stop - places.start for _, _, places in pieces)])
@@ -128,7 +177,7 @@ def _runs(readers: Sequence[_Reader]) -> PagedRuns:
         joined("rows"),
         joined("begins"),
         joined("ends"),
-        torch.tensor(tables),
+        _padded(tables),
         max(after - before for before, after in pairwise(firsts.tolist())),
     )
 
@@ -138,11 +187,18 @@ def _work(reader: _Reader, places: slice) -> int:
     return int((reader.ends[places] - reader.begins[places]).sum())
 
 
-def _decodes(rows: Sequence[Row], block_size: int, window: int | None) -> PagedDecodes:
+def _decodes(rows: Sequence[ScheduledRows], block_size: int, window: int | None) -> PagedDecodes:
     ends = np.array([row.item.start + 1 for row in rows])
     begins = np.array([row.shared * block_size for row in rows]) if window is None else np.maximum(ends - window, 0)
     tables = [row.item.state.block_table[: row.item.start // block_size + 1] for row in rows]
     offsets = np.cumsum([0, *map(len, tables)])
     first = rows[0].first
-    arrays = (np.array(list(chain(*tables))), offsets, begins, ends)
-    return PagedDecodes(first, first + len(rows), *map(torch.from_numpy, arrays))
+    arrays = map(torch.from_numpy, (offsets, begins, ends))
+    return PagedDecodes(first, first + len(rows), _padded(list(chain.from_iterable(tables))), *arrays)
+
+
+def _padded(tables: list[int]) -> torch.Tensor:
+    """Zeros behind them up to a power of two, so that shapes repeat from step to step."""
+    found = np.zeros(1 << (len(tables) - 1).bit_length(), np.int64)
+    found[: len(tables)] = tables
+    return torch.from_numpy(found)

@@ -14,6 +14,7 @@ from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field
 from pagekv.executor.model.description import StepProfile, num_blocks, prompt_lengths, prompt_step
 from pagekv.executor.model.loading import BlockGeometry, LoadedModel
+from pagekv.executor.model.tensor_parallel import Shards
 
 # Bytes that one round of `measure_swap_rates` copies each way, and rounds that count.
 SWAP_BYTES = 8 * 2**20
@@ -40,25 +41,29 @@ def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, i
     return int(copied / best[CopyDirection.SWAP_OUT]), int(copied / best[CopyDirection.SWAP_IN])
 
 
-def profile_step(forward: StepForward, loaded: LoadedModel, block_size: int, token_budget: int) -> StepProfile:
+def profile_step(
+    forward: StepForward, loaded: LoadedModel, block_size: int, token_budget: int, shards: Shards | None = None
+) -> StepProfile:
     """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call."""
     # First calls set things up; they are not what is measured.
-    _run_prompts(forward, loaded, block_size, min(token_budget, 16))
+    _run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)
     # VmHWM starts again from here; where that is refused, the peak of loading counts, which errs on caution.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status")
     before = kib_field(status, "VmRSS")
     begin = time.perf_counter()
-    pool_bytes = _run_prompts(forward, loaded, block_size, token_budget)
+    pool_bytes = _run_prompts(forward, loaded, block_size, token_budget, shards)
     seconds = time.perf_counter() - begin
     growth = max(0, kib_field(status, "VmHWM") - before - pool_bytes)
     return StepProfile(growth, int(token_budget / seconds))
 
 
-def _run_prompts(forward: StepForward, loaded: LoadedModel, block_size: int, num_tokens: int) -> int:
+def _run_prompts(
+    forward: StepForward, loaded: LoadedModel, block_size: int, num_tokens: int, shards: Shards | None
+) -> int:
     """Runs one step and returns the bytes of its pool."""
     lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
     cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
-    run_step(forward, cache, prompt_step(lengths, block_size, Sampling()))
+    run_step(forward, cache, prompt_step(lengths, block_size, Sampling()), shards)
     return cache.device.nbytes

@@ -20,6 +20,7 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
+from pagekv.executor.cuda.choose_forward import load_forward
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import serving_variant
 from pagekv.executor.cuda.pools import KvPools
@@ -54,10 +55,11 @@ class CudaBackend:
         memory_share: float = 0.9,
         max_sequences: int = 1024,
         graphs: bool = True,
+        fused: bool = True,
     ) -> None:
         """`dtype`: auto (as the weights are stored), float32, float16 or bfloat16. `kv_dtype`: auto (as the weights) or
         fp8 (e4m3). `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available after profiling.
-        `graphs`: record decode steps as CUDA graphs.
+        `graphs`: record decode steps as CUDA graphs. `fused`: compute models that are known in fused layers.
 
         Raises as `load_model`, and ValueError for a model that no kernel serves.
         """
@@ -65,17 +67,22 @@ class CudaBackend:
         fingerprint = model_fingerprint(model_path)
         stored = read_model_files(model_path)
         weights, kept = served_dtypes(model_path, stored, dtype, kv_dtype)
-        self._loaded = loaded = _load(model_path, stored, weights, device)
-        geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
-        device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
+
+        def load() -> LoadedModel:
+            loaded = _load(model_path, stored, weights, device)
+            geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
+            device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
+            return loaded
+
+        self._loaded, self.forward = load_forward(load, device, fused=fused)
         self._graphs = graphs
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
             backend="cuda",
             model_id=model_id,
             fingerprint=fingerprint,
-            loaded=loaded,
-            geometry=geometry,
+            loaded=self._loaded,
+            geometry=replace(self._loaded.geometry, dtype=getattr(torch, kept)),
             max_sequences=max_sequences,
             kv_memory=kv_memory,
             memory_share=memory_share,
@@ -119,7 +126,7 @@ class CudaBackend:
         lengths = prompt_lengths(token_budget, self._loaded.max_model_len, max_sequences)
         wide = [1] * min(token_budget, max_sequences)
         pools = KvPools(self._info.geometry, block_size, max(len(wide), num_blocks(lengths, block_size)), device)
-        runner = StepRunner(self._loaded, pools, device, max_sequences, self._graphs)
+        runner = StepRunner(self._loaded, self.forward, pools, device, max_sequences, self._graphs)
 
         def run(prompts: list[int]) -> float:
             begin = time.perf_counter()
@@ -148,7 +155,7 @@ class CudaBackend:
             )
         pools = KvPools(self._info.geometry, block_size, num_device_blocks, self._device)
         try:
-            runner = StepRunner(self._loaded, pools, self._device, self._info.max_sequences, self._graphs)
+            runner = StepRunner(self._loaded, self.forward, pools, self._device, self._info.max_sequences, self._graphs)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
         # Last, since memory that is still pinned must not be freed.

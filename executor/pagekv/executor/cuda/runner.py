@@ -12,12 +12,13 @@ import torch
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Scheduled, SequenceState
 from pagekv.executor.cuda.device import CudaDevice
+from pagekv.executor.cuda.forward import DeviceForward
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, next_power, padded_batch
-from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
+from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.sampler import Logprobs, SamplingInputs, sample
 from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyTable, StepInputs, build_inputs
-from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows, forward
+from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention_plan import GraphKey, HostPlan
 from pagekv.kernels.decode_plan import DecodeWork, Ints
@@ -30,9 +31,15 @@ class StepRunner:
     """One model over one pair of pools. Lives as long as the pools."""
 
     def __init__(
-        self, loaded: LoadedModel, pools: KvPools, device: CudaDevice, max_sequences: int, graphs: bool = True
+        self,
+        loaded: LoadedModel,
+        forward: DeviceForward,
+        pools: KvPools,
+        device: CudaDevice,
+        max_sequences: int,
+        graphs: bool = True,
     ) -> None:
-        self._loaded, self.pools, self._device = loaded, pools, device
+        self._loaded, self._model, self.pools, self._device = loaded, forward, pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
         self.graphs = GraphCache(device, graphs)
         where = device.torch_device
@@ -134,13 +141,7 @@ class StepRunner:
         ids = self._input(host, "input_ids", (num_rows,))
         fed = self._last_tokens[self._input(host, "device_indices", (num_rows,)).long()]
         positions = self._input(host, "positions", (num_rows,))
-        return forward(
-            self._loaded.model,
-            torch.where(ids < 0, fed, ids).long()[None],
-            positions.long()[None],
-            rows,
-            KernelAttention(self.attention, plan),
-        )
+        return self._model.logits(torch.where(ids < 0, fed, ids), positions, rows, self.attention, plan)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory, enqueued."""

@@ -168,6 +168,8 @@ def _norm(module: Any, more: float) -> RmsNorm:
 
 
 def _linear(module: Any) -> Linear:
+    # Of a model that is split over ranks: this rank's.
+    module = getattr(module, "shard", module)
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
 

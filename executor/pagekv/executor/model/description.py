@@ -123,7 +123,7 @@ class ModelBackendInfo:
             model_id=self.model_id,
             model_fingerprint=self.fingerprint,
             num_layers=geometry.num_layers,
-            num_kv_heads=geometry.num_kv_heads,
+            num_kv_heads=loaded.model_kv_heads,
             head_size=geometry.head_size,
             kv_dtype=str(geometry.dtype).removeprefix("torch."),
             vocab_size=loaded.vocab_size,

@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from pagekv.common.phases import Phase, phase
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
+from pagekv.executor.model.tensor_parallel import Shards, split_plan, take_shards
 from pagekv.executor.model.transformers_import import without_compiler
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
@@ -41,6 +42,8 @@ class LoadedModel:
     model: PreTrainedModel
     geometry: BlockGeometry
     num_heads: int
+    # Of the whole model, of which a rank has some.
+    model_kv_heads: int
     # By layer.
     scores: tuple[Scores, ...]
     vocab_size: int
@@ -50,16 +53,18 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
 
 
-def load_model(directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> LoadedModel:
+def load_model(
+    directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu", shards: Shards | None = None
+) -> LoadedModel:
     """Loads a causal language model in Hugging Face format: config.json and safetensors, mapped and not copied where
-    device and element type allow.
+    device and element type allow. `shards`: of a model that is split, the part of this rank, called by all ranks alike.
 
     Raises ValueError, naming the model and what to do, when it cannot be served exactly; OSError when files are
     missing.
     """
     transformers_logging.disable_progress_bar()
     with phase("loading the weights") as loading, _progress_of(loading):
-        return _load(directory, dtype, device)
+        return _load(directory, dtype, device, shards)
 
 
 @contextmanager
@@ -89,7 +94,7 @@ def _progress_of(loading: Phase) -> Iterator[None]:
         set_hook(before)
 
 
-def _load(directory: Path, dtype: torch.dtype, device: torch.device | str) -> LoadedModel:
+def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shards: Shards | None) -> LoadedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
     # torch marks functions that initialise weights, too, when they are first called.
@@ -102,6 +107,7 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Lo
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            **(_split(directory, config, shards) if shards is not None else {}),
         )
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if absent:
@@ -109,6 +115,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Lo
             f"{directory}: the weights lack {len(absent)} tensors of the configuration, such as {absent[0]}; "
             "use a complete copy of the model"
         )
+    if shards is not None:
+        _take_shards(directory, model, shards)
     model.train(False).requires_grad_(False).to(device)
     # Some models look for padding in every batch, to warn of it, for which the host waits for the device. None here.
     model.config.pad_token_id = None
@@ -118,12 +126,41 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str) -> Lo
         model=model,
         geometry=BlockGeometry(len(calls), calls[0].num_kv_heads, calls[0].head_size, dtype),
         num_heads=calls[0].num_heads,
+        model_kv_heads=calls[0].num_kv_heads if shards is None else _num_kv_heads(text),
         scores=tuple(call.scores for call in calls),
         vocab_size=min(num_logits, model.get_input_embeddings().num_embeddings),
         num_logits=num_logits,
         max_model_len=_max_model_len(directory, text),
         eos_token_ids=_eos_token_ids(model, text, num_logits),
     )
+
+
+def _split(directory: Path, config: Any, shards: Shards) -> dict[str, Any]:
+    """How transformers splits the model. Raises ValueError for a family without a plan, or with one for other heads."""
+    text = config.get_text_config()
+    if not getattr(text, "base_model_tp_plan", None):
+        raise ValueError(
+            f"{directory}: transformers has no tensor-parallel plan for models of type {config.model_type!r}: serve it "
+            "with one rank, or another model"
+        )
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    plan = split_plan(_num_kv_heads(text), shards.size, text.base_model_tp_plan)
+    return {"distributed_config": DistributedConfig(tp_size=shards.size, tp_plan=plan or "auto")}
+
+
+def _take_shards(directory: Path, model: PreTrainedModel, shards: Shards) -> None:
+    text = model.config.get_text_config()
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    try:
+        take_shards(model, shards, _num_kv_heads(text), size)
+    except ValueError as error:
+        raise ValueError(f"{directory}: {type(model).__name__} cannot be split: {error}; use another model") from error
+
+
+def _num_kv_heads(text: Any) -> int:
+    found: int = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    return found
 
 
 def _refuse_unsupported(directory: Path, config: Any) -> None:

@@ -25,9 +25,14 @@ def check_cpu_dtype(dtype: str) -> None:
         )
 
 
-def check_cpu_start(directory: Path, dtype: str, kv_memory: int) -> None:
-    """Raises ValueError where `CpuBackend` would, as far as config.json shows."""
+def check_cpu_start(directory: Path, dtype: str, kv_memory: int, ranks: int = 1) -> None:
+    """Raises ValueError where `CpuBackend` would, as far as config.json shows. `ranks` split the model."""
     check_cpu_dtype(dtype)
+    heads = read_model_files(directory).num_heads
+    if ranks > 1 and heads and heads % ranks:
+        raise ValueError(
+            f"WORLD_SIZE {ranks}: must divide the {heads} query heads of {directory}, so that each rank has as many"
+        )
     check_kv_memory(directory, read_model_files(directory), CPU_ELEMENT_BYTES[dtype], kv_memory)
 
 

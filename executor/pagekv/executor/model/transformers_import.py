@@ -20,11 +20,12 @@ _COMPILER = "torch._dynamo"
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
 
 
-def import_transformers() -> None:
+def import_transformers(*, whole: bool = False) -> None:
     """Imports what models are made of. To be called before transformers is imported in another way: afterwards it
-    changes nothing. If a version of transformers asks for more than marks, the next import loads all of it.
+    changes nothing. If a version of transformers asks for more than marks, the next import loads all of it. `whole`:
+    nothing is left out, for models that are split over ranks.
     """
-    if "transformers.modeling_utils" in sys.modules:
+    if "transformers.modeling_utils" in sys.modules or whole:
         return
     with without_compiler(), _not_distributed(), suppress(Exception):
         for name in _MODULES:

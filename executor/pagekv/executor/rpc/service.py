@@ -66,13 +66,13 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         try:
             async for data in requests:
                 if len(data) <= SMALL_BYTES:
-                    step = wire.step(pb.StepRequest.FromString(data))
+                    step = wire.step(pb.StepRequest.FromString(data), data)
                 else:
                     await asyncio.sleep(0)  # gRPC has copied the message in this turn
                     request = await wire.read_step(
                         data, session.limits, lambda epoch: session.check_epoch(stream, epoch)
                     )
-                    step = await wire.large_step(request)
+                    step = await wire.large_step(request, data)
                 await session.submit(stream, step)
             session.finish_input(stream)
         except DecodeError as error:

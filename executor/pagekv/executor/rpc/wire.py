@@ -47,14 +47,23 @@ def attach_order(message: pb.AttachRequest) -> AttachOrder:
     return AttachOrder(**{**values, "required_features": tuple(message.required_features)})
 
 
-def step(message: pb.StepRequest) -> Step:
-    """The step a message asks for. Raises InvalidRequest where a field of it is not known."""
+def step(message: pb.StepRequest, encoded: bytes = b"") -> Step:
+    """The step a message asks for, and the bytes that it came in. Raises InvalidRequest where a field of it is not
+    known.
+    """
     check_known(message, "R35")
-    return _step(message, [_new_sequence(new) for new in message.new_seqs])
+    return _step(message, [_new_sequence(new) for new in message.new_seqs], encoded)
 
 
-async def large_step(message: pb.StepRequest) -> Step:
-    """The step that a message of `read_step` asks for, with turns of the event loop between its new sequences."""
+def decoded_step(data: bytes) -> Step:
+    """The step in bytes that another rank has found good."""
+    return step(pb.StepRequest.FromString(data))
+
+
+async def large_step(message: pb.StepRequest, encoded: bytes = b"") -> Step:
+    """The step that a message of `read_step` asks for, and the bytes that it came in, with turns of the event loop
+    between its new sequences.
+    """
     new_seqs: list[SequenceState] = []
     ids = 0
     for new in message.new_seqs:
@@ -63,10 +72,10 @@ async def large_step(message: pb.StepRequest) -> Step:
             await asyncio.sleep(0)
         new_seqs.append(_new_sequence(new))
         ids += SEQUENCE_IDS + len(new.token_ids) + len(new.block_ids)
-    return _step(message, new_seqs)
+    return _step(message, new_seqs, encoded)
 
 
-def _step(message: pb.StepRequest, new_seqs: list[SequenceState]) -> Step:
+def _step(message: pb.StepRequest, new_seqs: list[SequenceState], encoded: bytes) -> Step:
     return Step(
         epoch=message.epoch,
         step=message.step,
@@ -79,6 +88,7 @@ def _step(message: pb.StepRequest, new_seqs: list[SequenceState]) -> Step:
         append_blocks=list(message.append_blocks),
         scheduled_seqs=list(message.scheduled_seqs),
         scheduled_tokens=list(message.scheduled_tokens),
+        encoded=encoded,
     )
 
 
@@ -165,6 +175,7 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
         failed_seqs=report.failed,
         failed_reasons=[pb.SEQUENCE_FAILURE_NOT_A_NUMBER] * len(report.failed),
         threads=report.threads,
+        rank_us=report.rank_us,
     )
 
 

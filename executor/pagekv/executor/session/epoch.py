@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from pagekv.executor.backend.interface import (
     UNKNOWN_TOKEN,
@@ -16,9 +17,29 @@ from pagekv.executor.backend.interface import (
     Launch,
     SequenceState,
 )
+from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits, check_step
 from pagekv.executor.session.written_slots import WrittenSlots
+
+
+class OtherRanks(Protocol):
+    """The ranks that rank 0 leads, which do with each step what it does."""
+
+    def hand_on(self, epoch: int, limits: EpochLimits, step: Step) -> None:
+        """Sends them a step before rank 0 looks at it; called in the order of steps. Raises `RanksDiffer`."""
+        ...
+
+    def collected(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
+        """Compares a step of rank 0's with theirs, as far as they have come, but for the one before at least. Called in
+        the order of steps, by the thread that collects. Returns the microseconds that each rank worked on the latest
+        step that all have ended, by rank; empty where there is none. Raises `RanksDiffer`.
+        """
+        ...
+
+
+class RanksDiffer(Exception):
+    """A rank did with a step something else than rank 0; the message names rank and step."""
 
 
 @dataclass(slots=True)
@@ -41,6 +62,10 @@ class Epoch:
     failed: bool = False
     # perf_counter_ns at the end of the step before; 0: no step yet.
     last_end: int = 0
+    # Of rank 0 of a group.
+    ranks: OtherRanks | None = None
+    # Of each rank of a group.
+    digest: StateDigest | None = None
     written: WrittenSlots = field(init=False)
 
     def __post_init__(self) -> None:
@@ -51,6 +76,8 @@ class Epoch:
         touched; after any other exception, from the backend, state and memory are undefined: the epoch is over.
         """
         begin = time.perf_counter_ns()
+        if self.ranks is not None:
+            self.ranks.hand_on(self.epoch, self.limits, step)
         checked = check_step(step, self.epoch, self.next_step, self.live, self.limits, self.written)
         live, scheduled = checked.live, checked.scheduled
         # In the order of the contract: finish, copy, enter, append.
@@ -64,6 +91,7 @@ class Epoch:
         self.live = live
         for seq_id, block in zip(step.append_seqs, step.append_blocks, strict=True):
             live[seq_id].block_table.append(block)
+        digest = self.digest.launched(step, live) if self.digest is not None else b""
         launch = self.backend.launch(scheduled) if scheduled else Finished({})
         sampling = []
         for item in scheduled:
@@ -73,7 +101,7 @@ class Epoch:
                 sampling.append((state, len(state.token_ids)))
                 state.token_ids.append(UNKNOWN_TOKEN)
         self.next_step += 1
-        return LaunchedStep(self, step.step, begin, checked.num_tokens, launch, sampling)
+        return LaunchedStep(self, step.step, begin, checked.num_tokens, launch, sampling, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +116,8 @@ class LaunchedStep:
     _launch: Launch
     # Sequences that sample, in the order they entered the epoch, and the index in `token_ids` of the new token.
     _sampling: list[tuple[SequenceState, int]]
+    # Of a group: that of the launched step.
+    _digest: bytes = b""
 
     @property
     def ready(self) -> bool:
@@ -114,14 +144,26 @@ class LaunchedStep:
         # A step launched while the one before ran begins when that one ends.
         end, last_end = time.perf_counter_ns(), self._epoch.last_end
         self._epoch.last_end = end
+        execute_us = (end - max(self._begin, last_end)) // 1000
+        digest = b""
+        rank_us: tuple[int, ...] = ()
+        if self._epoch.digest is not None:
+            digest = self._epoch.digest.collected(self._digest, ordered, failed)
+            # Backends whose ranks wait for each other say how long.
+            worked_us = max(0, execute_us - int(1e6 * getattr(self._launch, "waited_s", 0.0)))
+            rank_us = (worked_us,)
+            if self._epoch.ranks is not None:
+                rank_us = self._epoch.ranks.collected(self._step, digest, worked_us)
         return ExecutedStep(
             epoch=self._epoch.epoch,
             step=self._step,
             sampled=ordered,
             computed_tokens=self._num_tokens,
-            execute_us=(end - max(self._begin, last_end)) // 1000,
+            execute_us=execute_us,
             idle_us=max(0, self._begin - last_end) // 1000 if last_end else 0,
             failed=failed,
             # Backends need not say.
             threads=getattr(self._launch, "threads", 0),
+            rank_us=rank_us,
+            digest=digest,
         )

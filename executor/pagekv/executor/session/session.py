@@ -36,7 +36,8 @@ from pagekv.common.logs import Log
 from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend, BackendDescription
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
-from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.epoch import Epoch, LaunchedStep, OtherRanks
+from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.executor.session.step_stream import StepStream
@@ -68,6 +69,7 @@ class Session:
         self._clock_ns = clock_ns
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
+        self._ranks: OtherRanks | None = None
         self._closed = False
         # The latest by block size, so that `attach` need not wait for the worker thread to fence an epoch.
         self._descriptions: dict[int, BackendDescription] = {}
@@ -80,9 +82,9 @@ class Session:
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
-    def serve(self, backend: Backend) -> None:
-        """Answers calls from now on with a loaded backend."""
-        self._backend = backend
+    def serve(self, backend: Backend, ranks: OtherRanks | None = None) -> None:
+        """Answers calls from now on with a loaded backend; `ranks`: those that this process leads."""
+        self._backend, self._ranks = backend, ranks
 
     async def describe(self, block_size: int, token_budget: int, contract_revision: int = 0) -> BackendDescription:
         """The loaded model and measured memory, whatever the manager's revision. Raises InvalidRequest, or Unavailable
@@ -154,7 +156,14 @@ class Session:
             max_sequences=description.max_sequences,
             features=order.features,
         )
-        self._current = Epoch(self._last_epoch, order.manager_id, limits, backend)
+        self._current = Epoch(
+            self._last_epoch,
+            order.manager_id,
+            limits,
+            backend,
+            ranks=self._ranks,
+            digest=None if self._ranks is None else StateDigest(),
+        )
         log.info(
             "attached",
             manager=order.manager_id,

@@ -23,6 +23,8 @@ class Step:
     append_blocks: list[int] = field(default_factory=list)
     scheduled_seqs: list[int] = field(default_factory=list)
     scheduled_tokens: list[int] = field(default_factory=list)
+    # The message, to be handed on as it came; empty where it is not known.
+    encoded: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,3 +42,7 @@ class ExecutedStep:
     failed: list[int] = field(default_factory=list)
     # 0: the backend does not say.
     threads: int = 0
+    # Of a group: microseconds that each rank worked on a step, by rank.
+    rank_us: tuple[int, ...] = ()
+    # Of a group: what `StateDigest` makes of the epoch up to here.
+    digest: bytes = b""

@@ -86,7 +86,7 @@ class WorkerThread:
         return self._jobs.get()
 
     def _run(self, function: Callable[[], object]) -> object:
-        """What it returns; None where it raises."""
+        """Its result; None where it raises."""
         try:
             return function()
         except Exception:

@@ -112,7 +112,8 @@ struct Span {
 
     __device__ __forceinline__ static Span of(const Logits& logits, const PagedRows& rows, const Work& work) {
         i32 shortest = work.member(0).context, longest = shortest;
-        for (i32 i = 1; i < work.members; ++i) {
+        // Splits of several members are whole, so that only a window makes a difference between them.
+        for (i32 i = 1; PAGEKV_FEATURES && i < work.members; ++i) {
             shortest = min(shortest, work.member(i).context);
             longest = max(longest, work.member(i).context);
         }

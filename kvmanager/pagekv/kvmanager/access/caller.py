@@ -18,7 +18,9 @@ def tenant_of_call() -> str:
 
 def tenant_to_abort() -> str | None:
     """The tenant of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
-    requests of this tenant alone, not its own and not those of others that it may act for.
+    requests of this tenant alone, not its own and not those of others that it may act for, operators included.
     """
     known = caller.get()
-    return None if known is None or Role.OPERATE in known.roles else known.tenant
+    if known is None or (Role.OPERATE in known.roles and not known.acting):
+        return None
+    return known.tenant

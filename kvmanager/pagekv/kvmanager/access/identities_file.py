@@ -6,10 +6,7 @@ The file is read as a whole and checked field by field. Errors name the file and
 from __future__ import annotations
 
 import difflib
-import os
 import re
-import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +16,13 @@ from urllib.parse import urlsplit
 from pagekv.common.loopback import is_loopback
 from pagekv.kvmanager.access.certificates import normal_subject
 from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME, Identity, Role
+from pagekv.kvmanager.access.toml_file import TomlFileError, read_toml
 
-MAX_FILE_BYTES = 2**20
 MAX_IDENTITIES = 10_000
 MAX_TEXT_CHARACTERS = 1024
 MAX_LEEWAY_S = 300
 DEFAULT_LEEWAY_S = 60
 DEFAULT_ROLES_CLAIM = "roles"
-# Everything but reading and writing by the owner and reading by the group, which secrets of containers have.
-FORBIDDEN_MODE = 0o037
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 _KINDS = {dict: "a table", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
@@ -62,7 +57,7 @@ class Identities:
 def read_identities(path: Path) -> Identities:
     """The identities in a file. Raises IdentitiesError."""
     try:
-        document = _parse(_read(path))
+        document = read_toml(path, secret=True)
         _check_names("", document, ("keys", "certificates", "jwt"))
         keys, certificates = (_table(name, document.get(name, {})) for name in ("keys", "certificates"))
         count = len(keys) + len(certificates)
@@ -75,45 +70,8 @@ def read_identities(path: Path) -> Identities:
         if not count and jwt is None:
             raise IdentitiesError("must have one identity at least: a table [keys.NAME], [certificates.NAME] or [jwt]")
         return Identities(_read_keys(keys), _read_certificates(certificates), jwt)
-    except IdentitiesError as error:
+    except (IdentitiesError, TomlFileError) as error:
         raise IdentitiesError(f"{path}: {error}") from error
-
-
-def _read(path: Path) -> bytes:
-    """The bytes of a regular file that nobody else can change or read."""
-    try:
-        # Without O_NONBLOCK a named pipe would hold up the process here.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            # Of the file that was opened: the one at this path may be another a moment later.
-            found = os.fstat(file)
-            if not stat.S_ISREG(found.st_mode):
-                raise IdentitiesError("must be a regular file")
-            mode = stat.S_IMODE(found.st_mode)
-            if mode & FORBIDDEN_MODE:
-                raise IdentitiesError(
-                    f"must be closed to others, and to its group but for reading (chmod 640 or 600), has {mode:03o}"
-                )
-            with os.fdopen(file, "rb", closefd=False) as reader:
-                text = reader.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise IdentitiesError(f"cannot be read: {error.strerror}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise IdentitiesError(f"must have at most {MAX_FILE_BYTES} bytes")
-    return text
-
-
-def _parse(text: bytes) -> dict[str, Any]:
-    try:
-        return tomllib.loads(text.decode())
-    except UnicodeDecodeError as error:
-        raise IdentitiesError(f"must be UTF-8, has another byte at {error.start}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise IdentitiesError(f"must be TOML: {_one_line(str(error))}") from error
-    except RecursionError as error:
-        raise IdentitiesError("must be TOML of few levels") from error
 
 
 def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
@@ -281,7 +239,3 @@ def _quote(text: str) -> str:
 def _clip(name: str) -> str:
     """A name in a field's path: as it is, or quoted where it would not read as one."""
     return name if _NAME.fullmatch(name) else _quote(name)
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:200]

@@ -30,13 +30,14 @@ class Identity:
     """A caller that has proven its name. Names of tokens begin with `jwt:`, which names in files cannot.
 
     `tenant`: for whom its calls are made; "" makes it the name. `act_for`: the tenants that calls may name instead,
-    with the role ACT_FOR; ANY_TENANT among them means all.
+    with the role ACT_FOR; ANY_TENANT among them means all. `acting`: the call has named one.
     """
 
     name: str
     roles: frozenset[Role]
     tenant: str = ""
     act_for: frozenset[str] = frozenset()
+    acting: bool = False
 
     def __post_init__(self) -> None:
         if not self.tenant:

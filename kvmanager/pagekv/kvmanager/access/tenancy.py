@@ -29,4 +29,4 @@ def acting(known: Identity, named: Sequence[str]) -> Identity:
         raise InvalidRequest(TENANT, f"must be 1 to 64 characters of [A-Za-z0-9._-], got {tenant[:64]!r}")
     if not known.act_for & {ANY_TENANT, tenant}:
         raise PermissionDenied(f"{known.name} may not act for the tenant {tenant}")
-    return replace(known, tenant=tenant)
+    return replace(known, tenant=tenant, acting=True)

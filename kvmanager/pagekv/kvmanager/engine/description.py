@@ -29,6 +29,7 @@ _NUMBERS = {
     # --pipeline-depth is 2 at most, so no more are ever in flight.
     "max_steps_in_flight": (2, 2**31 - 1),
     "max_logprobs": (0, MAX_CANDIDATES),
+    "tensor_parallel_size": (0, 1024),
 }
 _TEXTS = {
     "model_id": r".{0,4096}",

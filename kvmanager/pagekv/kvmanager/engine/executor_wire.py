@@ -20,6 +20,7 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 # Twelve days: a step that is said to have taken longer is a lie, and sums of it would pass what a counter holds.
 MAX_US = 2**40
 MAX_THREADS = 65536
+MAX_RANKS = 1024
 # A probability of 1 may come out so much above it by rounding.
 MAX_LOGPROB = 1e-3
 # Block tables and copies of more blocks than this are packed by NumPy, which is faster from some hundreds on.
@@ -168,6 +169,9 @@ def step_result(message: pb.StepResult) -> StepResult:
             raise WrongAnswer(field, f"must be from 0 to {MAX_US} microseconds, got {value}")
     if message.threads > MAX_THREADS:
         raise WrongAnswer("threads", f"must be from 0 to {MAX_THREADS}, got {message.threads}")
+    ranks = tuple(message.rank_us)
+    if len(ranks) > MAX_RANKS or max(ranks, default=0) > MAX_US:
+        raise WrongAnswer("rank_us", f"must be at most {MAX_RANKS} numbers up to {MAX_US}, got {len(ranks)}")
     return StepResult(
         step=message.step,
         sampled_seq_ids=seq_ids,
@@ -178,6 +182,7 @@ def step_result(message: pb.StepResult) -> StepResult:
         idle_us=message.idle_us,
         failed=_failed(message) if message.failed_seqs or message.failed_reasons else {},
         threads=message.threads,
+        rank_us=ranks,
     )
 
 

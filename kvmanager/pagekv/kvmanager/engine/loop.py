@@ -138,6 +138,7 @@ class EngineLoop:
         config, state = self._config, self._state
         description = await link.describe(config.block_size, config.limits.max_batch_tokens)
         check_description(description)
+        self._totals.executor_rank_differences_total = description.rank_differences
         model = size_model(description, config)
         await link.attach(self._manager_id, model, description.layout, config.take_over)
         limits = size_limits(description, config, model)
@@ -239,6 +240,7 @@ class EngineLoop:
         totals.computed_tokens_total += result.computed_tokens
         totals.executor_busy_us_total += result.execute_us
         totals.executor_threads = result.threads
+        totals.executor_rank_us[:] = result.rank_us
         # Waiting for a step counts against the manager only where there was something to plan.
         totals.executor_idle_us_total += result.idle_us if self._work_left else 0
 

@@ -143,6 +143,8 @@ class StepResult:
     failed: dict[int, str] = field(default_factory=dict)
     # Of the executor's processor; 0: it does not say.
     threads: int = 0
+    # Of an executor that is a group of ranks: microseconds that each worked on a step, by rank.
+    rank_us: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,6 @@ The file is read as a whole and checked field by field. Errors name the file and
 from __future__ import annotations
 
 import difflib
-import os
-import stat
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,9 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME
+from pagekv.kvmanager.access.toml_file import TomlFileError, read_toml
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 
-MAX_FILE_BYTES = 2**20
 # Named ones and others together: each is a column of counters, and has blocks of its own.
 MAX_TENANTS = 1000
 MAX_NUMBER = 2**40
@@ -63,7 +60,7 @@ NO_FILE = TenantsFile(MappingProxyType({}), TenantLimits(), MappingProxyType({})
 def read_tenants(path: Path) -> TenantsFile:
     """The tenants in a file. Raises TenantsError."""
     try:
-        document = _parse(path)
+        document = read_toml(path)
         _check_names("", document, ("default", "tenants", "namespaces"))
         tables, shared = (_typed(name, document.get(name, {}), dict) for name in ("tenants", "namespaces"))
         if len(tables) > MAX_TENANTS:
@@ -80,34 +77,8 @@ def read_tenants(path: Path) -> TenantsFile:
             raise TenantsError("must have one tenant at least: a table [tenants.NAME] or [default]")
         namespaces = {name: _namespace(f"namespaces.{_named(name)}", table) for name, table in shared.items()}
         return TenantsFile(tenants, default, namespaces, str(path))
-    except TenantsError as error:
+    except (TenantsError, TomlFileError) as error:
         raise TenantsError(f"{path}: {error}") from error
-
-
-def _parse(path: Path) -> dict[str, Any]:
-    try:
-        # Without O_NONBLOCK a named pipe would hold up the process here.
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
-                raise TenantsError("must be a regular file")
-            with os.fdopen(file, "rb", closefd=False) as reader:
-                text = reader.read(MAX_FILE_BYTES + 1)
-        finally:
-            os.close(file)
-    except OSError as error:
-        raise TenantsError(f"cannot be read: {error.strerror}") from error
-    if len(text) > MAX_FILE_BYTES:
-        raise TenantsError(f"must have at most {MAX_FILE_BYTES} bytes")
-    try:
-        return tomllib.loads(text.decode())
-    except UnicodeDecodeError as error:
-        raise TenantsError(f"must be UTF-8, has another byte at {error.start}") from error
-    except RecursionError as error:
-        raise TenantsError("must be TOML of few levels") from error
-    except ValueError as error:
-        # Of any kind: Python refuses numbers of thousands of digits by an error of its own.
-        raise TenantsError(f"must be TOML: {_one_line(str(error))[:200]}") from error
 
 
 def _limits(field: str, value: Any) -> TenantLimits:
@@ -194,8 +165,3 @@ def _shown(value: Any) -> str:
         # Python writes no numbers of thousands of digits.
         return "a number that is too long to be shown"
     return text if len(text) <= 64 else f"{text[:64]}..."
-
-
-def _one_line(text: str) -> str:
-    """The text of an error, without control characters that it quotes from the file."""
-    return "".join(each if each.isprintable() else " " for each in text)

@@ -295,6 +295,8 @@ class DescribeResponse(google.protobuf.message.Message):
     MAX_STEPS_IN_FLIGHT_FIELD_NUMBER: builtins.int
     MAX_LOGPROBS_FIELD_NUMBER: builtins.int
     SAMPLER_FIELD_NUMBER: builtins.int
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: builtins.int
+    RANK_DIFFERENCES_FIELD_NUMBER: builtins.int
     model_id: builtins.str
     """Directory or hub id of the model, one line of at most 4096 characters; empty: there is none."""
     model_fingerprint: builtins.str
@@ -348,6 +350,12 @@ class DescribeResponse(google.protobuf.message.Message):
     token. "pagekv-1" is the sampler that DESIGN.md describes and whose test vectors it has; an executor that draws
     otherwise has another name, 1 to 64 characters of [a-z0-9.-].
     """
+    tensor_parallel_size: builtins.int
+    """Ranks that the model is split over, 1 to 1024: a group behind this one endpoint, in which block ids mean the same on
+    each. 0: as 1. Bytes of a block, and of the pools, are those of one rank, the smallest; num_kv_heads is the model's.
+    """
+    rank_differences: builtins.int
+    """Epochs that ended because a rank did with a step something else than the first one, since the executor started."""
     @property
     def versions(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """Versions of the parts, by name, at most 64; for people to read."""
@@ -387,8 +395,10 @@ class DescribeResponse(google.protobuf.message.Message):
         max_steps_in_flight: builtins.int = ...,
         max_logprobs: builtins.int = ...,
         sampler: builtins.str = ...,
+        tensor_parallel_size: builtins.int = ...,
+        rank_differences: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bytes_per_block", b"bytes_per_block", "contract_revision", b"contract_revision", "device_kv_bytes", b"device_kv_bytes", "device_to_host_bytes_per_s", b"device_to_host_bytes_per_s", "eos_token_ids", b"eos_token_ids", "features", b"features", "head_size", b"head_size", "host_kv_bytes", b"host_kv_bytes", "host_to_device_bytes_per_s", b"host_to_device_bytes_per_s", "kv_dtype", b"kv_dtype", "layout", b"layout", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "sampler", b"sampler", "versions", b"versions", "vocab_size", b"vocab_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["backend", b"backend", "bytes_per_block", b"bytes_per_block", "contract_revision", b"contract_revision", "device_kv_bytes", b"device_kv_bytes", "device_to_host_bytes_per_s", b"device_to_host_bytes_per_s", "eos_token_ids", b"eos_token_ids", "features", b"features", "head_size", b"head_size", "host_kv_bytes", b"host_kv_bytes", "host_to_device_bytes_per_s", b"host_to_device_bytes_per_s", "kv_dtype", b"kv_dtype", "layout", b"layout", "max_logprobs", b"max_logprobs", "max_model_len", b"max_model_len", "max_sequences", b"max_sequences", "max_steps_in_flight", b"max_steps_in_flight", "model_fingerprint", b"model_fingerprint", "model_id", b"model_id", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "prefill_tokens_per_s", b"prefill_tokens_per_s", "rank_differences", b"rank_differences", "sampler", b"sampler", "tensor_parallel_size", b"tensor_parallel_size", "versions", b"versions", "vocab_size", b"vocab_size"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 
@@ -708,6 +718,7 @@ class StepResult(google.protobuf.message.Message):
     FAILED_SEQS_FIELD_NUMBER: builtins.int
     FAILED_REASONS_FIELD_NUMBER: builtins.int
     THREADS_FIELD_NUMBER: builtins.int
+    RANK_US_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """As in the request."""
     step: builtins.int
@@ -745,6 +756,12 @@ class StepResult(google.protobuf.message.Message):
     def failed_reasons(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[global___SequenceFailure.ValueType]:
         """Column two: why, as many."""
 
+    @property
+    def rank_us(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Of a group: microseconds that each rank worked on the latest step that all have ended, without those in which it
+        waited for others, by rank. tensor_parallel_size of them, or none; for people to read.
+        """
+
     def __init__(
         self,
         *,
@@ -759,8 +776,9 @@ class StepResult(google.protobuf.message.Message):
         failed_seqs: collections.abc.Iterable[builtins.int] | None = ...,
         failed_reasons: collections.abc.Iterable[global___SequenceFailure.ValueType] | None = ...,
         threads: builtins.int = ...,
+        rank_us: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["computed_tokens", b"computed_tokens", "epoch", b"epoch", "execute_us", b"execute_us", "failed_reasons", b"failed_reasons", "failed_seqs", b"failed_seqs", "idle_us", b"idle_us", "logprobs", b"logprobs", "sampled_seqs", b"sampled_seqs", "sampled_tokens", b"sampled_tokens", "step", b"step", "threads", b"threads"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["computed_tokens", b"computed_tokens", "epoch", b"epoch", "execute_us", b"execute_us", "failed_reasons", b"failed_reasons", "failed_seqs", b"failed_seqs", "idle_us", b"idle_us", "logprobs", b"logprobs", "rank_us", b"rank_us", "sampled_seqs", b"sampled_seqs", "sampled_tokens", b"sampled_tokens", "step", b"step", "threads", b"threads"]) -> None: ...
 
 global___StepResult = StepResult
 

@@ -10,6 +10,7 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,7 +62,7 @@ def test_no_wait_is_so_long_that_a_signal_before_it_seems_lost(
     else:
         request.getfixturevalue("keyboard")
         monkeypatch.setattr(os, "read", lambda *_: b"")
-        monkeypatch.setattr(select, "select", lambda *_: ([0], [], []))
+        monkeypatch.setattr(select, "poll", lambda: Mock(poll=lambda _: [(0, select.POLLIN)]))
     monkeypatch.setattr(time, "monotonic", lambda: now)
     monkeypatch.setattr(time, "sleep", sleep)
     with Keys() as keys:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -56,6 +57,16 @@ def test_a_frame_has_rates_blocks_and_requests() -> None:
     assert "100: ■ 40 in use  ■ 40 cached  ■ 20 free  3 of these pinned" in text
     assert "20: ■ 2 held  ■ 5 cached  ■ 13 free" in text
     assert next(line for line in lines if "request-1" in line).split() == ["request-1", "running", "64", "48", "1", "5"]
+
+
+def test_a_group_of_ranks_shows_the_slowest() -> None:
+    of_one = drawn([rates_between(None, look(0.0))], look(0.0))
+    plain = look(0.0)
+    state = replace(plain, stats=replace(plain.stats, executor_rank_us=(9000, 12_500, 8000)))
+    lines = drawn([rates_between(None, state)], state)
+    (line,) = [line for line in lines if "slowest rank" in line]
+    assert line.split() == ["slowest", "rank", "12.5", "ms", "rank", "1", "of", "3", "4.5", "ms", "skew"]
+    assert not any("slowest rank" in line for line in of_one)
 
 
 def test_no_slots_are_filled_of_no_block() -> None:

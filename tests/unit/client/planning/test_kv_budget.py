@@ -161,7 +161,8 @@ def test_a_prefix_that_ends_with_a_block_is_shared_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_heads", "tp", "per_rank"), [(8, 1, 8), (8, 2, 4), (8, 8, 1), (8, 3, 8), (1, 4, 1), (8, 16, 1)]
+    ("kv_heads", "tp", "per_rank"),
+    [(8, 1, 8), (8, 2, 4), (8, 8, 1), (8, 3, 8), (1, 4, 1), (8, 16, 1), (6, 4, 3), (2, 3, 2)],
 )
 def test_kv_heads_are_sharded_or_replicated_over_ranks(kv_heads: int, tp: int, per_rank: int) -> None:
     assert shard_kv_heads(kv_heads, tp).kv_heads == per_rank

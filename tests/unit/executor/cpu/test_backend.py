@@ -138,7 +138,7 @@ def test_steps_are_computed_in_the_way_that_is_chosen(llama: Path, monkeypatch: 
     monkeypatch.setattr(backend._chooser, "choose", choose)
     monkeypatch.setattr(backend._chooser, "took", told.append)
 
-    def compute(forward: StepForward, cache: KvCache, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+    def compute(forward: StepForward, cache: KvCache, scheduled: list[Scheduled], _: None) -> dict[int, Sampled]:
         used.append(torch.get_num_threads())
         return run_step(forward, cache, scheduled)
 

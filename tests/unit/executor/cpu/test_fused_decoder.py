@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.executor.cpu_driver import prompts_of, save_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cpu import fused_decoder
 from pagekv.executor.cpu.forward import ModuleForward, StepForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.cpu.kv_cache import KvCache
@@ -75,6 +77,81 @@ def test_products_of_torch_and_a_step_that_samples_nothing(tmp_path: Path, monke
         cache = KvCache(loaded.geometry, 4, 3)
         with torch.inference_mode():
             assert way.logits(plan_step(cache, [Scheduled(state, 0, 5)]), cache).shape == (0, loaded.num_logits)
+
+
+def decodes(forward: StepForward, cache: KvCache, lengths: list[int], shared: int) -> torch.Tensor:
+    """Logits of one decode each behind so many tokens, the first `shared` blocks of which are everybody's."""
+    items = []
+    for index, length in enumerate(lengths):
+        own = range(8 + index * 8, 8 + index * 8 + 8)
+        table = [*range(shared), *own][: -(-(length + 1) // cache.block_size)]
+        tokens = [
+            5 + (3 * place + (0 if place < shared * cache.block_size else index)) % 60 for place in range(length + 1)
+        ]
+        items.append(Scheduled(SequenceState(index, tokens, length, table, length, Sampling()), length, 1))
+    return forward.logits(plan_step(cache, items), cache).clone()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_that_are_recorded_compute_the_same_numbers(
+    name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: kinds of steps in turns, over more kinds than are kept, then over other pools."""
+    save_model(name, tmp_path)
+    loaded = load_model(tmp_path, dtype)
+    forward = fused(loaded)
+    monkeypatch.setattr(fused_decoder, "MOST_PROGRAMS", 3)
+    # Sharing a single block is worth it.
+    monkeypatch.setattr("pagekv.executor.cpu.attention_plan.CALL_BYTES", 1)
+    threads = torch.get_num_threads()
+    for seed in range(2):
+        torch.manual_seed(seed)
+        cache = KvCache(loaded.geometry, 4, 64)
+        cache.device[:] = torch.randn(cache.device.shape)
+        kinds: list[tuple[list[int], int, int]] = [
+            ([9, 20, 30], 2, 2),
+            ([13, 21, 31], 2, 2),
+            ([9, 20], 0, 2),
+            ([10, 12, 14, 16, 18], 1, 1),
+            ([9, 20, 30], 2, 3),
+        ]
+        for lengths, shared, count in [*kinds, *reversed(kinds)]:
+            torch.set_num_threads(count)
+            found = []
+            # The second time runs what the first one recorded; the third records nothing.
+            for rows in (64, 64, 0):
+                monkeypatch.setattr(fused_decoder, "RECORDED_ROWS", rows)
+                found.append(decodes(forward, cache, lengths, shared))
+            assert found[0].isfinite().all()
+            assert torch.equal(found[0], found[2])
+            assert torch.equal(found[1], found[2])
+    torch.set_num_threads(threads)
+    # The first pools are gone, and with them what was recorded over them.
+    gc.collect()
+    assert [*forward._programs] == [cache]
+    assert len(forward._programs[cache]) == 3
+
+
+@torch.inference_mode()
+def test_queries_keys_and_values_of_a_row_may_be_as_long_as_the_row(tmp_path: Path) -> None:
+    """Rows that a layer leaves, and their product with the weights of the next one, have one shape then."""
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=512,
+        intermediate_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+    )
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, torch.float32)
+    expected = decodes(ModuleForward(loaded.model, pack=False), KvCache(loaded.geometry, 4, 64), [9, 20, 30], 0)
+    found = decodes(fused(loaded), KvCache(loaded.geometry, 4, 64), [9, 20, 30], 0)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_weights_are_taken_not_copied(tmp_path: Path) -> None:

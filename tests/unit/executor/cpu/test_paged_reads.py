@@ -9,7 +9,7 @@ import torch
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
-from pagekv.executor.cpu.paged_reads import RUN_ROWS, PagedReads, PagedRuns, paged_reads
+from pagekv.executor.cpu.paged_reads import RUN_QUERIES, PagedReads, PagedRuns, paged_reads
 
 BLOCK_SIZE = 4
 
@@ -21,7 +21,7 @@ def scheduled(seq_id: int, table: list[int], start: int, count: int) -> Schedule
 def planned(items: list[Scheduled], window: int | None) -> tuple[CpuAttentionPlan, PagedReads]:
     """Sharing a single block is worth it."""
     plan = CpuAttentionPlan(items, BLOCK_SIZE, 10**6, 2**20, torch.float32)
-    return plan, paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, window)
+    return plan, paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, window, 2, 1)
 
 
 def seen_by(runs: PagedRuns) -> dict[int, list[int]]:
@@ -29,7 +29,7 @@ def seen_by(runs: PagedRuns) -> dict[int, list[int]]:
     found: dict[int, list[int]] = defaultdict(list)
     for number, offset in enumerate(runs.offsets.tolist()):
         places = slice(int(runs.firsts[number]), int(runs.firsts[number + 1]))
-        assert 0 < places.stop - places.start <= min(runs.most_rows, RUN_ROWS)
+        assert 0 < places.stop - places.start <= min(runs.most_rows, RUN_QUERIES // 2)
         for ordered in (runs.begins[places], runs.ends[places]):
             assert ordered.tolist() == sorted(ordered.tolist())
         for place in range(places.start, places.stop):
@@ -115,3 +115,16 @@ def test_runs_with_more_to_do_come_first() -> None:
     assert reads.chunks.firsts.diff().tolist() == [128, 44, 128, 3]
     ends = [int(reads.chunks.ends[int(last) - 1]) for last in reads.chunks.firsts[1:]]
     assert ends == [256, 300, 128, 3]
+
+
+def test_few_runs_are_divided_among_threads_and_many_queries_make_short_ones() -> None:
+    plan, _ = planned([scheduled(1, list(range(100)), 0, 100)], None)
+    for group, least, lengths in ((2, 1, [100]), (2, 4, [32, 32, 32, 4]), (64, 1, [4] * 25), (300, 1, [1] * 100)):
+        reads = paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, None, group, least)
+        assert reads.chunks is not None
+        assert sorted(reads.chunks.firsts.diff().tolist()) == sorted(lengths)
+    # Rows of eight and fewer stay together.
+    plan, _ = planned([scheduled(1, list(range(100)), 0, 9)], None)
+    reads = paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, None, 2, 99)
+    assert reads.chunks is not None
+    assert sorted(reads.chunks.firsts.diff().tolist()) == [1, 8]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,8 @@ import torch
 from support.executor.cpu_driver import Driver, prompts_of, save_model
 from support.executor.cuda_host import host_backend, save_small_model
 
-from pagekv.executor.cuda.kernel_attention import KernelAttention
+from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.attention_plan import AttentionPlan
 
 
 @pytest.fixture(scope="module")
@@ -36,20 +36,19 @@ def test_head_sizes_without_a_kernel_are_refused(
         host_backend(tmp_path, **options)
 
 
-def test_rows_that_fill_a_graph_up_attend_to_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fused", [True, False])
+def test_rows_that_fill_a_graph_up_attend_to_nothing(llama: Path, monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
     """Three sequences in a graph of four rows, replayed: nothing behind attention reads unwritten memory."""
-    backend, seen = host_backend(llama, max_sequences=4, dtype="float32"), list[torch.Tensor]()
-    attend = KernelAttention.attend
+    backend = host_backend(llama, max_sequences=4, dtype="float32", fused=fused)
+    seen, attend = list[torch.Tensor](), PagedAttention.attend
 
-    def watch(self: KernelAttention, layer: int, query: torch.Tensor, *rest: Any) -> torch.Tensor:
-        out = attend(self, layer, query, *rest)
-        if query.shape[1] == 4:
+    def watch(self: PagedAttention, layer: int, query: Any, out: Any, plan: AttentionPlan) -> None:
+        out.fill_(torch.nan)
+        attend(self, layer, query, out, plan)
+        if len(query) == 4:
             seen.append(out)
-        return out
 
-    unwritten = SimpleNamespace(empty=lambda shape, **options: torch.full(shape, torch.nan, **options))
-    monkeypatch.setattr("pagekv.executor.cuda.kernel_attention.torch", unwritten)
-    monkeypatch.setattr(KernelAttention, "attend", watch)
+    monkeypatch.setattr(PagedAttention, "attend", watch)
     driver = Driver(backend, 16)
     driver.generate([driver.sequence(prompt) for prompt in prompts_of([3, 4, 250])], 4)
     assert backend.runner.graphs.num_replayed > 0

@@ -161,7 +161,7 @@ def test_bytes_that_are_no_step_of_this_contract_end_the_stream_after_good_resul
 
 
 def test_a_bug_in_reading_steps_is_internal_with_details(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(message: pb.StepRequest) -> Step:
+    def broken(message: pb.StepRequest, encoded: bytes) -> Step:
         raise KeyError("a bug")
 
     async def test(it: Served) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextvars
-from dataclasses import replace
 
 from pagekv.kvmanager.access.caller import caller, tenant_of_call, tenant_to_abort
 from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.tenancy import acting
 
 ALICE = Identity("alice", frozenset({Role.GENERATE}), "team-a")
 ALAN = Identity("alan", frozenset({Role.GENERATE}), "team-a")
@@ -52,10 +52,21 @@ def test_who_may_abort_whose() -> None:
 
 
 def test_a_gateway_ends_requests_of_the_tenant_that_it_names_alone() -> None:
-    for_a, for_bob = replace(GATEWAY, tenant="team-a"), replace(GATEWAY, tenant="bob")
+    for_a, for_bob = acting(GATEWAY, ["team-a"]), acting(GATEWAY, ["bob"])
     assert may_abort(for_a, for_a)
     assert may_abort(for_a, ALICE)
     assert may_abort(ALICE, for_a)
     assert not may_abort(for_a, for_bob)
     assert not may_abort(GATEWAY, for_a)
     assert not may_abort(for_a, GATEWAY)
+
+
+def test_an_operator_that_acts_for_a_tenant_ends_requests_of_this_tenant_alone() -> None:
+    both = Identity("root", frozenset({Role.OPERATE, Role.ACT_FOR}), act_for=frozenset({"*"}))
+    assert all(may_abort(both, each) for each in (ALICE, BOB))
+    for_a = acting(both, ["team-a"])
+    assert may_abort(for_a, ALICE)
+    assert not may_abort(for_a, BOB)
+    assert not may_abort(for_a, both)
+    # Its own tenant counts as any other once the call names it.
+    assert asked(acting(both, ["root"])) == ("root", "root")

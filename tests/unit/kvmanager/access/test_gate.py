@@ -170,7 +170,7 @@ def test_a_gateway_calls_for_the_tenant_that_it_names(entrance: Entrance) -> Non
     own, other = entrance.let_in((GENERATE, Call(gateway)), (GENERATE, Call(gateway, named)))
     assert own is not None
     assert (own.name, own.tenant) == ("gate", "gate")
-    assert other == replace(own, tenant="team-a")
+    assert other == replace(own, tenant="team-a", acting=True)
     (found,) = entrance.let_in(http_request("GET", "/api/requests", gateway, ("Pagekv-Tenant", "team-a")))
     assert found == other
     # An operator's call in the name of others says so.

@@ -11,13 +11,13 @@ import pytest
 from support.documentation import ROOT, fenced
 
 from pagekv.kvmanager.access.identities_file import (
-    MAX_FILE_BYTES,
     MAX_IDENTITIES,
     IdentitiesError,
     JwtSettings,
     read_identities,
 )
 from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES
 
 DIGEST = hashlib.sha256(b"the key").hexdigest()
 KEY = f'[keys.alice]\nsha256 = "{DIGEST}"\nroles = ["generate"]\n'

@@ -20,7 +20,7 @@ def test_a_call_that_names_none_is_for_the_callers_own(known: Identity) -> None:
 
 def test_a_tenant_of_the_list_is_named() -> None:
     found = acting(GATEWAY, ["b"])
-    assert found == Identity("gateway", GATEWAY.roles, "b", GATEWAY.act_for)
+    assert found == Identity("gateway", GATEWAY.roles, "b", GATEWAY.act_for, acting=True)
     # Frozen: the identity of the next call is as it was.
     assert GATEWAY.tenant == "gateway"
     assert acting(ANY, ["whoever.it-is_9"]).tenant == "whoever.it-is_9"

@@ -39,6 +39,7 @@ OUT_OF_BOUNDS: list[tuple[str, Any, str]] = [
     ("features", [1] * 65, "must have at most 64 entries, has 65"),
     ("max_steps_in_flight", 1, "must be from 2 to"),
     ("max_logprobs", 129, "must be from 0 to 128, got 129"),
+    ("tensor_parallel_size", 1025, "must be from 0 to 1024, got 1025"),
     ("sampler", "", r"must match \[a-z0-9.-\]\{1,64\}, got ''"),
     ("sampler", "Mine", "must match"),
 ]
@@ -51,8 +52,11 @@ def test_fields_have_bounds(field: str, value: Any, words: str) -> None:
 
 
 def test_every_field_is_held_to_bounds() -> None:
-    """But rates, any of which is one."""
-    rates = {"device_to_host_bytes_per_s", "host_to_device_bytes_per_s", "prefill_tokens_per_s"}
+    """But rates and a count, of which any number is one."""
+    rates = {
+        *("device_to_host_bytes_per_s", "host_to_device_bytes_per_s", "prefill_tokens_per_s"),
+        "rank_differences",
+    }
     named = {field.name for field in pb.DescribeResponse.DESCRIPTOR.fields}
     assert {field for field, _, _ in OUT_OF_BOUNDS} == named - rates
     check_description(DESCRIPTION)

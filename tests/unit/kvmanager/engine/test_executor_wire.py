@@ -140,8 +140,10 @@ def test_a_result_with_log_probabilities() -> None:
             execute_us=6,
             idle_us=7,
             threads=65536,
+            rank_us=[9, 8],
         )
     )
+    assert result.rank_us == (9, 8)
     assert (result.step, result.sampled_seq_ids, result.sampled_tokens) == (3, [7, 8], [70, 80])
     assert result.logprobs == {8: TokenLogprobs(80, -0.5, ((81, -0.25), (80, -0.5)))}
     assert (result.computed_tokens, result.execute_us, result.idle_us, result.threads) == (5, 6, 7, 65536)
@@ -159,6 +161,8 @@ NAN_REASON = pb.SEQUENCE_FAILURE_NOT_A_NUMBER
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
+        ({"rank_us": [1] * 1025}, "rank_us: must be at most 1024 numbers"),
+        ({"rank_us": [2**41]}, "rank_us: must be at most 1024 numbers"),
         (
             {"sampled_seqs": [7]},
             r"sampled_tokens: must have as many .* sampled_seqs \(1\), has 2",

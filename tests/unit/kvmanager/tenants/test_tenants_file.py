@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.documentation import ROOT, fenced
 
+from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 from pagekv.kvmanager.tenants.tenants_file import (
-    MAX_FILE_BYTES,
     MAX_NUMBER,
     MAX_PRIORITY,
     MAX_TENANTS,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import get_args
@@ -148,9 +149,20 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
                          + (f", {now.executor_threads} threads" if now.executor_threads else "")
                          + f", busy {busy / max(busy + idle, 1):.1%}, {now.executor_restarts_total} restarts"),
+            *([("ranks", ranks_text(now.executor_rank_us, now.executor_rank_differences_total))]
+              if now.executor_rank_us else []),
         ],
     }  # fmt: skip  # laid out as a table
     return "\n".join(f"{terminal.bold(name)}\n{table(rows, indent='  ')}" for name, rows in groups.items())
+
+
+def ranks_text(rank_us: Sequence[int], differences: int) -> str:
+    """A line about the ranks of an executor: the work of each on a step, and which is the slowest."""
+    times = " ".join(f"{us / 1e3:.2f}" for us in rank_us)
+    slowest = max(range(len(rank_us)), key=rank_us.__getitem__)
+    skew = (max(rank_us) - min(rank_us)) / 1e3
+    differed = f", differed {differences} times" if differences else ""
+    return f"{len(rank_us)}: {times} ms a step, rank {slowest} the slowest, skew {skew:.2f} ms{differed}"
 
 
 def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -31,6 +31,7 @@ EXAMPLES = """\
   pagekv up
   pagekv up --model ~/models/Qwen3-0.6B --dtype bfloat16 --port 6000
   pagekv up --backend oracle --block-size 32 --http-port 8081
+  pagekv up --tp 2 --threads 1              # one model over two ranks
   pagekv up --gateway                       # also an OpenAI endpoint, http://127.0.0.1:8000/v1
   pagekv up --replicas 3 --policy cache_aware --threads 1 --kv-memory 256MiB
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
@@ -118,6 +119,8 @@ def add_stack_flags(parser: CommandParser) -> None:
         ("executor-args", _words, [], "ARGS", "any other flags of the executor, quoted"),
         ("manager-args", _words, [], "ARGS", "any other flags of the KV-manager, quoted"),
     )
+    words = "ranks that the model is split over, of one machine (pip install 'pagekv[ranks]') [1]"
+    add_flags(group, ("tp", integer(1, 64), 1, "N", words))
     parser.add_argument("--verbose", action="store_true", help="show the logs of both processes")
     add_flags(parser, ("start-timeout", number(1, 86400), 600.0, "S", "seconds to get ready [600]"))
 
@@ -152,6 +155,8 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
 
     if missing := _missing(args):
         raise UsageError(missing_words("serve", missing))
+    if args.tp > 1 and find_spec("torch") is None:
+        raise UsageError("--tp: torchrun, which starts the ranks, comes with torch: pip install 'pagekv[serve,ranks]'")
     gateway = _gateway(args)
     # Where it is not accepted the processes need not be told, unless the variable tells them otherwise.
     insecure = ["--insecure"] if accepted else []
@@ -182,6 +187,7 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         executor_port=executor_port,
         executor_args=[*executor_args, *vocabulary_args(executor_args, manager_args, os.environ)],
         replicas=getattr(args, "replicas", 1),
+        ranks=args.tp,
         gateway=gateway,
         manager_args=manager_args,
         certificates=None if certs is None else _certificates(certs, callers),

@@ -17,7 +17,7 @@ from numba import carray
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
-from pagekv.executor.cpu.native.openmp import bits_of, run
+from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.cpu.native.slots import lanes_of, score_slots, weigh_slots
 from pagekv.executor.cpu.paged_reads import PagedDecodes
 from pagekv.executor.model.attention_interface import Scores
@@ -49,7 +49,7 @@ def decode_attention(
     # Whole sequences stream best; where there are few, the heads of each go to several threads.
     parts = kv_heads if count < 4 * threads else 1
     # Of a thread: the weights of one block, and maximum, sum and query of every head.
-    scratch = torch.empty(threads, num_heads // parts * (pools.block_size + 3 + size))
+    scratch = empty(threads, num_heads // parts * (pools.block_size + 3 + size))
     run(
         _compiled(STORED[keys.dtype], group, size),
         (
@@ -61,6 +61,7 @@ def decode_attention(
             *(bits_of(scores.scale), bits_of(scores.cap or 0.0), scratch.data_ptr(), 4 * scratch.stride(0)),
             threads,
         ),
+        held=(query, out, lse, scratch, *decodes.tensors),
     )
 
 

@@ -32,6 +32,18 @@ def take_ticket(_typing: Any, address: Any) -> Any:
 
 
 @intrinsic
+def call(_typing: Any, address: Any, argument: Any) -> Any:
+    """Calls the function `void (void *)` at an address, int64, with another address."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), [builder.inttoptr(args[1], cgutils.voidptr_t)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def float_of_bits(_typing: Any, bits: Any) -> Any:
     """The float32 that these 32 bits mean."""
 

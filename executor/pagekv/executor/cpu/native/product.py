@@ -20,7 +20,7 @@ from numba import carray
 
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow
-from pagekv.executor.cpu.native.openmp import run
+from pagekv.executor.cpu.native.openmp import empty, run
 from pagekv.executor.cpu.native.tile import FLOAT32, bfloat16_sums, most_rows, panel_vectors, tile
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
@@ -52,6 +52,8 @@ class Product:
         self._columns = weight.shape[0] // parts
         wide = panel_vectors(lanes) * lanes
         self._depth = -(-weight.shape[1] // self._paired)
+        # Rows are copied first, in Python: calls of it cannot be recorded.
+        self.pads_rows = weight.shape[1] % self._paired > 0
         self._panels = _packed(weight, parts, wide // parts, self._depth, self._paired)
         self._bias = None
         if bias is not None:
@@ -64,7 +66,7 @@ class Product:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation."""
         count = len(rows)
-        out = torch.empty(count, self._columns, dtype=self._dtype)
+        out = empty(count, self._columns, dtype=self._dtype)
         if not count:
             return out
         padding = self._depth * self._paired - rows.shape[1]
@@ -75,7 +77,7 @@ class Product:
         # With fewer panels than keep all threads busy, rows are divided too.
         chunks = max(-(-count // CHUNK_ROWS), min(-(-count // self._most), 2 * threads // panels))
         # The sums of a tile for each thread; torch aligns to 64 bytes.
-        scratch = torch.empty(threads * self._tile_numbers)
+        scratch = empty(threads * self._tile_numbers)
         run(
             self._function,
             (
@@ -85,6 +87,7 @@ class Product:
                 *(scratch.data_ptr(), self._finish),
             ),
             alone=threads == 1,
+            held=(rows, self._panels, out, scratch),
         )
         return out
 

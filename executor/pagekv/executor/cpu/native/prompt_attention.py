@@ -4,7 +4,8 @@ several sequences share.
 Keys and values of a few blocks at a time are laid out as panels for `tile`, which multiplies all rows of a run with
 them; one softmax over a context whose keys come so is that of FlashAttention (arXiv:2205.14135), with a running maximum
 and sum. Panels begin at the same slots of a context whatever is computed together, so a row's numbers do not depend on
-that.
+that; but a value that is not a number, in a slot that some row of a run sees, reaches the rows of the run that see
+other slots of its panel.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from numba import carray
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
-from pagekv.executor.cpu.native.openmp import bits_of, run
+from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.cpu.native.tile import FLOAT32, most_rows, panel_vectors, tile
 from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.paged_reads import PagedRuns
@@ -60,7 +61,7 @@ def prompt_attention(
     tile_rows = most_rows(lanes, FLOAT32)
     numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + columns + 1)
     numbers = -(-numbers // 16) * 16 + 64
-    scratch = torch.empty(torch.get_num_threads(), numbers)
+    scratch = empty(torch.get_num_threads(), numbers)
     run(
         _compiled(STORED[keys.dtype], lanes),
         (
@@ -71,6 +72,7 @@ def prompt_attention(
             *(bits_of(scores.scale), bits_of(scores.cap or 0.0), int(merge)),
             *(scratch.data_ptr(), 4 * scratch.stride(0), most, len(runs.tables), group, size),
         ),
+        held=(query, out, lse, scratch, *runs.tensors),
     )
 
 
@@ -194,7 +196,7 @@ def _compiled(stored: Any, lanes: int) -> int:
                                     shrunk = exp(np.float32(-2) * abs(line[i]) / cap)
                                     bent = cap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
                                     line[i] = bent if line[i] > 0 else -bent
-                        # What is here is not needed any more.
+                        # A row's earlier products are not needed any more.
                         fold = products[0, row]
                         for i in range(FOLD):
                             fold[i] = line[i]

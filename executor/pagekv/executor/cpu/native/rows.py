@@ -15,7 +15,7 @@ from numba import carray
 
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, widen
-from pagekv.executor.cpu.native.openmp import bits_of, run
+from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.model.decoder import RmsNorm
 
 # Elements of a tensor that one thread does while the others would still be waking.
@@ -33,26 +33,28 @@ def add_norm(
 ) -> torch.Tensor:
     """`rows += factor * added_norm(added)` in place, and then `norm(rows)`, all `[T, n]`; without a norm, `rows`."""
     size = rows.shape[1]
-    out = rows if norm is None else torch.empty_like(rows)
+    out = rows if norm is None else empty(*rows.shape, dtype=rows.dtype)
     if added is None and norm is None:
         return rows
     arguments = [
         *(rows.data_ptr(), 0 if added is None else added.data_ptr(), out.data_ptr(), size, bits_of(factor)),
         *(_weight(added_norm), _weight(norm), _eps(added_norm), _eps(norm)),
     ]
-    _run(_add_norm(STORED[rows.dtype]), rows.shape[0], size, arguments)
+    held = (rows, out) if added is None else (rows, added, out)
+    _run(_add_norm(STORED[rows.dtype]), rows.shape[0], size, arguments, held)
     return out
 
 
 def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
     """`activation(gate) * up` `[T, n]` of `both` `[T, 2 * n]`, gates first."""
     size = both.shape[1] // 2
-    out = both.new_empty(both.shape[0], size)
+    out = empty(both.shape[0], size, dtype=both.dtype)
     _run(
         _gated(STORED[both.dtype], activation == "silu"),
         both.shape[0],
         2 * size,
         [both.data_ptr(), out.data_ptr(), size],
+        (both, out),
     )
     return out
 
@@ -89,7 +91,18 @@ def rotate(
         *(_weight(query_norm), whole(query_norm), _weight(key_norm), whole(key_norm)),
         *(_eps(query_norm), _eps(key_norm), places.data_ptr(), keys.data_ptr(), values.data_ptr()),
     ]
-    _run(_rotate(STORED[heads.dtype]), heads.shape[0], heads.shape[1] * size, arguments)
+    held = (heads, places, keys, values, *(() if rotation is None else rotation))
+    _run(_rotate(STORED[heads.dtype]), heads.shape[0], heads.shape[1] * size, arguments, held)
+
+
+def narrowed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Float32 `[T, n]` in this type; `rows` where that is theirs."""
+    if dtype == rows.dtype:
+        return rows
+    out = empty(*rows.shape, dtype=dtype)
+    arguments = [rows.data_ptr(), out.data_ptr(), rows.shape[1]]
+    _run(_narrowed(STORED[dtype]), rows.shape[0], rows.shape[1], arguments, (rows, out))
+    return out
 
 
 def _weight(norm: RmsNorm | None) -> int:
@@ -100,9 +113,9 @@ def _eps(norm: RmsNorm | None) -> int:
     return 0 if norm is None else bits_of(norm.eps)
 
 
-def _run(function: int, num_rows: int, row_elements: int, arguments: list[int]) -> None:
+def _run(function: int, num_rows: int, row_elements: int, arguments: list[int], held: tuple[torch.Tensor, ...]) -> None:
     """Calls a function of this module, whose first arguments are the ticket and the number of rows."""
-    run(function, (num_rows, *arguments), alone=num_rows * row_elements <= ALONE)
+    run(function, (num_rows, *arguments), alone=num_rows * row_elements <= ALONE, held=held)
 
 
 @cache
@@ -228,5 +241,25 @@ def _rotate(stored: Any) -> int:
                     keys[i] = new_keys[i]
                 for i in range(pairs * size):
                     values[i] = new_values[i]
+
+    return address_of(work)
+
+
+@cache
+def _narrowed(stored: Any) -> int:
+    width = np.dtype(stored).itemsize
+
+    def work(raw: Any) -> None:
+        args = carray(raw, 5, np.int64)
+        count, size = args[1], args[4]
+        while True:
+            first = take_ticket(args[0]) * ROWS
+            if first >= count:
+                return
+            for at in range(first, min(first + ROWS, count)):
+                row = carray(pointer(args[2] + at * size * 4), size, np.float32)
+                out = carray(pointer(args[3] + at * size * width), size, stored)
+                for i in range(size):
+                    out[i] = narrow(row[i], out[i])
 
     return address_of(work)

@@ -6,7 +6,9 @@ import torch
 
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.decode_attention import decode_attention
+from pagekv.executor.cpu.native.openmp import empty
 from pagekv.executor.cpu.native.prompt_attention import prompt_attention
+from pagekv.executor.cpu.native.rows import narrowed
 from pagekv.executor.cpu.paged_reads import PagedReads
 from pagekv.executor.model.attention_interface import Scores
 
@@ -16,12 +18,11 @@ def step_attention(pools: KvCache, layer: int, query: torch.Tensor, reads: Paged
     pools, which have this step's keys and values already. `reads` are those for the window of `scores`.
     """
     count, num_heads, size = query.shape
-    out = torch.empty(count, num_heads, size)
-    lse = torch.empty(count, num_heads)
+    out, lse = empty(count, num_heads, size), empty(count, num_heads)
     if reads.chunks is not None:
         prompt_attention(pools, layer, query, reads.chunks, scores, out, lse, merge=False)
     if reads.decodes is not None:
         decode_attention(pools, layer, query, reads.decodes, scores, out, lse)
     for prefix in reads.prefixes:
         prompt_attention(pools, layer, query, prefix, scores, out, lse, merge=True)
-    return out.to(query.dtype).view(count, -1)
+    return narrowed(out.view(count, -1), query.dtype)

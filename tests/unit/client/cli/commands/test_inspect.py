@@ -9,6 +9,7 @@ import grpc
 import pytest
 from support.clients.scripted_server import Fails, ScriptedServer
 
+from pagekv.client.cli.commands.inspect import ranks_text
 from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
@@ -181,3 +182,8 @@ def test_abort_of_nothing_is_no_failure(
 ) -> None:
     server.expect("Abort", pb.AbortResponse())
     assert main(["abort", "gone"]) == 0
+
+
+def test_ranks_are_told_in_a_line() -> None:
+    assert ranks_text([9000, 12500], 0) == "2: 9.00 12.50 ms a step, rank 1 the slowest, skew 3.50 ms"
+    assert ranks_text([9000, 9000], 2).endswith("rank 0 the slowest, skew 0.00 ms, differed 2 times")

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from pagekv.executor.cpu.native.rows import add_norm, gated, rotate
+from pagekv.executor.cpu.native.rows import add_norm, gated, narrowed, rotate
 from pagekv.executor.model.decoder import RmsNorm
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -103,3 +103,9 @@ def test_nan_stays_nan() -> None:
     rows[0, 3] = math.nan
     assert add_norm(rows, None, 0.0, None, norm_of(8, 1e-3)).isnan().all()
     assert gated(rows, "silu").isnan().any()
+
+
+def test_sums_are_stored_in_the_type_of_the_model() -> None:
+    rows = torch.randn(37, 50)
+    assert narrowed(rows, torch.float32) is rows
+    assert torch.equal(narrowed(rows, torch.bfloat16), rows.bfloat16())

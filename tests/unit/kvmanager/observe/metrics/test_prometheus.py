@@ -89,7 +89,7 @@ def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
     """Queries and hits are tokens, as in vLLM; blocks have names of their own, and misses their reasons."""
 
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
-        bench.bend = lambda result: replace(result, threads=2)
+        bench.bend = lambda result: replace(result, threads=2, rank_us=(1000, 3000))
         for name in ("a", "b"):
             await read(engine.submit(command(name, PROMPT)))
         value = scrape(engine, requests)
@@ -107,6 +107,7 @@ def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
         assert value("pagekv_cached_free_blocks", tier="device") == value("pagekv_cached_blocks", tier="device") == 3
         assert value("pagekv_executor_attached") == 1
         assert value("pagekv_executor_threads") == 2
+        assert value("pagekv_executor_rank_step_seconds", rank="1") == 0.003
         assert value("pagekv_step_seconds_count") == engine.queries.stats().steps_total
         assert value("pagekv_step_tokens_sum") == value("pagekv_computed_tokens_total") > 12
         for histogram in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
@@ -245,6 +246,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_there(
         served = {}
         accounts = engine._state.accounts
         accounts.of("a").usage.refusals["max_running"] += 1
+        engine._state.totals.executor_rank_us.append(7)
         collectors = (
             EngineCollector(engine, requests, prefix_cache=True),
             AccessCollector(access),

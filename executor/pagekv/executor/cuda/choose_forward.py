@@ -1,0 +1,96 @@
+"""Chooses how steps are computed: in fused layers where the model is of a family that `Decoder` describes and both ways
+agree on a few tokens; else by transformers' model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pagekv.common.logs import Log
+from pagekv.common.phases import phase
+from pagekv.executor.cuda.device import CudaDevice
+from pagekv.executor.cuda.forward import DeviceForward, TransformersForward
+from pagekv.executor.cuda.fused_decoder import FusedLayers
+from pagekv.executor.cuda.kernel_attention import make_attention
+from pagekv.executor.cuda.pools import KvPools
+from pagekv.executor.model.attention_interface import LAST_ROW
+from pagekv.executor.model.decoder import read_decoder
+from pagekv.executor.model.loading import LoadedModel
+from pagekv.kernels.attention_plan import StepBatch
+
+log = Log(__name__)
+
+# A prompt, then one token behind it.
+CHECKED_TOKENS, BLOCK_SIZE = 9, 4
+# Both ways round differently; what is wrong differs by about as much as the largest logit.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def load_forward(
+    load: Callable[[], LoadedModel], device: CudaDevice, *, fused: bool
+) -> tuple[LoadedModel, DeviceForward]:
+    """The model, and how its steps are computed; `fused`: in fused layers where possible. Where they fail, the model is
+    loaded a second time. Raises as `load`.
+    """
+    loaded = load()
+    if not fused:
+        return loaded, TransformersForward(loaded.model)
+    reason = ""
+    if read_decoder(loaded.model) is None:
+        reason = f"no fused layers for models of type {loaded.model.config.model_type}"
+    else:
+        found = _checked(loaded, device)
+        if not isinstance(found, str):
+            log.info("steps are computed in fused layers", model_type=loaded.model.config.model_type)
+            return loaded, found
+        reason = found
+        # The other way took the weights.
+        del loaded
+        loaded = load()
+    log.info("steps are computed by transformers' model", reason=reason)
+    return loaded, TransformersForward(loaded.model)
+
+
+def _checked(loaded: LoadedModel, device: CudaDevice) -> DeviceForward | str:
+    """The fused layers, which take the model's weights; or why they cannot be used."""
+    with phase("checking the fused layers"):
+        expected = _logits(TransformersForward(loaded.model), loaded, device)
+        try:
+            decoder = read_decoder(loaded.model)
+            assert decoder is not None
+            forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device)
+            found = _logits(forward, loaded, device)
+        # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
+        except Exception as error:
+            first_line = str(error).partition("\n")[0]
+            return f"the fused layers failed: {type(error).__name__}: {first_line}"
+    if (found - expected).abs().max() <= TOLERANCE[loaded.geometry.dtype] * expected.abs().max():
+        return forward
+    return "the fused layers do not compute what transformers does: please report this model"
+
+
+@torch.inference_mode()
+def _logits(forward: DeviceForward, loaded: LoadedModel, device: CudaDevice) -> torch.Tensor:
+    """Logits `[2, num_logits]` of a prompt's last token and the token behind it, over a pool of the weights' type."""
+    pools = KvPools(loaded.geometry, BLOCK_SIZE, -(-CHECKED_TOKENS // BLOCK_SIZE), device)
+    attention = make_attention(loaded, pools.device, device.launcher)
+    where = device.torch_device
+    found = []
+    for start, end in ((0, CHECKED_TOKENS - 1), (CHECKED_TOKENS - 1, CHECKED_TOKENS)):
+        batch = StepBatch(
+            query_start=np.array([0, end - start], np.int32),
+            context_lens=np.array([end], np.int32),
+            block_tables=np.arange(-(-CHECKED_TOKENS // BLOCK_SIZE), dtype=np.int32)[None],
+            decodes=np.array([start > 0]),
+        )
+        host = attention.plan(batch)
+        words = torch.from_numpy(host.words).to(where, copy=True)
+        scratch = torch.empty(attention.scratch_bytes(host.counts["num_partials"]), dtype=torch.uint8, device=where)
+        plan = host.bind(words.data_ptr(), scratch.data_ptr() if len(scratch) else 0)
+        tokens = torch.tensor([index % loaded.vocab_size for index in range(start + 1, end + 1)], device=where)
+        positions = torch.arange(start, end, device=where)
+        found.append(forward.logits(tokens.int(), positions.int(), LAST_ROW, attention, plan)[-1])
+    return torch.stack(found).float()

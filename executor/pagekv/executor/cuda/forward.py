@@ -1,0 +1,47 @@
+"""The forward pass of one step: as transformers' model computes it, or in fused layers."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from pagekv.executor.cuda.kernel_attention import KernelAttention
+from pagekv.executor.model.attention_interface import LogitRows, forward
+from pagekv.kernels.attention import PagedAttention
+from pagekv.kernels.attention_plan import AttentionPlan
+
+
+class DeviceForward(Protocol):
+    """Computes a step over the pools, or what a graph records of one: the host waits for nothing."""
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: LogitRows,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """Logits `[R, num_logits]` of the R rows kept, from token ids and positions, int32 `[T]`, on the device."""
+        ...
+
+
+class TransformersForward:
+    """transformers' model with PageKV's attention. Implements `DeviceForward`, for every model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: LogitRows,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        return forward(
+            self._model, token_ids.long()[None], positions.long()[None], rows, KernelAttention(attention, plan)
+        )

@@ -1,0 +1,174 @@
+"""A decoder of the Llama family in four matrix products a layer, with one kernel between two of them: add and RMSNorm,
+RoPE and cache write, attention, gated activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear
+
+from pagekv.executor.model.attention_interface import LogitRows
+from pagekv.executor.model.decoder import Decoder, DecoderLayer, Linear, RmsNorm
+from pagekv.executor.model.loading import LoadedModel
+from pagekv.kernels.attention import PagedAttention, Rotation
+from pagekv.kernels.attention_plan import AttentionPlan
+from pagekv.kernels.launch_config import Launcher
+from pagekv.kernels.rows import Norm, RowKernels
+from pagekv.kernels.variants import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadNorms:
+    """Norms of queries and keys: of every head, in one launch, or of all heads of a kind together."""
+
+    # Weights [groups, size] of groups of neighbouring elements, from the first of a row on.
+    parts: tuple[Norm, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """A layer, its norms as the kernels take them."""
+
+    before_attention: Norm | None
+    heads: _HeadNorms
+    after_attention: Norm | None
+    before_feed_forward: Norm | None
+    after_feed_forward: Norm | None
+    rope: str | None
+    qkv: Linear
+    out: Linear
+    gate_up: Linear
+    down: Linear
+
+
+class FusedLayers:
+    """Computes what transformers' model of the same weights does. Implements `DeviceForward`."""
+
+    def __init__(self, decoder: Decoder, loaded: LoadedModel, launcher: Launcher, device: torch.device) -> None:
+        """Takes the weights out of the decoder, layer by layer, so that both layouts are there of one of them only."""
+        geometry = loaded.geometry
+        name = str(geometry.dtype).removeprefix("torch.")
+        self._decoder = decoder
+        self._num_heads, self._num_kv_heads = loaded.num_heads, geometry.num_kv_heads
+        self._head_size = geometry.head_size
+        self._rows = RowKernels(launcher, Variant(name, name, geometry.head_size))
+        # As the model computes them of positions alone: no batch changes them (`BATCH_DEPENDENT_ROPE`).
+        positions = torch.arange(loaded.max_model_len, device=device)[None]
+        self._ropes = {key: _table(*angles) for key, angles in decoder.rotations(positions).items()}
+        self._head = decoder.take_head()
+        norm = _norm(decoder.norm)
+        assert norm is not None
+        self._norm = norm
+        self._layers = [self._layer(decoder.take_layer(index)) for index in range(geometry.num_layers)]
+
+    def logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: LogitRows,
+        attention: PagedAttention,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        decoder, layers = self._decoder, self._layers
+        stream: torch.Tensor = decoder.embed(token_ids)
+        if decoder.embed_factor != 1:
+            stream *= decoder.embed_factor
+        normed = self._add_norm(stream, None, None, layers[0].before_attention)
+        for index, layer in enumerate(layers):
+            following = layers[index + 1].before_attention if index + 1 < len(layers) else None
+            attended = self._attend(index, layer, _product(normed, layer.qkv), attention, plan)
+            normed = self._add_norm(
+                stream, _product(attended, layer.out), layer.after_attention, layer.before_feed_forward
+            )
+            fed = _product(self._gated(_product(normed, layer.gate_up)), layer.down)
+            normed = self._add_norm(stream, fed, layer.after_feed_forward, following)
+        if isinstance(rows, torch.Tensor):
+            stream = stream.index_select(0, rows)
+        elif rows:
+            stream = stream[-rows:]
+        logits = _product(self._add_norm(stream, None, None, self._norm), self._head)
+        if decoder.logits_scale != 1:
+            logits *= decoder.logits_scale
+        if decoder.logits_cap is not None:
+            logits = logits.div_(decoder.logits_cap).tanh_().mul_(decoder.logits_cap)
+        return logits
+
+    def _attend(
+        self, index: int, layer: _Layer, qkv: torch.Tensor, attention: PagedAttention, plan: AttentionPlan
+    ) -> torch.Tensor:
+        """`qkv` `[T, elements of queries, keys and values]` to `[T, num_heads * head_size]`."""
+        first = 0
+        for norm in layer.heads.parts:
+            groups, size = norm.weight.shape
+            self._rows.norm_heads(qkv[:, first : first + groups * size].unflatten(1, (groups, size)), norm)
+            first += groups * size
+        heads = qkv.view(len(qkv), -1, self._head_size)
+        query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
+        rotation = None if layer.rope is None else Rotation(query, self._ropes[layer.rope])
+        attention.write(index, key, value, plan, rotation)
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        attention.attend(index, query, out, plan)
+        return out.view(len(qkv), -1)
+
+    def _add_norm(
+        self, stream: torch.Tensor, added: torch.Tensor | None, after: Norm | None, before: Norm | None
+    ) -> torch.Tensor:
+        """Adds to the stream; returns its norm, or the stream itself where there is none."""
+        out = None if before is None else torch.empty_like(stream)
+        if added is not None or out is not None:
+            factor = self._decoder.residual_factor
+            self._rows.add_norm(stream, added, factor=factor, added_norm=after, norm=before, out=out)
+        return stream if out is None else out
+
+    def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        rows, size = gate_up.shape
+        out = torch.empty((rows, size // 2), dtype=gate_up.dtype, device=gate_up.device)
+        self._rows.gated(gate_up, out, self._decoder.activation)
+        return out
+
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        norms = layer.norms
+        return _Layer(
+            before_attention=_norm(norms.before_attention),
+            heads=self._head_norms(norms.query, norms.key),
+            after_attention=_norm(norms.after_attention),
+            before_feed_forward=_norm(norms.before_feed_forward),
+            after_feed_forward=_norm(norms.after_feed_forward),
+            rope=layer.rope,
+            qkv=layer.qkv,
+            out=layer.out,
+            gate_up=layer.gate_up,
+            down=layer.down,
+        )
+
+    def _head_norms(self, query: RmsNorm | None, key: RmsNorm | None) -> _HeadNorms:
+        if query is None or key is None:
+            if query is not key:
+                raise ValueError("a layer norms queries or keys alone")
+            return _HeadNorms(())
+        sizes = (len(query.weight), len(key.weight))
+        if sizes == (self._head_size, self._head_size) and query.eps == key.eps:
+            weights = [query.weight.expand(self._num_heads, -1), key.weight.expand(self._num_kv_heads, -1)]
+            return _HeadNorms((Norm(torch.cat(weights), query.eps),))
+        if sizes == (self._num_heads * self._head_size, self._num_kv_heads * self._head_size):
+            return _HeadNorms((Norm(query.weight[None], query.eps), Norm(key.weight[None], key.eps)))
+        raise ValueError(f"norms of queries and keys have {sizes} weights")
+
+
+def _norm(norm: RmsNorm | None) -> Norm | None:
+    return None if norm is None else Norm(norm.weight.contiguous(), norm.eps)
+
+
+def _product(rows: torch.Tensor, of: Linear) -> torch.Tensor:
+    return linear(rows, of.weight, of.bias)
+
+
+def _table(cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
+    """Cosines, then sines, of each position: models have each of them twice, once for either element of a pair."""
+    half = cosines.shape[1] // 2
+    for angles in (cosines, sines):
+        if not torch.equal(angles[:, :half], angles[:, half:]):
+            raise ValueError("the elements of a pair are rotated by different angles")
+    return torch.cat([cosines[:, :half], sines[:, :half]], dim=1).float().contiguous()

@@ -1,0 +1,249 @@
+"""A model split over ranks by transformers' plan for its family: which rank has what, and how their parts are joined.
+
+transformers loads each rank's share of the weights. Afterwards its hooks and distributed tensors are taken out of the
+linear layers and the embedding: what stays are plain layers of the share, which are packed and fused like any other,
+and modules that join what ranks computed.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from pagekv.executor.world import World
+
+# Styles of transformers' plans for linear layers: each rank has some of the outputs, which it keeps, or which all ranks
+# gather; or some of the inputs, and the sum over ranks is the output.
+_KEPT, _GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep")
+_SUMMED, _SPLIT = ("rowwise",), ("rowwise_split_input", "rowwise_rep")
+
+
+class Shards:
+    """The ranks of a model, as one of them sees them. Every method that joins is called by all of them alike. Errors of
+    collectives are given to `lost`, which need not return.
+    """
+
+    def __init__(self, world: World, lost: Callable[[str], None]) -> None:
+        self.rank, self.size, self.local_size = world.rank, world.size, world.local_size
+        self._lost = lost
+        # Seconds in collectives, which others' slowness is part of.
+        self.waited_s = 0.0
+
+    def sum(self, rows: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, in place; the same bits on each, since every element is summed on one rank."""
+        rows = rows if rows.is_contiguous() else rows.contiguous()
+        self._join(lambda: dist.all_reduce(rows))
+        return rows
+
+    def gather(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """`[..., width]` on rank 0, of the parts `[..., ceil(width / size)]` of all ranks, the last of which may be
+        narrower; zeros on the others.
+        """
+        part = math.ceil(width / self.size)
+        padded = nn.functional.pad(rows, (0, part - rows.shape[-1])).contiguous()
+        if self.rank:
+            self._join(lambda: dist.gather(padded))
+            return rows.new_zeros(*rows.shape[:-1], width)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._join(lambda: dist.gather(padded, parts))
+        return torch.cat(parts, -1)[..., :width]
+
+    def gather_everywhere(self, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """The same on all ranks."""
+        part = math.ceil(width / self.size)
+        padded = nn.functional.pad(rows, (0, part - rows.shape[-1])).contiguous()
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        self._join(lambda: dist.all_gather(parts, padded))
+        return torch.cat(parts, -1)[..., :width]
+
+    def tell(self, numbers: list[int], count: int) -> list[int]:
+        """Rank 0's `numbers`, of which every rank knows the count."""
+        told = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
+        self._join(lambda: dist.broadcast(told, 0))
+        found: list[int] = told.tolist()
+        return found
+
+    def all_say(self, yes: bool) -> bool:
+        """Whether every rank says yes."""
+        said = torch.tensor([int(yes)])
+        self._join(lambda: dist.all_reduce(said, dist.ReduceOp.MIN))
+        return bool(said)
+
+    def _join(self, collective: Callable[[], object]) -> None:
+        begin = time.perf_counter()
+        try:
+            collective()
+        except RuntimeError as error:
+            # Others may be lost, or slow beyond the group's time; none can go on from here.
+            self._lost(f"a collective failed: {str(error).partition(chr(10))[0]}")
+            raise
+        self.waited_s += time.perf_counter() - begin
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which each rank has some of the inputs. `shard` has the bias on rank 0 alone."""
+
+    def __init__(self, shard: nn.Linear, shards: Shards, split: bool) -> None:
+        """`split`: inputs come whole, and each rank takes its own."""
+        super().__init__()
+        self.shard, self._shards, self._split = shard, shards, split
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., out]`."""
+        if self._split:
+            parts = rows.tensor_split(_bounds(rows.shape[-1], self._shards.size), -1)
+            rows = parts[self._shards.rank]
+        return self._shards.sum(self.shard(rows))
+
+
+class GatheredLinear(nn.Module):
+    """A linear layer of which each rank has some of the `width` outputs. `everywhere`: all ranks get all of them, not
+    rank 0 alone.
+    """
+
+    def __init__(self, shard: nn.Linear, shards: Shards, width: int, everywhere: bool) -> None:
+        super().__init__()
+        self.shard, self.width, self._shards, self._everywhere = shard, width, shards, everywhere
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in]` to `[..., width]`."""
+        join = self._shards.gather_everywhere if self._everywhere else self._shards.gather
+        return join(self.shard(rows), self.width)
+
+
+class ShardedEmbedding(nn.Module):
+    """An embedding of which each rank has the rows of some token ids, those of `weight` from `first` on."""
+
+    def __init__(self, weight: torch.Tensor, first: int, num_embeddings: int, shards: Shards, factor: float) -> None:
+        """`factor`: as some families scale it."""
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.num_embeddings = num_embeddings
+        self._first, self._shards, self._factor = first, shards, factor
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` of token ids `[...]`."""
+        own = ids - self._first
+        absent = (own < 0) | (own >= len(self.weight))
+        rows = nn.functional.embedding(own.masked_fill(absent, 0), self.weight)
+        # One rank has each row, and the others add zeros: the sum is the row itself.
+        rows = self._shards.sum(rows.masked_fill_(absent[..., None], 0))
+        return rows if self._factor == 1 else rows * torch.tensor(self._factor, dtype=rows.dtype)
+
+
+def num_rank_kv_heads(num_kv_heads: int, ranks: int) -> int:
+    """KV heads on each rank: heads are replicated up to the least multiple of both numbers, and shared out."""
+    return num_kv_heads // math.gcd(num_kv_heads, ranks)
+
+
+def kv_heads_of(rank: int, num_kv_heads: int, ranks: int) -> list[int]:
+    """The KV heads that a rank has, one for an equal number each of its query heads, in their order."""
+    count = num_rank_kv_heads(num_kv_heads, ranks)
+    copies = count * ranks // num_kv_heads
+    return [(rank * count + place) // copies for place in range(count)]
+
+
+def split_plan(num_kv_heads: int, ranks: int, plan: dict[str, str]) -> dict[str, str]:
+    """Changes of the family's own plan: where ranks do not divide the KV heads each loads all of them, for
+    `take_shards` to choose. Families whose ranks gather all heads keep their plan.
+    """
+    if num_kv_heads % ranks == 0:
+        return {}
+    names = ("layers.*.self_attn.k_proj", "layers.*.self_attn.v_proj")
+    return {f"model.{name}": "replicate" for name in names if plan.get(name) == "colwise"}
+
+
+def take_shards(model: PreTrainedModel, shards: Shards, num_kv_heads: int, head_size: int) -> None:
+    """Replaces the parts of a model that transformers split over ranks. Raises ValueError for a part that is split in
+    a way that is not known here.
+    """
+    for name, module in list(model.named_modules()):
+        style = _style(model, name)
+        if isinstance(module, nn.Embedding) and style == "embedding_rowwise":
+            _replace(model, name, _embedding(module, shards))
+        elif isinstance(module, nn.Linear) and style is not None:
+            _replace(model, name, _linear(module, style, shards, is_head=module is model.get_output_embeddings()))
+        elif isinstance(module, nn.Linear) and _is_replicated(model, name):
+            _replace(model, name, _own_heads(module, shards, num_kv_heads, head_size))
+
+
+def keeps_heads(model: PreTrainedModel) -> bool:
+    """Whether each rank keeps the heads and the gated elements that it computed, up to the product that sums them over
+    ranks; true of a model that is not split.
+    """
+    return not any(
+        isinstance(module, GatheredLinear) and module is not model.get_output_embeddings() for module in model.modules()
+    )
+
+
+def _planned(model: PreTrainedModel, name: str) -> str | None:
+    generic = ".".join("*" if part.isdecimal() else part for part in name.split("."))
+    style: str | None = (model.tp_plan or {}).get(generic)
+    return style
+
+
+def _style(model: PreTrainedModel, name: str) -> str | None:
+    style = _planned(model, name)
+    return None if style in ("replicate", "replicated_with_grad_allreduce") else style
+
+
+def _is_replicated(model: PreTrainedModel, name: str) -> bool:
+    """Whether this is a layer of keys or values that `split_plan` left whole."""
+    return name.endswith((".k_proj", ".v_proj")) and _planned(model, name) == "replicate"
+
+
+def _replace(model: PreTrainedModel, name: str, module: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, module)
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    found: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return found.detach()
+
+
+def _plain(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    with torch.device("meta"):
+        made = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, dtype=weight.dtype)
+    made.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        made.bias = nn.Parameter(bias, requires_grad=False)
+    return made
+
+
+def _linear(module: nn.Linear, style: str, shards: Shards, *, is_head: bool) -> nn.Module:
+    weight, bias = _local(module.weight), None if module.bias is None else _local(module.bias)
+    if style in _KEPT:
+        return _plain(weight, bias)
+    if style in _GATHERED:
+        # Rank 0 alone samples.
+        return GatheredLinear(_plain(weight, bias), shards, module.out_features, everywhere=not is_head)
+    if style in (*_SUMMED, *_SPLIT):
+        return SummedLinear(_plain(weight, None if shards.rank else bias), shards, split=style in _SPLIT)
+    raise ValueError(f"layers split as {style!r} are not supported")
+
+
+def _embedding(module: nn.Embedding, shards: Shards) -> nn.Module:
+    first = shards.rank * math.ceil(module.num_embeddings / shards.size)
+    # Gemma 3 scales what it looks up.
+    factor = float(getattr(module, "scalar_embed_scale", 1.0))
+    return ShardedEmbedding(_local(module.weight), first, module.num_embeddings, shards, factor)
+
+
+def _own_heads(module: nn.Linear, shards: Shards, num_kv_heads: int, head_size: int) -> nn.Module:
+    rows = torch.tensor(kv_heads_of(shards.rank, num_kv_heads, shards.size))
+    weight = module.weight.detach().view(num_kv_heads, head_size, -1)[rows].flatten(0, 1)
+    bias = None if module.bias is None else module.bias.detach().view(num_kv_heads, head_size)[rows].flatten()
+    return _plain(weight, bias)
+
+
+def _bounds(width: int, size: int) -> list[int]:
+    part = math.ceil(width / size)
+    return [min(width, part * number) for number in range(1, size)]

@@ -1,0 +1,79 @@
+"""Facts that the ranks of a group must have alike, and the description of a group, from those of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+from pagekv.executor.backend.interface import BackendDescription, BackendFeature
+
+# Fields of a description that may differ: memory and speed, which are measured.
+_MEASURED = {
+    "device_kv_bytes",
+    "host_kv_bytes",
+    "device_to_host_bytes_per_s",
+    "host_to_device_bytes_per_s",
+    "prefill_tokens_per_s",
+    "features",
+    "max_sequences",
+}
+_WORD = 96
+
+
+class RanksDisagree(ValueError):
+    """Two ranks have something that has to be equal and is not; the message names both, and what each has."""
+
+
+def check_facts(facts: Mapping[int, Mapping[str, Any]]) -> None:
+    """Raises RanksDisagree, where ranks differ from rank 0 in one of their facts. By rank, then by name."""
+    first = facts[0]
+    for rank, others in sorted(facts.items()):
+        for name in sorted({*first, *others}):
+            ours, theirs = first.get(name), others.get(name)
+            if ours != theirs:
+                raise RanksDisagree(
+                    f"rank 0 and rank {rank} differ in {name}: {_shown(ours)} and {_shown(theirs)}; start all ranks "
+                    "with the same flags, packages and model"
+                )
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= _WORD else text[:_WORD] + "..."
+
+
+def group_description(descriptions: Mapping[int, BackendDescription]) -> BackendDescription:
+    """The description of the group, from that of each rank: memory as on the rank that has room for the fewest blocks,
+    speed as of the slowest, the rest as on all. Raises RanksDisagree.
+    """
+    check_facts(
+        {
+            rank: {name: value for name, value in asdict(each).items() if name not in _MEASURED}
+            for rank, each in descriptions.items()
+        }
+    )
+    every = list(descriptions.values())
+    features = tuple(one for one in every[0].features if all(one in each.features for each in every))
+    least = {
+        name: min(getattr(each, name) for each in every)
+        for name in _MEASURED
+        if name not in ("features", "host_kv_bytes")
+    }
+    host = min(each.host_kv_bytes for each in every) if BackendFeature.HOST_POOL in features else 0
+    if not host:
+        features = tuple(one for one in features if one is not BackendFeature.HOST_POOL)
+    return replace(every[0], **least, host_kv_bytes=host, features=features)
+
+
+def description_to_json(description: BackendDescription) -> dict[str, Any]:
+    """As `description_from_json` takes it."""
+    return asdict(description)
+
+
+def description_from_json(content: Mapping[str, Any]) -> BackendDescription:
+    """Raises KeyError, TypeError or ValueError for what no rank sends."""
+    values = {field.name: content[field.name] for field in fields(BackendDescription)}
+    values["eos_token_ids"] = tuple(values["eos_token_ids"])
+    values["features"] = tuple(map(BackendFeature, values["features"]))
+    return BackendDescription(**values)

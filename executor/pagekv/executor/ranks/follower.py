@@ -1,0 +1,156 @@
+"""A rank that rank 0 leads: it does what comes over the link, in order, and reports."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
+from queue import SimpleQueue
+from typing import Any
+
+from pagekv.common.errors import InvalidRequest, PageKVError
+from pagekv.common.logs import Log
+from pagekv.executor.backend.interface import Backend, BackendFeature
+from pagekv.executor.ranks.agreement import description_to_json
+from pagekv.executor.ranks.link import Kind, LinkLost, Message, RankLink
+from pagekv.executor.ranks.reports import RankReport
+from pagekv.executor.ranks.watch import RankWatch, end_process
+from pagekv.executor.rpc import wire
+from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.state_digest import StateDigest
+from pagekv.executor.session.step_check import EpochLimits
+from pagekv.executor.session.worker_thread import WorkerThread
+
+log = Log(__name__)
+_LEADER = 0
+
+
+class Follower:
+    """States: connected from the beginning, over when `run` returns."""
+
+    def __init__(
+        self, link: RankLink, timeout_s: float, lost: Callable[[str], None] = end_process, *, with_parent: bool = False
+    ) -> None:
+        """`lost` is called with the reason when rank 0 is lost, or this rank cannot go on."""
+        self._link = link
+        self._watch = RankWatch({_LEADER: link}, timeout_s, lost, with_parent=with_parent)
+        self._messages: SimpleQueue[Message | None] = SimpleQueue()
+        self._epoch: Epoch | None = None
+        # As a `Session` has it: steps that are not ready when launched, and those behind them, are collected apart.
+        self._collector: WorkerThread | None = None
+        self._num_given = self._num_done = 0
+        threading.Thread(target=self._read, name="rank 0", daemon=True).start()
+        self._watch.start()
+
+    @property
+    def watch(self) -> RankWatch:
+        """Of rank 0."""
+        return self._watch
+
+    def _send(self, kind: Kind, content: Any) -> None:
+        try:
+            self._link.send_json(kind, content)
+        except LinkLost as error:
+            self._watch.lose(f"rank 0 was lost: {error}")
+
+    def run(self, backend: Backend) -> None:
+        """Does with the backend what rank 0 says, until the group ends in order. To be called on the thread that made
+        the backend.
+        """
+        while (message := self._messages.get()) is not None:
+            if message.kind is Kind.STEP:
+                self._run_step(message.data)
+            elif message.kind is Kind.EPOCH:
+                self._epoch = _epoch(message.content, backend)
+            elif message.kind is Kind.DESCRIBE:
+                self._send(Kind.ANSWER, _described(backend, message.content))
+            elif message.kind is Kind.ALLOCATE:
+                # After everything launched before, like a session.
+                self._epoch = None
+                self._send(Kind.ANSWER, _allocated(backend, message.content))
+
+    def close(self) -> None:
+        """Ends the connection. Idempotent."""
+        self._watch.stop()
+        self._link.close()
+
+    def _read(self) -> None:
+        try:
+            while (message := self._link.receive()).kind is not Kind.BYE:
+                self._watch.heard(_LEADER)
+                if message.kind is not Kind.BEAT:
+                    self._messages.put(message)
+            self._watch.stop()
+            self._messages.put(None)
+        except LinkLost as error:
+            self._watch.lose(f"rank 0 was lost: {error}")
+            self._messages.put(None)
+
+    def _run_step(self, data: bytes) -> None:
+        epoch = self._epoch
+        if epoch is None or epoch.over:
+            return
+        number, launched = epoch.next_step, None
+        try:
+            launched = epoch.launch(wire.decoded_step(data))
+        except Exception as error:
+            self._fail(epoch, number, error)
+            return
+        if launched.ready and self._num_given == self._num_done:
+            self._collect(epoch, number, launched)
+            return
+
+        def job() -> None:
+            self._collect(epoch, number, launched)
+            self._num_done += 1
+
+        self._num_given += 1
+        self._collector = self._collector or WorkerThread("collect")
+        self._collector.post(job)
+
+    def _collect(self, epoch: Epoch, number: int, launched: LaunchedStep) -> None:
+        if epoch.failed:
+            return
+        try:
+            step = launched.collect()
+        except Exception as error:
+            self._fail(epoch, number, error)
+            return
+        with suppress(LinkLost):  # the reader has noticed
+            report = RankReport(epoch.epoch, number, step.digest, step.rank_us[0])
+            self._link.send(Kind.REPORT, report.to_bytes())
+
+    def _fail(self, epoch: Epoch, number: int, error: Exception) -> None:
+        epoch.over = epoch.failed = True
+        refused = isinstance(error, PageKVError)
+        log.warning("could not do a step", epoch=epoch.epoch, step=number, reason=error)
+        reason = f"it refused it: {error}" if refused else f"{type(error).__name__}: {error}"
+        self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": number, "reason": reason})
+        # A refused step was not begun. In the middle of a collective no rank can stay behind.
+        if not refused and epoch.backend.is_lost(error):
+            self._watch.lose(f"step {number} failed on this rank: {reason}")
+
+
+def _epoch(content: dict[str, Any], backend: Backend) -> Epoch:
+    values = {field.name: content["limits"][field.name] for field in fields(EpochLimits)}
+    values["features"] = frozenset(map(BackendFeature, values["features"]))
+    return Epoch(content["epoch"], "rank 0", EpochLimits(**values), backend, digest=StateDigest())
+
+
+def _described(backend: Backend, content: dict[str, int]) -> dict[str, Any]:
+    try:
+        return {"description": description_to_json(backend.describe(content["block_size"], content["token_budget"]))}
+    except InvalidRequest as error:
+        return {"field": error.field, "error": error.description}
+    except Exception as error:
+        log.exception("cannot describe")
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _allocated(backend: Backend, content: list[int]) -> dict[str, str]:
+    try:
+        backend.allocate(*content)
+    except MemoryError as error:
+        return {"error": str(error)}
+    return {}

@@ -1,0 +1,134 @@
+"""How ranks find each other and agree, before anything is loaded: rank 0 listens, the others say hello."""
+
+from __future__ import annotations
+
+import secrets
+import select
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from pagekv.executor.ranks.agreement import check_facts
+from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
+from pagekv.executor.world import World
+
+# Seconds for a greeting, which is there at once.
+_GREETING_S = 5.0
+# Seconds between two tries to reach rank 0.
+_AGAIN_S = 0.2
+
+
+class NoGroup(ValueError):
+    """The ranks do not come together; the message says why, in one line."""
+
+
+class Meeting(NamedTuple):
+    """Where rank 0 waits for the others, and the word that shows them to be of its group."""
+
+    host: str
+    port: int
+    secret: str
+
+
+def meeting_at(listener: socket.socket) -> Meeting:
+    """The meeting at a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return Meeting(host, port, secrets.token_hex(16))
+
+
+class Gathering:
+    """Rank 0's: takes in the others as they come. Links are kept when it ends, the listening socket is closed."""
+
+    def __init__(self, listener: socket.socket, meeting: Meeting, world: World, facts: Mapping[str, Any]) -> None:
+        self._listener, self._meeting, self._world = listener, meeting, world
+        self._facts = {0: dict(facts)}
+        self._links: dict[int, RankLink] = {}
+
+    def gather(self, timeout_s: float) -> dict[int, RankLink]:
+        """The links to all other ranks, by rank. Raises NoGroup, or RanksDisagree, which the others are told too."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            while len(self._links) < self._world.size - 1:
+                self._wait(deadline, timeout_s)
+                connection, _ = self._listener.accept()
+                self._greet(RankLink(connection))
+            check_facts(self._facts)
+        except ValueError as error:
+            for link in self._links.values():
+                _refuse(link, str(error))
+            raise
+        finally:
+            self._listener.close()
+        for link in self._links.values():
+            with suppress(LinkLost):  # its reader will say so
+                link.send_json(Kind.WELCOME, {})
+        return self._links
+
+    def _wait(self, deadline: float, timeout_s: float) -> None:
+        left = deadline - time.monotonic()
+        if left <= 0 or not select.select([self._listener], [], [], left)[0]:
+            missing = [rank for rank in range(1, self._world.size) if rank not in self._links]
+            words = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
+            raise NoGroup(f"{words} missing of {self._world.size} after {timeout_s:g} s (--join-timeout-s)")
+
+    def _greet(self, link: RankLink) -> None:
+        try:
+            message = link.receive(_GREETING_S)
+            hello = message.content
+            if message.kind is not Kind.HELLO or hello.get("secret") != self._meeting.secret:
+                raise LinkLost("no rank of this group")
+            rank, size, facts = int(hello["rank"]), int(hello["size"]), dict(hello["facts"])
+        except (LinkLost, KeyError, TypeError, ValueError, AttributeError):
+            link.close()
+            return
+        reason = ""
+        if size != self._world.size:
+            reason = f"rank {rank} was started with WORLD_SIZE {size}, rank 0 with {self._world.size}"
+        elif rank in self._facts:
+            reason = f"two ranks have number {rank} (RANK)"
+        if reason:
+            _refuse(link, reason)
+            raise NoGroup(reason)
+        self._links[rank], self._facts[rank] = link, facts
+
+
+def _refuse(link: RankLink, reason: str) -> None:
+    with suppress(LinkLost):
+        link.send_json(Kind.REFUSED, reason)
+
+
+def join(
+    find: Callable[[], Meeting], world: World, facts: Mapping[str, Any], timeout_s: float
+) -> tuple[RankLink, Meeting]:
+    """The link of this rank to rank 0, and where that was met, once all are there. `find` says where
+    rank 0 is, which may be another one than it was, and raises NoGroup when nobody knows. Raises NoGroup, also for what
+    rank 0 says.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        meeting = find()
+        link = _connected(meeting)
+        if link is not None:
+            hello = {"secret": meeting.secret, "rank": world.rank, "size": world.size, "facts": dict(facts)}
+            try:
+                link.send_json(Kind.HELLO, hello)
+                # Others may be missing yet, for which rank 0 does not wait for ever.
+                answer = link.receive(max(_GREETING_S, deadline - time.monotonic() + _GREETING_S))
+            except LinkLost:
+                link.close()  # of a rank 0 that was ending
+            else:
+                if answer.kind is Kind.WELCOME:
+                    return link, meeting
+                link.close()
+                raise NoGroup(str(answer.content))
+        time.sleep(_AGAIN_S)
+    raise NoGroup(f"rank 0 is missing: it did not answer rank {world.rank} within {timeout_s:g} s (--join-timeout-s)")
+
+
+def _connected(meeting: Meeting) -> RankLink | None:
+    try:
+        return RankLink(socket.create_connection((meeting.host, meeting.port), _GREETING_S))
+    except OSError:
+        return None

@@ -1,0 +1,176 @@
+"""Rank 0's side of the group: the others' connections, and a backend that does on all ranks what it is asked to do."""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, replace
+from queue import SimpleQueue
+from typing import Any
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.executor.backend.interface import (
+    Backend,
+    BackendDescription,
+    BlockCopies,
+    Launch,
+    Scheduled,
+    SequenceState,
+)
+from pagekv.executor.ranks.agreement import description_from_json, group_description
+from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
+from pagekv.executor.ranks.reports import RankReport, RankReports
+from pagekv.executor.ranks.watch import RankWatch, end_process
+from pagekv.executor.session.step import Step
+from pagekv.executor.session.step_check import EpochLimits
+
+
+class Leader:
+    """The other ranks, as rank 0 sees them. Implements `OtherRanks`."""
+
+    def __init__(
+        self,
+        links: Mapping[int, RankLink],
+        timeout_s: float,
+        lost: Callable[[str], None] = end_process,
+        *,
+        with_parent: bool = False,
+    ) -> None:
+        """`links` by rank, 1 and up; `lost` is called with the reason when one of them is lost."""
+        self._links = links
+        self._watch = RankWatch(links, timeout_s, lost, with_parent=with_parent)
+        self._reports = RankReports(links, timeout_s)
+        # Answers of each rank to calls of the backend.
+        self._answers: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in links}
+        self._epoch = 0
+        for rank, link in links.items():
+            threading.Thread(target=self._read, args=(rank, link), name=f"rank {rank}", daemon=True).start()
+        self._watch.start()
+
+    @property
+    def watch(self) -> RankWatch:
+        """Of the other ranks."""
+        return self._watch
+
+    @property
+    def size(self) -> int:
+        """Ranks with rank 0."""
+        return 1 + len(self._links)
+
+    @property
+    def num_differences(self) -> int:
+        """Epochs that ended because a rank differed."""
+        return self._reports.num_differences
+
+    def ask(self, kind: Kind, content: Any) -> None:
+        """Sends a call to every rank; `answers` has what each says."""
+        for rank, link in self._links.items():
+            self._send(rank, link, kind, content)
+
+    def answers(self) -> dict[int, Any]:
+        """By rank. Waits for as long as they live."""
+        return {rank: queue.get() for rank, queue in self._answers.items()}
+
+    def hand_on(self, epoch: int, limits: EpochLimits, step: Step) -> None:
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._reports.begin(epoch)
+            content = {**asdict(limits), "features": sorted(limits.features)}
+            self.ask(Kind.EPOCH, {"epoch": epoch, "limits": content})
+        self._reports.check(step.step - 1)
+        for rank, link in self._links.items():
+            try:
+                link.send(Kind.STEP, step.encoded)
+            except LinkLost as error:
+                self._watch.lose(f"rank {rank} was lost: {error}")
+
+    def collected(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
+        try:
+            return self._reports.settle(step, digest, worked_us)
+        except TimeoutError as error:
+            self._watch.lose(str(error))
+            raise
+
+    def stop(self) -> None:
+        """Ends the other ranks in order."""
+        self._watch.stop()
+        for link in self._links.values():
+            with suppress(LinkLost):
+                link.send(Kind.BYE)
+
+    def _send(self, rank: int, link: RankLink, kind: Kind, content: Any) -> None:
+        try:
+            link.send_json(kind, content)
+        except LinkLost as error:
+            self._watch.lose(f"rank {rank} was lost: {error}")
+
+    def _read(self, rank: int, link: RankLink) -> None:
+        try:
+            while True:
+                message = link.receive()
+                self._watch.heard(rank)
+                if message.kind is Kind.REPORT:
+                    self._reports.add(rank, RankReport.from_bytes(message.data))
+                elif message.kind is Kind.FAILED:
+                    failed = message.content
+                    self._reports.fail(rank, failed["epoch"], failed["step"], failed["reason"])
+                elif message.kind is not Kind.BEAT:
+                    self._answers[rank].put(message.content)
+        except (LinkLost, struct.error, KeyError, TypeError) as error:
+            self._watch.lose(f"rank {rank} was lost: {error}")
+
+
+class GroupBackend:
+    """The backend of rank 0, with the memory that all ranks have. Implements `Backend`; steps themselves are handed on
+    by their epoch.
+    """
+
+    def __init__(self, own: Backend, leader: Leader) -> None:
+        self._own, self._leader = own, leader
+
+    @property
+    def leader(self) -> Leader:
+        """The other ranks."""
+        return self._leader
+
+    def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+        """Raises InvalidRequest where a rank does, and RanksDisagree."""
+        self._leader.ask(Kind.DESCRIBE, {"block_size": block_size, "token_budget": token_budget})
+        try:
+            description = self._own.describe(block_size, token_budget)
+        finally:
+            answers = self._leader.answers()
+        for rank, answer in answers.items():
+            if "field" in answer:
+                raise InvalidRequest(answer["field"], f"{answer['error']} (rank {rank})")
+            if "error" in answer:
+                raise RuntimeError(f"rank {rank} cannot describe itself: {answer['error']}")
+        others = {rank: description_from_json(answer["description"]) for rank, answer in answers.items()}
+        found = group_description({0: description, **others})
+        return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
+
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+        """Raises MemoryError where one rank does."""
+        self._leader.ask(Kind.ALLOCATE, [block_size, num_device_blocks, num_host_blocks])
+        try:
+            self._own.allocate(block_size, num_device_blocks, num_host_blocks)
+        finally:
+            answers = self._leader.answers()
+        for rank, answer in answers.items():
+            if "error" in answer:
+                raise MemoryError(f"rank {rank}: {answer['error']}")
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        self._own.copy_blocks(copies)
+
+    def launch(self, scheduled: list[Scheduled]) -> Launch:
+        return self._own.launch(scheduled)
+
+    def finish(self, states: list[SequenceState]) -> None:
+        self._own.finish(states)
+
+    def is_lost(self, error: Exception) -> bool:
+        """As rank 0's own backend says."""
+        return self._own.is_lost(error)

@@ -1,0 +1,106 @@
+"""The connection between rank 0 and another rank: messages with a kind, in order, over a stream socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import threading
+from contextlib import suppress
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+# A step has 4 MiB at most (P13), and nothing else is as long.
+MAX_BYTES = 16 * 2**20
+_HEADER = struct.Struct("<BI")
+
+
+class Kind(IntEnum):
+    """The kind of a message; JSON but for STEP, the bytes of a StepRequest, REPORT and BEAT, which is empty."""
+
+    # To rank 0: who it is, and what has to agree. To it: all are there; or the group does not come about, and why.
+    HELLO = 1
+    WELCOME = 2
+    REFUSED = 3
+    # Calls of the backend, and their answers.
+    DESCRIBE = 4
+    ALLOCATE = 5
+    ANSWER = 6
+    # Limits of an epoch; one of its steps; what a rank made of it.
+    EPOCH = 7
+    STEP = 8
+    REPORT = 9
+    # A step that a rank refused, or could not compute.
+    FAILED = 10
+    # Both ways: this rank lives.
+    BEAT = 11
+    # To the others: the group ends in order.
+    BYE = 12
+
+
+class LinkLost(Exception):
+    """The connection has ended, or brought something that is no message."""
+
+
+class Message(NamedTuple):
+    """A message as it came."""
+
+    kind: Kind
+    data: bytes
+
+    @property
+    def content(self) -> Any:
+        """The value that its JSON stands for. Raises LinkLost."""
+        try:
+            return json.loads(self.data)
+        except ValueError as error:
+            raise LinkLost(f"a message of kind {self.kind.name} is no JSON") from error
+
+
+class RankLink:
+    """Any thread may send; one receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sending = threading.Lock()
+        self._file = connection.makefile("rb")
+
+    def send(self, kind: Kind, data: bytes = b"") -> None:
+        """Raises LinkLost."""
+        try:
+            with self._sending:
+                self._socket.sendall(_HEADER.pack(kind, len(data)) + data)
+        except OSError as error:
+            raise LinkLost(f"the connection broke: {error}") from error
+
+    def send_json(self, kind: Kind, content: Any) -> None:
+        """Raises LinkLost."""
+        self.send(kind, json.dumps(content).encode())
+
+    def receive(self, timeout_s: float | None = None) -> Message:
+        """The next message. Raises LinkLost, also when nothing comes for `timeout_s` seconds; None: waits for ever."""
+        try:
+            self._socket.settimeout(timeout_s)
+            kind, size = _HEADER.unpack(self._read(_HEADER.size))
+            if size > MAX_BYTES or kind not in iter(Kind):
+                raise LinkLost(f"a message of kind {kind} and {size} bytes, which no rank sends")
+            return Message(Kind(kind), self._read(size))
+        # ValueError: of a file that `close` has closed meanwhile.
+        except (OSError, ValueError) as error:
+            raise LinkLost(f"the connection broke: {error}") from error
+
+    def _read(self, size: int) -> bytes:
+        data = self._file.read(size)
+        if len(data) < size:
+            raise LinkLost("the connection ended")
+        return data
+
+    def close(self) -> None:
+        """Ends the connection; whoever receives gets LinkLost. Idempotent."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        # The descriptor stays open as long as the file is.
+        self._file.close()
+        self._socket.close()

@@ -1,0 +1,104 @@
+"""The store that torchrun keeps for its ranks, in which rank 0 writes where it is found. Imports torch."""
+
+from __future__ import annotations
+
+import json
+import socket
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from pagekv.common.logs import Log
+from pagekv.common.phases import phase
+from pagekv.executor.ranks.gathering import Meeting, NoGroup, meeting_at
+from pagekv.executor.world import World
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+log = Log(__name__)
+
+# In the store; the latest rank 0 has it.
+_KEY = "pagekv/rank0"
+
+
+def open_store(world: World, timeout_s: float) -> Store:
+    """The store of this world; rank 0 keeps it where torchrun does not. Raises NoGroup."""
+    with phase("importing torch"):
+        from torch._C._distributed_c10d import TCPStore
+    where = f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}"
+    keeps = world.rank == 0 and not world.has_store
+    try:
+        return TCPStore(
+            world.address, world.port, is_master=keeps, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
+        )
+    # The only type that all errors of the store have.
+    except RuntimeError as error:
+        if keeps:
+            raise NoGroup(f"{where}: rank 0 cannot keep the ranks' store there; is there another rank 0?") from error
+        raise NoGroup(f"{where}: the ranks' store is not there; is rank 0 missing, or the port closed?") from error
+
+
+def listen_as_leader(store: Store, world: World) -> tuple[socket.socket, Meeting]:
+    """A socket for the other ranks, which find it in the store from now on. Raises NoGroup where another rank 0 is
+    found there.
+    """
+    before = _read(store) if store.check([_KEY]) else None
+    if before is not None and _answers(before):
+        raise NoGroup("two ranks have number 0 (RANK)")
+    listener = socket.create_server((_own_address(world), 0), backlog=world.size)
+    meeting = meeting_at(listener)
+    store.set(_KEY, json.dumps(meeting))
+    if world.local_size < world.size:
+        log.warning(
+            "other machines can connect: steps and collectives between ranks have neither TLS nor a login, so keep "
+            "them on a private network",
+            listen=f"{meeting.host}:{meeting.port}",
+        )
+    return listener, meeting
+
+
+def find_leader(store: Store) -> Meeting:
+    """Where the latest rank 0 is. Raises NoGroup when none comes within the store's time."""
+    try:
+        return _read(store)
+    except RuntimeError as error:
+        raise NoGroup("rank 0 is missing: it is not in the ranks' store (--join-timeout-s)") from error
+
+
+def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: float) -> None:
+    """The process group of all ranks that met there, on gloo. A collective that takes `timeout_s` seconds fails."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
+
+    dist.init_process_group(
+        "gloo",
+        store=PrefixStore(f"pagekv/{meeting.secret}", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _read(store: Store) -> Meeting:
+    return Meeting(*json.loads(store.get(_KEY)))
+
+
+def _answers(meeting: Meeting) -> bool:
+    try:
+        socket.create_connection((meeting.host, meeting.port), 1.0).close()
+    except OSError:
+        return False
+    return True
+
+
+def _own_address(world: World) -> str:
+    """The address at which the other ranks find this machine: that which leads to the store, loopback where all ranks
+    are here.
+    """
+    if world.local_size == world.size:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing.
+        probe.connect((world.address, world.port))
+        found: str = probe.getsockname()[0]
+    return found

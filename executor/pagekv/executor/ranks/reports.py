@@ -1,0 +1,129 @@
+"""Reports of each rank on each step, compared with those of rank 0. Used by several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from struct import Struct
+
+from pagekv.executor.session.epoch import RanksDiffer
+from pagekv.executor.session.state_digest import DIGEST_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """A step on one rank. `worked_us`: without the time in which it waited for other ranks."""
+
+    epoch: int
+    step: int
+    digest: bytes
+    worked_us: int
+
+    _FORM = Struct(f"<QQ{DIGEST_BYTES}sQ")
+
+    def to_bytes(self) -> bytes:
+        """As `from_bytes` takes it."""
+        return self._FORM.pack(self.epoch, self.step, self.digest, self.worked_us)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RankReport:
+        """Raises struct.error."""
+        return cls(*cls._FORM.unpack(data))
+
+
+class RankReports:
+    """Of the epoch that `begin` named last; reports of others are dropped."""
+
+    def __init__(self, ranks: Iterable[int], timeout_s: float) -> None:
+        """`timeout_s`: how long `settle` waits for a report."""
+        self._changed = threading.Condition()
+        self._timeout_s = timeout_s
+        self._epoch = 0
+        # Steps that rank 0 has collected and not every rank reported, by number: its digest and its time.
+        self._own: dict[int, tuple[bytes, int]] = {}
+        # The reports of each rank that rank 0 has not come to yet, and the latest step that was compared.
+        self._early: dict[int, list[RankReport]] = {rank: [] for rank in ranks}
+        self._compared: dict[int, int] = dict.fromkeys(self._early, 0)
+        self._worked: dict[int, dict[int, int]] = {}
+        self._latest: tuple[int, ...] = ()
+        # Epochs in which a rank differed, and whether this is one of them.
+        self.num_differences, self._counted = 0, False
+        # The first step that a rank did otherwise, and how.
+        self._difference: tuple[int, RanksDiffer] | None = None
+
+    def begin(self, epoch: int) -> None:
+        """Another epoch."""
+        with self._changed:
+            self._epoch, self._difference, self._latest, self._counted = epoch, None, (), False
+            self._own.clear()
+            self._worked.clear()
+            for rank in self._early:
+                self._early[rank].clear()
+                self._compared[rank] = 0
+            self._changed.notify_all()
+
+    def add(self, rank: int, report: RankReport) -> None:
+        """A rank has ended a step."""
+        with self._changed:
+            if report.epoch == self._epoch:
+                self._early[rank].append(report)
+                self._compare(rank)
+                self._changed.notify_all()
+
+    def fail(self, rank: int, epoch: int, step: int, reason: str) -> None:
+        """A rank has not ended a step."""
+        with self._changed:
+            if epoch == self._epoch and self._difference is None:
+                self._difference = step, RanksDiffer(f"rank {rank} differs from rank 0 at step {step}: {reason}")
+                self._changed.notify_all()
+
+    def settle(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
+        """Adds a step of rank 0's, waits until every rank has reported the one before, and compares what is there.
+        Returns microseconds by rank of the latest step that all ended. Raises RanksDiffer, or TimeoutError naming a
+        rank.
+        """
+        with self._changed:
+            self._own[step] = (digest, worked_us)
+            for rank in self._early:
+                self._compare(rank)
+            if not self._changed.wait_for(lambda: self._differs(step) or self._least >= step - 1, self._timeout_s):
+                late = [rank for rank, compared in self._compared.items() if compared < step - 1]
+                raise TimeoutError(f"ranks {late} did not end step {step - 1} within {self._timeout_s:g} s")
+            self._check(step)
+            return self._latest
+
+    def check(self, step: int) -> None:
+        """Raises RanksDiffer where a rank did something else up to a step that rank 0 has done."""
+        with self._changed:
+            self._check(step)
+
+    def _differs(self, step: int) -> bool:
+        # A step that rank 0 refuses may have been refused by another rank before.
+        return self._difference is not None and self._difference[0] <= step
+
+    def _check(self, step: int) -> None:
+        if self._difference is not None and self._differs(step):
+            self.num_differences += not self._counted
+            self._counted = True
+            raise self._difference[1]
+
+    @property
+    def _least(self) -> int:
+        return min(self._compared.values())
+
+    def _compare(self, rank: int) -> None:
+        early = self._early[rank]
+        while early and early[0].step in self._own:
+            report = early.pop(0)
+            digest, worked_us = self._own[report.step]
+            if digest != report.digest and self._difference is None:
+                words = f"tables or tokens are not the same (digests {report.digest.hex()} and {digest.hex()})"
+                difference = RanksDiffer(f"rank {rank} differs from rank 0 at step {report.step}: {words}")
+                self._difference = report.step, difference
+            self._compared[rank] = report.step
+            worked = self._worked.setdefault(report.step, {0: worked_us})
+            worked[rank] = report.worked_us
+            if len(worked) == 1 + len(self._early):
+                self._latest = tuple(worked[each] for each in sorted(worked))
+                del self._own[report.step], self._worked[report.step]

@@ -1,0 +1,83 @@
+"""The watch over the connections of a rank: one that ends, or is silent for too long, means that a rank is lost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from pagekv.common.logs import Log
+from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
+
+log = Log(__name__)
+
+# Of a rank that lost another one: torchrun starts all ranks anew.
+EXIT_LOST = 75
+# Beats in the time that a rank may be silent.
+BEATS = 5
+
+
+def end_process(reason: str) -> None:
+    """Ends this process at once: its threads may hang in a collective for as long as the library waits."""
+    log.error("the group of ranks is broken: this rank ends, to be started anew", reason=reason)
+    logging.shutdown()
+    os._exit(EXIT_LOST)
+
+
+class RankWatch:
+    """Sends a beat over each link, and notices one over which nothing came. `lost` is called with the reason, at most
+    once, on a thread of the watch or of whoever calls `lose`.
+    """
+
+    def __init__(
+        self,
+        links: Mapping[int, RankLink],
+        timeout_s: float,
+        lost: Callable[[str], None] = end_process,
+        *,
+        with_parent: bool = False,
+    ) -> None:
+        """`links` by the rank at their other end. Watches from `start` on. `with_parent`: the end of the process that
+        started this one, torchrun, is a loss too.
+        """
+        self._links = links
+        self._interval_s = timeout_s / BEATS
+        self._timeout_s = timeout_s
+        self._lost = lost
+        # Beats of our own since something came, by rank: a machine that slept does not count its sleep.
+        self._silent = dict.fromkeys(links, 0)
+        self._parent = os.getppid() if with_parent else 0
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
+
+    def start(self) -> None:
+        """Begins to beat and to count."""
+        self._thread.start()
+
+    def heard(self, rank: int) -> None:
+        """Something came from this rank."""
+        self._silent[rank] = 0
+
+    def lose(self, reason: str) -> None:
+        """A rank is lost, unless the watch is over."""
+        if not self._over.is_set():
+            self._over.set()
+            self._lost(reason)
+
+    def stop(self) -> None:
+        """The group ends in order: connections may end. Idempotent."""
+        self._over.set()
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._interval_s):
+            if self._parent and os.getppid() != self._parent:
+                self.lose("the process that started this rank is gone")
+            for rank, link in self._links.items():
+                self._silent[rank] += 1
+                if self._silent[rank] > BEATS:
+                    self.lose(f"rank {rank} said nothing for {self._timeout_s:g} s (--rank-timeout-s)")
+                # Its reader says that the link is lost.
+                with suppress(LinkLost):
+                    link.send(Kind.BEAT)

@@ -1,0 +1,57 @@
+"""A digest of what the steps of an epoch made of tables and tokens, by which ranks of a group find that they differ."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections.abc import Collection, Iterable, Mapping
+
+from pagekv.executor.backend.interface import Sampled, SequenceState
+from pagekv.executor.session.step import Step
+
+DIGEST_BYTES = 8
+# Steps from one digest of all block tables to the next: they take a microsecond a sequence and more.
+WHOLE_EVERY = 64
+
+
+class StateDigest:
+    """Of one epoch. `launched` is called in the order of the steps, and so is `collected`; between them may be others'.
+
+    Tokens are chained apart from the rest: one rank may have collected a step when it launches the next, and another
+    not.
+    """
+
+    def __init__(self) -> None:
+        self._changes = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        self._tokens = hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+    def launched(self, step: Step, live: Mapping[int, SequenceState]) -> bytes:
+        """Of all changes up to a step that was applied; every `WHOLE_EVERY` steps of each live block table too."""
+        add = self._changes.update
+        add(struct.pack("<QQ", step.step, len(live)))
+        columns = (step.finished_seqs, step.append_seqs, step.append_blocks, step.scheduled_seqs, step.scheduled_tokens)
+        for number, column in enumerate(columns):
+            if column:
+                add(bytes([number]) + _bytes(column))
+        for copies in step.memory_ops:
+            add(str(copies.direction).encode() + _bytes(copies.sources) + _bytes(copies.destinations))
+        for new in step.new_seqs:
+            # Its table and tokens are the sequence's own by now, and grow.
+            add(struct.pack("<IQQ", new.seq_id, new.num_prompt_tokens, new.computed_tokens))
+            add(_bytes(new.block_table))
+            add(_bytes(new.token_ids))
+        if step.step % WHOLE_EVERY == 0:
+            for state in live.values():
+                add(struct.pack("<IQ", state.seq_id, state.computed_tokens) + _bytes(state.block_table))
+        return self._changes.digest()
+
+    def collected(self, launched: bytes, sampled: Mapping[int, Sampled], failed: Collection[int]) -> bytes:
+        """Of a step that `launched` stands for, and of every token up to it."""
+        seqs, tokens = _bytes(sampled), _bytes(each.token_id for each in sampled.values())
+        self._tokens.update(launched + seqs + tokens + _bytes(failed))
+        return self._tokens.digest()
+
+
+def _bytes(numbers: Iterable[int]) -> bytes:
+    return numbers.tobytes() if isinstance(numbers, array) else array("q", numbers).tobytes()

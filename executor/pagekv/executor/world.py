@@ -1,0 +1,57 @@
+"""The place of this process in its group of ranks, as torchrun's variables say it. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+# Ranks at most, as `pagekv plan --tp` has it.
+MAX_RANKS = 1024
+_LAST_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A rank of a group of `size`, of which `local_size` are on this machine. `address` and `port` are those of the
+    group's store; `has_store`: the process that started the ranks keeps it, else rank 0 does.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    address: str = ""
+    port: int = 0
+    has_store: bool = False
+
+
+ALONE = World()
+
+
+def read_world(env: Mapping[str, str]) -> World:
+    """The world of these variables; ALONE without WORLD_SIZE. Raises ValueError naming one that is missing or wrong."""
+    if not env.get("WORLD_SIZE"):
+        return ALONE
+    size = _number(env, "WORLD_SIZE", 1, MAX_RANKS)
+    if size == 1:
+        return ALONE
+    if not env.get("MASTER_ADDR"):
+        raise ValueError(
+            f"MASTER_ADDR: must name the machine of the ranks' store, as WORLD_SIZE is {size}; it is unset"
+        )
+    return World(
+        rank=_number(env, "RANK", 0, size - 1),
+        size=size,
+        local_size=_number(env, "LOCAL_WORLD_SIZE", 1, size) if env.get("LOCAL_WORLD_SIZE") else size,
+        address=env["MASTER_ADDR"],
+        port=_number(env, "MASTER_PORT", 1, _LAST_PORT),
+        has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _number(env: Mapping[str, str], name: str, low: int, high: int) -> int:
+    text = env.get(name, "")
+    if not text:
+        raise ValueError(f"{name}: must be from {low} to {high}, as WORLD_SIZE is {env['WORLD_SIZE']}; it is unset")
+    if not text.isascii() or not text.isdigit() or len(text) > 9 or not low <= int(text) <= high:
+        raise ValueError(f"{name}: must be from {low} to {high}, got {text!r}")
+    return int(text)

@@ -1,0 +1,145 @@
+"""Row-wise kernels of a decoder layer: add and RMSNorm, and gated activations. Imports neither CuPy nor torch.
+
+Everything is enqueued on the launcher's current stream; nothing waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from pagekv.kernels import launch_config
+from pagekv.kernels.attention import Tensor, dtype_name
+from pagekv.kernels.launch_config import Launcher
+from pagekv.kernels.params import ADD_NORM, GATED, fill
+from pagekv.kernels.variants import Variant
+
+ALIGN_BYTES = 16
+"""Rows begin at multiples of so many bytes and are as long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """`x / sqrt(mean(x * x) + eps) * weight`."""
+
+    weight: Tensor
+    """float32, contiguous: [size], or [groups, size] where every group of a row's elements has its own."""
+    eps: float
+
+
+class RowKernels:
+    """The kernels for rows of one element type. Holds no state of a step."""
+
+    def __init__(self, launcher: Launcher, variant: Variant) -> None:
+        self._launcher, self._variant = launcher, variant
+        self._element_bytes = variant.element_bytes
+
+    def add_norm(
+        self,
+        stream: Tensor,
+        added: Tensor | None = None,
+        *,
+        factor: float = 1.0,
+        added_norm: Norm | None = None,
+        norm: Norm | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        """`stream += factor * added_norm(added)`, then `out = norm(stream)`; contiguous `[rows, size]`. A part that
+        is None does nothing. Raises ValueError for rows that the kernel cannot read.
+        """
+        rows, size = map(int, stream.shape)
+        tensors = [each for each in (stream, added, out) if each is not None]
+        norms = [each for each in (added_norm, norm) if each is not None]
+        for each in tensors:
+            self._check("rows", each, (rows, size), (size, 1))
+        if (norm is None) != (out is None) or any(tuple(each.weight.shape) != (size,) for each in norms):
+            raise ValueError(f"norm: needs a weight of {size} elements and a place for what it gives")
+        self._launch_add_norm(stream, added, out, factor, added_norm, norm, size)
+
+    def norm_heads(self, heads: Tensor, norm: Norm) -> None:
+        """Norms groups of each row in place: `heads` `[rows, groups, size]`, whose rows may be apart; `norm.weight`
+        `[groups, size]`. Raises ValueError for rows that the kernel cannot read.
+        """
+        rows, groups, size = map(int, heads.shape)
+        self._check("heads", heads, (rows, groups, size), (int(heads.stride()[0]), size, 1))
+        if tuple(norm.weight.shape) != (groups, size):
+            raise ValueError(f"norm: needs a weight {(groups, size)}, got {tuple(norm.weight.shape)}")
+        self._launch_add_norm(heads, None, heads, 1.0, None, norm, size, groups)
+
+    def gated(self, gate_up: Tensor, out: Tensor, activation: str) -> None:
+        """`out = activation(gate) * up`: `gate_up` `[rows, 2 * size]`, the gate first; `out` `[rows, size]`; both
+        contiguous. `activation`: silu or gelu_tanh. Raises ValueError for rows that the kernel cannot read.
+        """
+        rows, size = map(int, out.shape)
+        self._check("gate_up", gate_up, (rows, 2 * size), (2 * size, 1))
+        self._check("out", out, (rows, size), (size, 1))
+        if activation not in ("silu", "gelu_tanh"):
+            raise ValueError(f"activation: must be silu or gelu_tanh, got {activation!r}")
+        self._launcher.launch(
+            "pagekv_gated",
+            self._variant,
+            launch_config.gated(rows, size * self._variant.element_bytes),
+            fill(
+                GATED,
+                gate_up=gate_up.data_ptr(),
+                out=out.data_ptr(),
+                size=size,
+                gelu=int(activation == "gelu_tanh"),
+            ),
+        )
+
+    def _launch_add_norm(
+        self,
+        stream: Tensor,
+        added: Tensor | None,
+        out: Tensor | None,
+        factor: float,
+        added_norm: Norm | None,
+        norm: Norm | None,
+        size: int,
+        groups: int = 1,
+    ) -> None:
+        self._launcher.launch(
+            "pagekv_add_norm",
+            self._variant,
+            launch_config.add_norm(int(stream.shape[0]), groups, size * self._variant.element_bytes),
+            fill(
+                ADD_NORM,
+                stream=stream.data_ptr(),
+                added=0 if added is None else added.data_ptr(),
+                out=0 if out is None else out.data_ptr(),
+                added_weight=0 if added_norm is None else added_norm.weight.data_ptr(),
+                weight=0 if norm is None else norm.weight.data_ptr(),
+                stream_stride=stream.stride()[0],
+                out_stride=0 if out is None else out.stride()[0],
+                size=size,
+                factor=factor,
+                added_eps=0.0 if added_norm is None else added_norm.eps,
+                eps=0.0 if norm is None else norm.eps,
+            ),
+        )
+
+    def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
+        given, dtype = tuple(tensor.stride()), dtype_name(tensor)
+        # A step asks hundreds of times, of few shapes.
+        fits = _fits(self._element_bytes, tuple(tensor.shape), given, shape, stride)
+        if dtype != self._variant.dtype or tensor.data_ptr() % ALIGN_BYTES or not fits:
+            raise ValueError(
+                f"{name}: must be {self._variant.dtype} {shape} of rows at multiples of {ALIGN_BYTES} bytes, got "
+                f"{dtype} {tuple(tensor.shape)} with strides {given}"
+            )
+
+
+@lru_cache(maxsize=4096)
+def _fits(
+    element_bytes: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    wanted_shape: tuple[int, ...],
+    wanted_stride: tuple[int, ...],
+) -> bool:
+    """Whether a tensor of this shape and stride is as wanted, in rows of whole 16 bytes."""
+    if shape != wanted_shape or any(n * element_bytes % ALIGN_BYTES for n in (wanted_stride[0], wanted_shape[-1])):
+        return False
+    # torch gives any stride to a dimension of one.
+    return all(one == 1 or have == want for one, have, want in zip(shape, stride, wanted_stride, strict=True))

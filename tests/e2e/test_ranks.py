@@ -1,0 +1,189 @@
+"""A group of ranks behind one endpoint, as torchrun starts it: streams outlive the loss of any rank; starts that cannot
+succeed say why in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support.clients.calls import Caller, Result, request_for
+from support.clients.stack import CPU, EXECUTOR, ORACLE, Stack, environment, running_executor, running_stack
+
+from pagekv.v1 import inference_service_pb2 as pb
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 240.0
+GROUP = (*ORACLE, "--step-time-ms", "20", "--rank-timeout-s", "3")
+
+
+def kill_last(pids: dict[int, int]) -> None:
+    os.kill(pids[1], signal.SIGKILL)
+
+
+def kill_first(pids: dict[int, int]) -> None:
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def hang_last(pids: dict[int, int]) -> None:
+    os.kill(pids[1], signal.SIGSTOP)
+
+
+def hang_first(pids: dict[int, int]) -> None:
+    os.kill(pids[0], signal.SIGSTOP)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return not Path(f"/proc/{pid}/environ").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+async def generate_all(stack: Stack, requests: list[pb.GenerateRequest], disturb: Callable[[], None]) -> list[Result]:
+    async with Caller(stack.target) as caller:
+        calls = [asyncio.ensure_future(caller.generate(request)) for request in requests]
+        await asyncio.sleep(0.6)
+        await asyncio.to_thread(disturb)
+        return list(await asyncio.gather(*calls))
+
+
+LONG = [pytest.param(fault, marks=pytest.mark.long) for fault in (hang_last, hang_first)]
+
+
+@pytest.mark.parametrize("fault", [kill_last, kill_first, *LONG])
+def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None]) -> None:
+    requests = [
+        request_for([index + 1, 5, 7], max_tokens=100, ignore_eos=True, temperature=index % 2, seed=index)
+        for index in range(4)
+    ]
+    with running_stack(GROUP, ["--step-timeout-s", "20"], ranks=2) as stack:
+        wanted = asyncio.run(generate_all(stack, requests, lambda: None))
+        before = stack.executor.rank_pids()
+        assert sorted(before) == [0, 1]
+
+        def disturb() -> None:
+            fault(before)
+            # The rank that was not touched leaves within the rank timeout, whatever it waits in; so does torchrun with
+            # a rank that hangs.
+            deadline = time.monotonic() + WAIT_S
+            while not all(gone(pid) for pid in before.values()):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+        results = asyncio.run(generate_all(stack, requests, disturb))
+        after = stack.executor.rank_pids()
+    assert [result.tokens for result in results] == [result.tokens for result in wanted]
+    assert not {*before.values()} & {*after.values()}
+
+
+def test_two_ranks_answer_as_one_with_beams_forks_and_preemptions() -> None:
+    """In float64, where no sum of parts makes another token likelier."""
+    requests = [
+        request_for([1, 5, 7], max_tokens=12, beam_width=3, n=2),
+        request_for([1, 5, 7, 9], max_tokens=16, n=3, temperature=0.8, seed=4),
+        *(request_for([1, 5, 7, index], max_tokens=40, ignore_eos=True) for index in range(6)),
+    ]
+    small = ["--num-device-blocks", "16", "--num-host-blocks", "8", "--preemption", "swap"]
+
+    async def run(stack: Stack) -> tuple[list[Result], int]:
+        async with Caller(stack.target) as caller:
+            found = await asyncio.gather(*(caller.generate(request) for request in requests))
+            stats = await caller.stats()
+        return list(found), stats.preemptions_total
+
+    with running_stack(CPU, small) as stack:
+        wanted, _ = asyncio.run(run(stack))
+    with running_stack([*CPU, "--rank-timeout-s", "60"], small, ranks=2) as stack:
+        results, preemptions = asyncio.run(run(stack))
+    assert [result.tokens for result in results] == [result.tokens for result in wanted]
+    assert preemptions > 0
+
+
+def start_by_hand(ranks: list[tuple[dict[str, str], list[str]]], join_s: float = 60.0) -> list[tuple[int, str]]:
+    """Exit status and output of ranks that are started with these variables and flags."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", EXECUTOR, "--listen", "127.0.0.1:0", "--join-timeout-s", str(join_s), *flags],
+            env={**env, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for variables, flags in ranks
+    ]
+    try:
+        outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
+
+
+def rank(number: int, size: int = 2) -> dict[str, str]:
+    return {"RANK": str(number), "WORLD_SIZE": str(size)}
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        ([(rank(1), ["--model", "demo"])], "rank 0 and rank 1 differ in the model's fingerprint: nothing and "),
+        ([(rank(1, 3), [])], "rank 1 was started with WORLD_SIZE 3, rank 0 with 2"),
+    ],
+)
+def test_a_start_that_cannot_succeed_says_why_on_every_rank(
+    others: list[tuple[dict[str, str], list[str]]], words: str
+) -> None:
+    oracle = ["--backend", "oracle"]
+    for status, output in start_by_hand([(rank(0), oracle), *((env, oracle + flags) for env, flags in others)]):
+        assert status == 1
+        assert [words in line for line in output.splitlines() if "cannot start" in line] == [True], output
+
+
+def test_missing_ranks_are_named() -> None:
+    oracle = ["--backend", "oracle"]
+    for status, output in start_by_hand([(rank(0, 4), oracle), (rank(2, 4), oracle)], join_s=8.0):
+        assert status == 1
+        assert "ranks 1, 3 are missing of 4 after 8 s (--join-timeout-s)" in output
+
+
+def test_models_that_cannot_be_split_are_refused_by_every_rank(tmp_path: Path) -> None:
+    from support.executor.cpu_driver import save_model
+
+    save_model("gpt2", tmp_path)
+    for status, output in start_by_hand([(rank(each), ["--model", str(tmp_path)]) for each in (0, 1)]):
+        # A rank that hears of it from the other has lost that one.
+        assert status in (1, 75)
+        assert "Traceback" not in output
+        if status == 1:
+            assert "no tensor-parallel plan for models of type 'gpt2'" in output
+    three = start_by_hand([(rank(each, 3), ["--model", str(tmp_path)]) for each in range(3)])
+    assert any("WORLD_SIZE 3: must divide the 4 query heads" in output for _, output in three)
+
+
+def test_plan_and_a_running_group_agree_on_bytes_of_a_block() -> None:
+    from pagekv.client.planning.kv_budget import bytes_per_block, shard_kv_heads
+    from pagekv.client.planning.kv_geometry import KvGeometry
+    from pagekv.steps.v1 import executor_service_pb2 as steps
+    from pagekv.steps.v1 import executor_service_pb2_grpc as steps_grpc
+
+    with running_executor([*CPU, "--rank-timeout-s", "60"], ranks=2) as executor, executor.channel() as channel:
+        stub = steps_grpc.ExecutorServiceStub(channel)
+        found = stub.Describe(steps.DescribeRequest(block_size=16, token_budget=64), timeout=WAIT_S)
+    geometry = KvGeometry(found.num_layers, found.num_kv_heads, found.head_size, found.kv_dtype)
+    heads = shard_kv_heads(found.num_kv_heads, 2).kv_heads
+    assert found.tensor_parallel_size == 2
+    assert found.bytes_per_block == bytes_per_block(geometry, 16, heads)
+    assert 2 * found.bytes_per_block == bytes_per_block(geometry, 16)

@@ -1,0 +1,72 @@
+"""Models split over ranks answer as transformers' `generate` does in one process, and share out their KV heads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.executor.cpu_driver import WINDOW, prompts_of, reference, save_config
+from support.executor.families import family_config
+from support.executor.split_model import SplitRun, answers_of
+
+NEW = 8
+HITS = [40, 24, 16]
+# Four query heads, so that four ranks have one each.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2, "intermediate_size": 80},
+    "qwen3": {"num_key_value_heads": 2, "intermediate_size": 80, "head_dim": 16},
+    "mistral": {"num_key_value_heads": 4, "intermediate_size": 80, "sliding_window": WINDOW},
+    "gemma2": {
+        "num_key_value_heads": 1,
+        "intermediate_size": 80,
+        "head_dim": 12,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 7,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16,
+                  "intermediate_size": 80, "num_key_value_heads": 2},
+}  # fmt: skip  # laid out as a table
+
+
+def runs(folder: Path, names: list[str], **options: Any) -> tuple[list[SplitRun], list[list[list[int]]]]:
+    """A run for each family, and the answers that `generate` gives."""
+    base, *tails = prompts_of([41, 9, 11, 5], seed=5)
+    prompts = [base, *(base[:hit] + tail for hit, tail in zip(HITS, tails, strict=True))]
+    made, wanted = [], []
+    for name in names:
+        directory = folder / name
+        model = save_config(family_config(name, **FAMILIES[name]), directory, seed=3)
+        if options.get("dtype") == "float64":
+            model = model.double()
+        wanted.append([reference(model, prompt, NEW) for prompt in prompts])
+        made.append(SplitRun(str(directory), prompts, HITS, NEW, **options))
+    return made, wanted
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (2, {}),
+        pytest.param(4, {}, marks=pytest.mark.long),
+        pytest.param(2, {"fused": False}, marks=pytest.mark.long),
+        pytest.param(2, {"dtype": "float64"}, marks=pytest.mark.long),
+        pytest.param(4, {"dtype": "float64"}, marks=pytest.mark.long),
+    ],
+)
+def test_answers_are_those_of_generate(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
+    # transformers multiplies experts in grouped products, which torch has not in float64.
+    names = [name for name in FAMILIES if name != "qwen3_moe" or options.get("dtype") != "float64"]
+    made, wanted = runs(tmp_path, names, **options)
+    found = answers_of(made, ranks)
+    for name, run, answers in zip(names, found, wanted, strict=True):
+        assert run["cold"] == answers, name
+        assert run["preempted"] == answers, name
+        assert run["hits"] == answers, name
+    heads = {name: run["kv_heads"] for name, run in zip(names, found, strict=True)}
+    own = {name: max(1, FAMILIES[name]["num_key_value_heads"] // ranks) for name in names}
+    assert heads == own
+    fused = {name: run["fused"] for name, run in zip(names, found, strict=True)}
+    compiled = not options.get("dtype") and options.get("fused", True)
+    assert fused == {name: compiled and name != "qwen3_moe" for name in names}

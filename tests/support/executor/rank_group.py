@@ -1,0 +1,68 @@
+"""A group of ranks in this process: rank 0's backend, and others on threads behind socket pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from pagekv.executor.backend.interface import Backend
+from pagekv.executor.ranks.follower import Follower
+from pagekv.executor.ranks.leader import GroupBackend, Leader
+from pagekv.executor.ranks.link import RankLink
+
+# Bounds a hang alone.
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class RankGroup:
+    """The group as rank 0 has it. `lost` are the reasons for which ranks would have ended."""
+
+    backend: GroupBackend
+    followers: list[Follower]
+    links: list[RankLink]
+    threads: list[threading.Thread]
+    lost: list[str] = field(default_factory=list)
+
+    @property
+    def leader(self) -> Leader:
+        return self.backend.leader
+
+    def close(self) -> None:
+        """Ends the group in order. Idempotent."""
+        self.leader.stop()
+        for thread in self.threads:
+            thread.join(TIMEOUT_S)
+        for link in self.links:
+            link.close()
+        for follower in self.followers:
+            follower.close()
+
+
+def rank_group(own: Backend, *others: Backend, timeout_s: float = TIMEOUT_S) -> RankGroup:
+    """A group whose rank 0 has the backend `own`, and whose other ranks these."""
+    lost: list[str] = []
+    pairs = [socket.socketpair() for _ in others]
+    links = {rank: RankLink(pair[0]) for rank, pair in enumerate(pairs, 1)}
+    followers = [Follower(RankLink(pair[1]), timeout_s, lost.append) for pair in pairs]
+    leader = Leader(links, timeout_s, lost.append)
+    threads = [
+        threading.Thread(target=follower.run, args=(backend,), daemon=True)
+        for follower, backend in zip(followers, others, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    return RankGroup(GroupBackend(own, leader), followers, list(links.values()), threads, lost)
+
+
+@contextmanager
+def running_group(own: Backend, *others: Backend, timeout_s: float = TIMEOUT_S) -> Iterator[RankGroup]:
+    """The same, ended with the statement."""
+    group = rank_group(own, *others, timeout_s=timeout_s)
+    try:
+        yield group
+    finally:
+        group.close()

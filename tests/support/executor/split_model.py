@@ -1,0 +1,111 @@
+"""Ranks of split models as processes: each runs the same steps over the cpu backend, and rank 0 tells the answers.
+
+RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m support.executor.split_model JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from support.clients.stack import ROOT, environment
+
+WAIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class SplitRun:
+    """Prompts over one model, in blocks of 4 and 8: cold in one batch; in chunks with preemptions, by recomputation
+    and by swap; and behind hits of the first prompt, of so many tokens each.
+    """
+
+    directory: str
+    prompts: list[list[int]]
+    hits: list[int]
+    new: int
+    dtype: str = "float32"
+    fused: bool = True
+
+
+def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
+    """Of each run `cold`, `preempted` and `hits`, the tokens of each prompt; and `kv_heads` of each rank, and whether
+    compiled loops computed it (`fused`). Raises AssertionError with the last words of a rank that failed.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = environment()
+    env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
+    env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", __name__, json.dumps([asdict(run) for run in runs])]
+    processes = [
+        subprocess.Popen(
+            command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for rank in range(ranks)
+    ]
+    try:
+        outputs = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    failed = [output[-3000:] for process, output in zip(processes, outputs, strict=True) if process.returncode]
+    assert not failed, "\n---\n".join(failed)
+    found: list[dict[str, Any]] = json.loads(outputs[0].rpartition("\nANSWERS ")[2])
+    return found
+
+
+def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
+    from support.executor.cpu_driver import Driver
+
+    from pagekv.executor.cpu.backend import CpuBackend
+    from pagekv.executor.cpu.forward import ModuleForward
+
+    backend = CpuBackend(Path(run.directory), "split", run.dtype, threads=1, fused=run.fused, shards=shards)
+    driver = Driver(backend, block_size=4)
+    cold = driver.generate([driver.sequence(prompt) for prompt in run.prompts], run.new)
+    driver = Driver(backend, block_size=8, host_blocks=16)
+    states = [driver.sequence(prompt) for prompt in run.prompts]
+    driver.generate(states, run.new // 2, chunk=11)
+    driver.preempt(states[0])
+    driver.swap_out_and_in(states[1])
+    preempted = driver.generate(states, run.new, chunk=13)
+    driver = Driver(backend, block_size=8)
+    owner, *others = (driver.sequence(prompt) for prompt in run.prompts)
+    driver.step({owner.seq_id: 10**6}, [owner])
+    for state, hit in zip(others, run.hits, strict=True):
+        driver.share(owner, state, hit)
+    hits = driver.generate([owner, *others], run.new)
+    heads = backend._loaded.geometry.num_kv_heads
+    fused = not isinstance(backend._forward, ModuleForward)
+    return {"cold": cold, "preempted": preempted, "hits": hits, "kv_heads": heads, "fused": fused}
+
+
+def main() -> None:
+    """One rank."""
+    import torch
+
+    from pagekv.executor.model.tensor_parallel import Shards
+    from pagekv.executor.ranks.gathering import Meeting
+    from pagekv.executor.ranks.rendezvous import join_process_group, open_store
+    from pagekv.executor.ranks.watch import end_process
+    from pagekv.executor.world import read_world
+
+    torch.set_num_threads(1)
+    world = read_world(os.environ)
+    store = open_store(world, WAIT_S)
+    join_process_group(store, world, Meeting("", 0, "test"), WAIT_S)
+    shards = Shards(world, end_process)
+    found = [_run(SplitRun(**run), shards) for run in json.loads(sys.argv[1])]
+    torch.distributed.barrier()
+    print("\nANSWERS " + json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

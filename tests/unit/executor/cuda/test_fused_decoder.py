@@ -1,0 +1,113 @@
+"""Fused layers: every family's tokens are those of transformers' `generate`, in at most 12 launches a layer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import support.executor.cuda_host as cuda_host
+import torch
+from support.executor.cpu_driver import MODELS, Driver, prompts_of, reference
+from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.families import FAMILIES, family_config
+from support.executor.launch_count import CountingLauncher, CountingOperators
+
+from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.cuda.backend import CudaBackend
+from pagekv.executor.cuda.fused_decoder import FusedLayers, _table
+
+MOST_LAUNCHES = 12
+NEW = 4
+# Norms before, behind, or both; of heads, alone and together; biases, multipliers, caps, windows, a layer without RoPE.
+LONG = ("qwen2", "mistral", "gemma", "gemma2", "gemma3_text", "granite", "olmo3", "phi3", "seed_oss", "smollm3")
+NAMES = ["llama", "qwen3", "olmo2", *(pytest.param(name, marks=pytest.mark.long) for name in LONG)]
+
+
+@pytest.fixture(autouse=True)
+def all_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = {name: lambda name=name: family_config(name) for name in FAMILIES if name not in MODELS}
+    monkeypatch.setattr(cuda_host, "MODELS", {**MODELS, **more})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    """Prompts in chunks beside decodes, then decodes alone in graphs."""
+    # Another seed where the answers of one are constant.
+    model = save_small_model(name, tmp_path, seed=4 if name == "phi3" else 1)
+    backend = host_backend(tmp_path)
+    assert isinstance(backend.forward, FusedLayers)
+    prompts = prompts_of([1, 23, 5], seed=3)
+    driver = Driver(backend, 4)
+    states = [driver.sequence(prompt) for prompt in prompts]
+    assert driver.generate(states, NEW, chunk=6) == [reference(model, prompt, NEW) for prompt in prompts]
+    assert backend.runner.graphs.num_replayed > 0
+
+
+def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> tuple[Counter[str], Counter[str]]:
+    """Of a step of decodes, and of a step of a decode and a chunk of a prompt."""
+    fields: dict[str, Any] = {"num_hidden_layers": layers}
+    if kinds := getattr((MODELS[name]() if name in MODELS else family_config(name)), "layer_types", None):
+        fields["layer_types"] = [kinds[0]] * layers
+    save_small_model(name, directory, **fields)
+    launcher = CountingLauncher(HostDevice().launcher)
+    backend = host_backend(directory, HostDevice(launcher=launcher), graphs=False, fused=fused)
+    backend.allocate(16, 8, 0)
+    first = SequenceState(1, [1, 2, 3, 4, 5, 6], 3, [0], 0, Sampling())
+    second = SequenceState(2, list(range(1, 20)), 19, [1, 2], 0, Sampling())
+
+    def step(*scheduled: Scheduled) -> Counter[str]:
+        launcher.counts.clear()
+        with CountingOperators() as operators:
+            backend.launch(list(scheduled))
+        return Counter({**launcher.counts, **operators.counts})
+
+    step(Scheduled(first, 0, 3))
+    return step(Scheduled(first, 3, 1)), step(Scheduled(first, 4, 1), Scheduled(second, 0, 9))
+
+
+def of_a_layer(directory: Path, name: str, **options: Any) -> tuple[int, int]:
+    two, three = (launches(directory / str(layers), name, layers, **options) for layers in (2, 3))
+    return two_more(two[0], three[0]), two_more(two[1], three[1])
+
+
+def two_more(fewer: Counter[str], more: Counter[str]) -> int:
+    return more.total() - fewer.total()
+
+
+@pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("olmo2", 11, 12)])
+def test_launches_of_a_layer(tmp_path: Path, name: str, decodes: int, mixed: int) -> None:
+    """The merge of contexts above 4,096 keys, a launch of its own, comes on top."""
+    assert of_a_layer(tmp_path, name) == (decodes, mixed)
+    assert max(decodes, mixed) <= MOST_LAUNCHES
+
+
+def test_launches_of_a_layer_of_transformers(tmp_path: Path) -> None:
+    """So the count is one that sees what fused layers save."""
+    assert min(of_a_layer(tmp_path, "llama", fused=False)) > 30
+
+
+def test_a_row_does_not_depend_on_whether_layers_are_recorded(tmp_path: Path) -> None:
+    save_small_model("llama", tmp_path)
+    prompts = prompts_of([3, 17], seed=8)
+    outputs = []
+    for graphs in (True, False):
+        driver = Driver(host_backend(tmp_path, graphs=graphs), 16)
+        outputs.append(driver.generate([driver.sequence(prompt) for prompt in prompts], 6))
+    assert outputs[0] == outputs[1]
+
+
+def test_fp8_keys_and_values(tmp_path: Path) -> None:
+    """Rotated keys are rounded once, to the pool's type."""
+    save_small_model("llama", tmp_path)
+    backend: CudaBackend = host_backend(tmp_path, dtype="bfloat16", kv_dtype="fp8")
+    assert isinstance(backend.forward, FusedLayers)
+    driver = Driver(backend, 16)
+    assert len(driver.generate([driver.sequence([1, 2, 3])], 3)[0]) == 3
+
+
+def test_pairs_of_different_angles_are_refused() -> None:
+    angles = torch.rand(3, 8)
+    with pytest.raises(ValueError, match="different angles"):
+        _table(angles.cos(), angles.sin())

@@ -1,0 +1,153 @@
+"""A backend over ranks does on all of them what it is asked; differences end the epoch, with rank and step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+from support.executor.executor_steps import ALL_FEATURES
+from support.executor.rank_group import TIMEOUT_S, RankGroup, rank_group, running_group
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
+from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.rpc import wire
+from pagekv.executor.session.epoch import Epoch, RanksDiffer
+from pagekv.executor.session.state_digest import StateDigest
+from pagekv.executor.session.step import ExecutedStep
+from pagekv.executor.session.step_check import EpochLimits
+from pagekv.steps.v1 import executor_service_pb2 as pb
+
+MODEL = OracleModel(vocab_size=64, max_model_len=256)
+SLOT = 12
+LIMITS = EpochLimits(4, 20, 0, 64, 256, 8, ALL_FEATURES)
+
+
+class Other(OracleBackend):
+    """An oracle that samples another token in one step."""
+
+    def __init__(self, wrong_step: int) -> None:
+        super().__init__(MODEL)
+        self._left = wrong_step
+
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        found = super().execute(scheduled)
+        self._left -= 1
+        return {seq: Sampled((one.token_id + 1) % 64) for seq, one in found.items()} if not self._left else found
+
+
+class Breaks(OracleBackend):
+    """An oracle that breaks."""
+
+    def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+        raise RuntimeError("no memory left")
+
+
+def epoch_of(group: RankGroup, number: int = 5) -> Epoch:
+    group.backend.allocate(4, 20, 0)
+    return Epoch(number, "test", LIMITS, group.backend, ranks=group.leader, digest=StateDigest())
+
+
+def message(number: int, epoch: int = 5) -> pb.StepRequest:
+    """The first step enters a sequence; others decode it."""
+    if number > 1:
+        return pb.StepRequest(epoch=epoch, step=number)
+    sampling = pb.StepSampling(top_p=1, repetition_penalty=1)
+    new = pb.NewSequence(seq_id=1, token_ids=[1, 2, 3], num_prompt_tokens=3, block_ids=range(20), sampling=sampling)
+    return pb.StepRequest(epoch=epoch, step=1, new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[3])
+
+
+def run(epoch: Epoch, number: int) -> ExecutedStep:
+    request = message(number, epoch.epoch)
+    return epoch.launch(wire.step(request, request.SerializeToString())).collect()
+
+
+def run_all(epoch: Epoch) -> None:
+    for number in range(1, 10):
+        run(epoch, number)
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_steps_are_those_of_one_rank_and_the_times_of_all_are_told() -> None:
+    alone = OracleBackend(MODEL)
+    alone.allocate(4, 20, 0)
+    wanted = Epoch(5, "test", LIMITS, alone)
+    with running_group(*(OracleBackend(MODEL) for _ in range(3))) as group:
+        assert group.leader.size == 3
+        epoch = epoch_of(group)
+        for number in range(1, 40):
+            found = run(epoch, number)
+            assert found.sampled == run(wanted, number).sampled
+            assert len(found.rank_us) in ((0, 3) if number == 1 else (3,))
+    assert group.lost == []
+
+
+def test_memory_is_that_of_the_smallest_rank() -> None:
+    backends = [OracleBackend(MODEL, kv_bytes=SLOT * size) for size in (80, 64, 100)]
+    with running_group(*backends) as group:
+        assert group.backend.describe(4, 64).device_kv_bytes == SLOT * 64
+        group.backend.allocate(4, 16, 0)
+        with pytest.raises(MemoryError, match="rank 1: a pool may have 16 blocks"):
+            group.backend.allocate(4, 17, 0)
+        group.backend.allocate(4, 16, 16)
+
+
+def test_what_a_rank_cannot_describe_is_refused_with_its_number() -> None:
+    class Narrow(OracleBackend):
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            if block_size == 8:
+                raise InvalidRequest("block_size", "too large")
+            raise RuntimeError("out of order")
+
+    with running_group(OracleBackend(MODEL), Narrow(MODEL)) as group:
+        with pytest.raises(InvalidRequest, match=r"block_size: too large \(rank 1\)"):
+            group.backend.describe(8, 64)
+        with pytest.raises(RuntimeError, match="rank 1 cannot describe itself: RuntimeError: out of order"):
+            group.backend.describe(4, 64)
+
+
+def test_a_rank_that_samples_another_token_ends_the_epoch_and_another_epoch_begins() -> None:
+    with running_group(OracleBackend(MODEL), OracleBackend(MODEL), Other(3)) as group:
+        epoch = epoch_of(group)
+        with pytest.raises(
+            RanksDiffer, match="rank 2 differs from rank 0 at step 3: tables or tokens are not the same"
+        ):
+            run_all(epoch)
+        # At the latest with the step after.
+        assert epoch.next_step <= 5
+        epoch = epoch_of(group, 6)
+        run(epoch, 1)
+    assert group.lost == []
+
+
+def test_a_rank_that_breaks_ends_the_epoch() -> None:
+    with running_group(OracleBackend(MODEL), Breaks(MODEL)) as group:
+        epoch = epoch_of(group)
+        with pytest.raises(RanksDiffer, match="rank 1 differs from rank 0 at step 1: RuntimeError: no memory left"):
+            run_all(epoch)
+
+
+def test_a_step_that_all_refuse_is_refused_as_by_one_rank() -> None:
+    with running_group(OracleBackend(MODEL), OracleBackend(MODEL)) as group:
+        epoch = epoch_of(group)
+        run(epoch, 1)
+        request = pb.StepRequest(epoch=5, step=2, finished_seqs=[9])
+        with pytest.raises(InvalidRequest, match="R2"):
+            epoch.launch(wire.step(request, request.SerializeToString()))
+        run(epoch_of(group, 6), 1)
+    assert group.lost == []
+
+
+def test_a_rank_whose_connection_ends_is_lost_to_all() -> None:
+    group = rank_group(OracleBackend(MODEL), OracleBackend(MODEL))
+    group.links[0].close()
+    until(lambda: len(group.lost) == 2)
+    assert sorted(group.lost) == ["rank 0 was lost: the connection ended", "rank 1 was lost: the connection ended"]
+    group.close()

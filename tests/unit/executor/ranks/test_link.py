@@ -1,0 +1,80 @@
+"""Messages arrive as they were sent, in order; an end, a silence and bytes that are none are losses."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+
+import pytest
+
+from pagekv.executor.ranks.link import MAX_BYTES, Kind, LinkLost, Message, RankLink
+
+
+def pair() -> tuple[RankLink, RankLink, socket.socket]:
+    """Two ends, and the first one's socket."""
+    one, other = socket.socketpair()
+    return RankLink(one), RankLink(other), one
+
+
+def test_messages_arrive_in_order_whoever_sends_them() -> None:
+    one, other, _ = pair()
+    one.send(Kind.STEP, b"\0" * 100_000)
+    one.send_json(Kind.DESCRIBE, {"block_size": 4})
+    threads = [threading.Thread(target=one.send, args=(Kind.BEAT,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    assert other.receive() == Message(Kind.STEP, b"\0" * 100_000)
+    assert other.receive().content == {"block_size": 4}
+    assert [other.receive(60).kind for _ in threads] == [Kind.BEAT] * 8
+
+
+def test_losses() -> None:
+    one, other, _ = pair()
+    with pytest.raises(LinkLost, match="timed out"):
+        other.receive(0.01)
+    one, other, _ = pair()
+    one.close()
+    one.close()
+    with pytest.raises(LinkLost, match="the connection ended"):
+        other.receive()
+    other.close()
+    with pytest.raises(LinkLost, match="the connection broke"):
+        other.send(Kind.BEAT)
+
+
+def test_the_end_frees_the_descriptor_of_one_that_receives_meanwhile() -> None:
+    one, other, sock = pair()
+    number = sock.fileno()
+    ended = threading.Event()
+
+    def receive() -> None:
+        with pytest.raises(LinkLost):
+            one.receive()
+        ended.set()
+
+    thread = threading.Thread(target=receive)
+    thread.start()
+    one.close()
+    assert ended.wait(60)
+    thread.join()
+    assert sock.fileno() == -1
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+    with pytest.raises(LinkLost):
+        one.receive()
+    other.close()
+
+
+@pytest.mark.parametrize("header", [(0, 0), (99, 0), (Kind.STEP, MAX_BYTES + 1)])
+def test_bytes_that_are_no_message(header: tuple[int, int]) -> None:
+    _, other, sock = pair()
+    sock.sendall(struct.pack("<BI", *header))
+    with pytest.raises(LinkLost, match="which no rank sends"):
+        other.receive()
+
+
+def test_what_should_be_json() -> None:
+    with pytest.raises(LinkLost, match="no JSON"):
+        _ = Message(Kind.HELLO, b"\xff").content

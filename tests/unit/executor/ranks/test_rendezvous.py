@@ -1,0 +1,66 @@
+"""Ranks find each other through torch's store, as torchrun keeps it or rank 0."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+import torch.distributed as dist
+
+from pagekv.executor.ranks.gathering import NoGroup
+from pagekv.executor.ranks.rendezvous import find_leader, join_process_group, listen_as_leader, open_store
+from pagekv.executor.world import World
+
+WAIT_S = 60.0
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one() -> None:
+    port = free_port()
+    store = open_store(World(0, 2, 2, "127.0.0.1", port), WAIT_S)
+    world = World(0, 2, 2, "127.0.0.1", port)
+    listener, meeting = listen_as_leader(store, world)
+    other = open_store(World(1, 2, 2, "127.0.0.1", port), WAIT_S)
+    assert find_leader(other) == meeting
+    assert meeting.host == "127.0.0.1"
+    with pytest.raises(NoGroup, match="two ranks have number 0"):
+        listen_as_leader(other, world)
+    listener.close()
+    again, later = listen_as_leader(store, world)
+    assert find_leader(other) == later != meeting
+    again.close()
+
+
+def test_a_store_that_is_not_there_and_two_that_keep_it() -> None:
+    port = free_port()
+    with pytest.raises(NoGroup, match=f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: the ranks' store is not there"):
+        open_store(World(1, 2, 2, "127.0.0.1", port), 1.0)
+    kept = open_store(World(0, 2, 2, "127.0.0.1", port), 1.0)
+    with pytest.raises(NoGroup, match="rank 0 cannot keep the ranks' store there; is there another rank 0"):
+        open_store(World(0, 2, 2, "127.0.0.1", port), 1.0)
+    with pytest.raises(NoGroup, match="rank 0 is missing"):
+        find_leader(kept)
+
+
+def test_on_several_machines_rank_0_warns_that_nothing_is_encrypted(caplog: pytest.LogCaptureFixture) -> None:
+    world = World(0, 2, 1, "127.0.0.1", free_port())
+    listener, _ = listen_as_leader(open_store(world, WAIT_S), world)
+    listener.close()
+    assert "have neither TLS nor a login, so keep them on a private network" in caplog.text
+
+
+def test_a_process_group_over_the_store() -> None:
+    world = World(0, 1, 1, "127.0.0.1", free_port())
+    store = open_store(world, WAIT_S)
+    listener, meeting = listen_as_leader(store, world)
+    listener.close()
+    join_process_group(store, world, meeting, WAIT_S)
+    try:
+        assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,79 @@
+"""Each step of each rank is compared with rank 0's, in whatever order they come."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pagekv.executor.ranks.reports import RankReport, RankReports
+from pagekv.executor.session.epoch import RanksDiffer
+
+RIGHT, WRONG = b"rightful", b"mistaken"
+
+
+def reports(*ranks: int, timeout_s: float = 60.0) -> RankReports:
+    made = RankReports(ranks, timeout_s)
+    made.begin(5)
+    return made
+
+
+def test_a_report_as_bytes() -> None:
+    report = RankReport(2**64 - 1, 3, RIGHT, 2**40)
+    assert RankReport.from_bytes(report.to_bytes()) == report
+
+
+def test_times_of_the_latest_step_that_all_ended() -> None:
+    found = reports(1, 2)
+    found.add(2, RankReport(5, 1, RIGHT, 30))
+    assert found.settle(1, RIGHT, 10) == ()
+    found.add(1, RankReport(5, 1, RIGHT, 20))
+    found.add(1, RankReport(5, 2, RIGHT, 21))
+    assert found.settle(2, RIGHT, 11) == (10, 20, 30)
+    found.add(2, RankReport(5, 2, RIGHT, 31))
+    assert found.settle(3, RIGHT, 12) == (11, 21, 31)
+
+
+def test_the_step_before_is_waited_for() -> None:
+    found = reports(1)
+    found.settle(1, RIGHT, 10)
+    late = threading.Timer(0.05, found.add, (1, RankReport(5, 1, RIGHT, 20)))
+    late.start()
+    assert found.settle(2, RIGHT, 11) == (10, 20)
+    slow = reports(1, timeout_s=0.01)
+    slow.settle(1, RIGHT, 0)
+    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not end step 1 within 0.01 s"):
+        slow.settle(2, RIGHT, 0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_difference_names_rank_and_step(first: bool) -> None:
+    found = reports(1, 2)
+    for rank in (1, 2):
+        found.add(rank, RankReport(5, 1, RIGHT, 0))
+    found.settle(1, RIGHT, 0)
+    if first:
+        found.add(2, RankReport(5, 2, WRONG, 0))
+        with pytest.raises(RanksDiffer, match="rank 2 differs from rank 0 at step 2: tables or tokens"):
+            found.settle(2, RIGHT, 0)
+    else:
+        found.settle(2, RIGHT, 0)
+        found.check(2)
+        found.add(2, RankReport(5, 2, WRONG, 0))
+    with pytest.raises(RanksDiffer, match="rank 2 differs from rank 0 at step 2"):
+        found.check(2)
+    found.begin(6)
+    found.check(2)
+    assert found.settle(1, RIGHT, 0) == ()
+
+
+def test_a_failure_counts_once_rank_0_did_the_step() -> None:
+    found = reports(1)
+    found.fail(1, 4, 1, "of another epoch")
+    found.add(1, RankReport(5, 1, RIGHT, 0))
+    found.fail(1, 5, 2, "it refused it")
+    # Rank 0 refuses step 2 as well, after it has collected the one before.
+    found.settle(1, RIGHT, 0)
+    found.check(1)
+    with pytest.raises(RanksDiffer, match="rank 1 differs from rank 0 at step 2: it refused it"):
+        found.settle(2, RIGHT, 0)

@@ -1,0 +1,80 @@
+"""A rank that is silent is lost; one that beats is not; a group that has ended loses nobody."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from support.clients.stack import environment
+
+from pagekv.executor.ranks.link import Kind, RankLink
+from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch
+
+PATIENCE_S = 120.0
+
+
+def test_a_silent_rank_is_lost_once_and_one_that_beats_is_not() -> None:
+    ends = [socket.socketpair() for _ in range(2)]
+    lost: list[str] = []
+    happened = threading.Event()
+
+    def lose(reason: str) -> None:
+        lost.append(reason)
+        happened.set()
+
+    watch = RankWatch({rank: RankLink(one) for rank, (one, _) in enumerate(ends, 1)}, 0.5, lose)
+    stop = threading.Event()
+
+    def beat() -> None:
+        while not stop.wait(0.001):
+            watch.heard(1)
+
+    beats = threading.Thread(target=beat)
+    beats.start()
+    watch.start()
+    assert happened.wait(PATIENCE_S)
+    stop.set()
+    beats.join()
+    watch.lose("another reason")
+    assert lost == ["rank 2 said nothing for 0.5 s (--rank-timeout-s)"]
+    assert RankLink(ends[0][1]).receive(PATIENCE_S).kind is Kind.BEAT
+
+
+def test_a_group_that_ends_in_order_loses_nobody() -> None:
+    lost: list[str] = []
+    watch = RankWatch({}, 0.5, lost.append)
+    watch.stop()
+    watch.lose("the connection ended")
+    assert lost == []
+
+
+def test_the_process_ends_at_once_whatever_its_threads_do() -> None:
+    code = (
+        "import sys, threading, time\n"
+        "from pagekv.common.logs import setup_logs\n"
+        "from pagekv.executor.ranks.watch import end_process\n"
+        "setup_logs('rank 1', 'info', 'text')\n"
+        "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        "end_process('rank 0 is gone')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert done.returncode == EXIT_LOST
+    assert "this rank ends" in done.stdout + done.stderr
+    assert "rank 0 is gone" in done.stdout + done.stderr
+
+
+def test_a_rank_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened = threading.Event()
+    watch = RankWatch({}, 0.5, lambda reason: happened.set(), with_parent=True)
+    watch.start()
+    time.sleep(0.3)
+    assert not happened.is_set()
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert happened.wait(PATIENCE_S)
