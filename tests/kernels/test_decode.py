@@ -38,7 +38,7 @@ VARIANTS = [
 SMALL = [variant for variant in VARIANTS if variant.head_size == 64]
 # Every pair of types, in sizes that the emulation is quick with.
 DRAWN = [variant for variant in VARIANTS if variant.features and variant.head_size <= 128]
-ALL_FEATURES = Features(window=300, soft_cap=5.0)
+ALL_FEATURES = Features(window=300, soft_cap=5.0, sinks=True)
 
 
 def check(
@@ -90,6 +90,7 @@ def test_nothing_else_is_read(launcher: HostLauncher, variant: Variant) -> None:
         Features,
         window=st.sampled_from([0, 1, 16, 100, 700]),
         soft_cap=st.sampled_from([0.0, 3.0]),
+        sinks=st.booleans(),
     ),
     fused=st.booleans(),
     seed=st.integers(0, 99),

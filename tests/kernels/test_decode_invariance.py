@@ -16,7 +16,7 @@ VARIANTS = [
     Variant("float16", "float8_e4m3fn", 128, True),
 ]
 LENGTHS = [600, 1, 257, 90, 0, 512]
-FEATURES = Features(window=400, soft_cap=5.0)
+FEATURES = Features(window=400, soft_cap=5.0, sinks=True)
 
 pytestmark = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 

@@ -20,7 +20,7 @@ VARIANTS = [
     Variant("float16", "float8_e4m3fn", 128, True),
     Variant("bfloat16", "float8_e4m3fn", 256, True),
 ]
-WINDOW = Features(window=400, soft_cap=5.0)
+WINDOW = Features(window=400, soft_cap=5.0, sinks=True)
 
 
 @pytest.fixture(autouse=True)

@@ -79,11 +79,14 @@ class PagedAttention:
         scale: float | None = None,
         windows: Sequence[int] = (),
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> None:
         """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
 
         `scale`: multiplies the logits; default 1 / sqrt(head_size). `windows`: per layer, how many keys a query sees,
         itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
+        `sinks`: float32 [num_layers, num_heads] on the device, contiguous: a logit of each head that takes part in the
+        softmax and has no value, minus infinity where a layer has none.
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
         that does not match the variant.
@@ -112,16 +115,20 @@ class PagedAttention:
             raise ValueError(f"windows: must have {self.num_layers} entries, one a layer, got {len(windows)}")
         if any(window < 0 for window in windows):
             raise ValueError(f"windows: must be at least 0, got {list(windows)}")
-        if (any(windows) or soft_cap) and not variant.features:
-            raise UnsupportedVariant("features: window and soft cap need a variant with features")
+        if sinks is not None and (tuple(sinks.shape), dtype_name(sinks)) != ((self.num_layers, num_heads), "float32"):
+            raise ValueError(
+                f"sinks: must be float32 {(self.num_layers, num_heads)}, got {dtype_name(sinks)} {tuple(sinks.shape)}"
+            )
+        if (any(windows) or soft_cap or sinks is not None) and not variant.features:
+            raise UnsupportedVariant("features: window, soft cap and sinks need a variant with features")
         self.variant = variant
         self.num_heads = num_heads
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.soft_cap = soft_cap
         self._windows = tuple(windows) or (0,) * self.num_layers
         self._launcher = launcher
-        # Keeps the memory behind the address below.
-        self._pool = pool
+        # Keep the memory behind the addresses below.
+        self._pool, self._sinks = pool, sinks
         kv_stride = self.block_size * self.num_kv_heads * head_size
         # Fields that the kernels of cache write, decode and prefill all have.
         self._fields: dict[str, float] = {
@@ -241,6 +248,7 @@ class PagedAttention:
             "window": self._windows[layer],
             "scale": self.scale,
             "soft_cap": self.soft_cap,
+            "sinks": 0 if self._sinks is None else self._sinks.data_ptr() + 4 * layer * self.num_heads,
             **self._fields,
         }
         if plan.num_decode_items or plan.num_wide_items:
@@ -298,6 +306,7 @@ class PagedAttention:
                     out=values["out"],
                     partial_out=partial_out,
                     partial_state=partial_state,
+                    sinks=values["sinks"],
                     items=plan.at["merge_items"],
                     out_stride=values["out_stride"],
                     num_heads=self.num_heads,

@@ -45,11 +45,11 @@ _ATTENTION = {
     "f32": "scale soft_cap k_scale v_scale",
 }
 DECODE = _struct(
-    pointers="query out pool block_tables context_lens items members merges merge_counters partial_out partial_state",
+    pointers="query out pool block_tables context_lens items sinks members merges merge_counters partial_out partial_state",
     **_ATTENTION,
 )
-PREFILL = _struct(pointers="query out pool block_tables context_lens query_start items", **_ATTENTION)
-MERGE = _struct(pointers="out partial_out partial_state items", i64="out_stride", i32="num_heads")
+PREFILL = _struct(pointers="query out pool block_tables context_lens sinks query_start items", **_ATTENTION)
+MERGE = _struct(pointers="out partial_out partial_state sinks items", i64="out_stride", i32="num_heads")
 
 
 @cache

@@ -41,7 +41,7 @@ class Variant:
     head_size: int
     """Elements of a head: 64, 80, 96, 128 or 256."""
     features: bool = False
-    """Whether sliding window and soft cap are compiled in; run-time parameters turn each on."""
+    """Whether sliding window, soft cap and sinks are compiled in; run-time parameters turn each on."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_PAIRS:

@@ -78,6 +78,7 @@ def run_decode(
             out=address(rows.out),
             partial_out=address(partial_out),
             partial_state=address(partial_state),
+            sinks=address(features.sinks_of(heads)),
             items=address(work.merges),
             out_stride=rows.out.shape[1],
             num_heads=heads,

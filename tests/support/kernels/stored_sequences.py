@@ -5,6 +5,7 @@ decode and the prefill kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,16 @@ NOWHERE = 0x7FFFFFFF
 class Features:
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
+
+    def sinks_of(self, heads: int) -> Array | None:
+        """[H] float32: a sink of each head, some below and some above usual logits; None without."""
+        return _sinks(heads) if self.sinks else None
+
+
+@cache
+def _sinks(heads: int) -> Array:
+    return np.linspace(-2, 5, heads).astype(np.float32)
 
 
 PLAIN = Features()
@@ -190,6 +201,7 @@ def attention_values(
         "window": features.window,
         "scale": sequences.scale,
         "soft_cap": features.soft_cap,
+        "sinks": address(features.sinks_of(rows.shape[1])),
         "k_scale": sequences.k_scale,
         "v_scale": sequences.v_scale,
     }
@@ -208,6 +220,7 @@ def expected(sequences: Sequences, queries: list[Array], features: Features = PL
                 scale=sequences.scale,
                 window=features.window,
                 soft_cap=features.soft_cap,
+                sinks=features.sinks_of(query.shape[1]),
             )
         )
     return np.concatenate(parts)

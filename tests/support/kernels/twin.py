@@ -123,11 +123,12 @@ def attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Float64:
     """Attention of one sequence: `query` [n, H, D] are its last n tokens, `keys` and `values` [k, G, D] all of them.
 
     The query at position q sees keys 0..q, or (q - window, q]. Logits are scaled, then capped (cap * tanh(x / cap)). A
-    row that sees no key is zero.
+    row that sees no key is zero. `sinks` [H]: a logit of each head that takes part in the softmax and has no value.
     """
     (num_queries, num_heads, _), (num_keys, num_kv_heads, _) = query.shape, keys.shape
     per_head = num_heads // num_kv_heads
@@ -140,10 +141,12 @@ def attention(
         logits = soft_cap * np.tanh(logits / soft_cap)
     visible = (k <= q) & ((k > q - window) if window else True)
     logits = np.where(visible, logits, -np.inf)
+    beside = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    logits = np.concatenate([logits, np.broadcast_to(beside[:, None, None], (*logits.shape[:2], 1))], axis=2)
     top = logits.max(axis=2, keepdims=True, initial=-np.inf)
-    weights = np.where(visible, np.exp(logits - np.where(np.isfinite(top), top, 0)), 0.0)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
     total = weights.sum(axis=2, keepdims=True)
-    out: Float64 = np.einsum("hqk,khd->qhd", weights / np.where(total > 0, total, 1), values)
+    out: Float64 = np.einsum("hqk,khd->qhd", (weights / np.where(total > 0, total, 1))[:, :, :-1], values)
     return out
 
 

@@ -238,7 +238,8 @@ __device__ __forceinline__ void for_each_tile(const RowAddresses& rows, const Sp
 __device__ __forceinline__ void store_result(const DecodeParams& p, const Work& work, const Member& member, i32 head,
                                              i32 dim, const Softmax& state, const float (&out)[4]) {
     if (member.merge < 0) {
-        store_output((Element*)p.out + member.row * p.out_stride + head * HEAD_SIZE + dim, out, normaliser(state.sum));
+        const float factor = normaliser(state, PAGEKV_FEATURES ? p.sinks : nullptr, head);
+        store_output((Element*)p.out + member.row * p.out_stride + head * HEAD_SIZE + dim, out, factor);
         return;
     }
     const Merge merge = Merge::load(p.merges, member.merge);

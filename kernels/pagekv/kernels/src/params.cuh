@@ -50,6 +50,7 @@ struct DecodeParams {
     const i32* context_lens;    // [S] visible keys, those of this step included
     const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on.
                                 // pagekv_decode_wide: first member, sequence, split, members
+    const float* sinks;         // [H] a logit beside those of the keys, without a value; null: none
     const i32* members;         // pagekv_decode_wide: [members, 4]: row, sequence, merge, 0; else null
     const i32* merges;          // [merges, 4]: row, first partial, partials, split of the first partial
     u32* merge_counters;        // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
@@ -77,6 +78,7 @@ struct MergeParams {
     void* out;                   // [T, H, D], rows out_stride apart
     const float* partial_out;    // as DecodeParams
     const float* partial_state;
+    const float* sinks;
     const i32* items;            // [grid in x, 4]: DecodeParams::merges; row < 0: nothing to do
     i64 out_stride;
     i32 num_heads;
@@ -89,6 +91,7 @@ struct PrefillParams {
     const void* pool;
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S]
+    const float* sinks;         // as DecodeParams
     const i32* query_start;     // [S + 1] first row of each sequence; its last query sees context_lens[s] keys
     const i32* items;           // [items, 4]: sequence (< 0: nothing to do), first row, unused, unused; see prefill_plan.py
     i64 block_stride;

@@ -63,5 +63,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
     if (stream.keys().end_tile() <= first_tile) __syncthreads();
     // The query rows once more from memory, so that no register holds them all the time.
-    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE);
+    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE, p.sinks);
 }

@@ -69,6 +69,11 @@ struct QueryRows {
 
     __device__ __forceinline__ i32 position(i32 row) const { return past + (first + row) / group; }
 
+    // Query head of a row at `position`.
+    __device__ __forceinline__ i32 head_of(i32 row, i32 position) const {
+        return head + first + row - (position - past) * group;
+    }
+
     // Bytes to a row at `position` in a tensor [T, H, D] with `stride` elements from one token to the next.
     __device__ __forceinline__ i64 offset(i32 row, i32 position, i64 stride) const {
         const i32 query = position - past;
