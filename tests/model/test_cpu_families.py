@@ -19,7 +19,6 @@ QUICK = (
     "cohere2",  # attention and MLP side by side, no rotary embedding in layers without a window
     "gemma3_text",  # another rotary embedding in layers with a window
     "glm4",  # norms behind attention and MLP, half of a head rotated
-    "gpt_oss",  # attention sinks
     "gpt_neox",  # queries, keys and values in one product, by head
     "granitemoe",  # multipliers, experts
     "olmo3",  # norms over all heads together

@@ -39,8 +39,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm": _HEADS,
     "glm4": _HEADS,
     "gpt_neox": {"intermediate_size": 80},
-    # Attention sinks; layers with and without a window.
-    "gpt_oss": {**_WINDOWS, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granite": _GRANITE,
     "granitemoe": {**_GRANITE, "num_local_experts": 4},
     "helium": {**_GATED, "head_dim": 12},

@@ -59,8 +59,6 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype) -> str:
         return f"compiled loops compute in float32 and bfloat16, not in {dtype}"
     if find_spec("numba") is None:
         return "numba is not installed"
-    if any(scores.sinks is not None for scores in loaded.scores):
-        return "compiled loops do not know attention sinks"
     if read_decoder(loaded.model) is None:
         return f"compiled loops do not know models of type {loaded.model.config.model_type}"
     if not keeps_heads(loaded.model):
