@@ -61,6 +61,7 @@ def check(
 
 
 FEATURES = Features(window=600)
+SINKS = Features(window=600, sinks=True)
 MMA = check(Variant("float16", "float16", 64, True), FEATURES)
 MMA_WINDOW = check(Variant("float16", "float16", 64, True), Features(window=60))
 # The last row of the table has the most blocks, and the table ends within its last split.
@@ -68,6 +69,8 @@ MMA_TABLE_END = check(Variant("float16", "float16", 64, True), FEATURES, lengths
 FMA = check(Variant("float32", "float32", 64, True), FEATURES)
 FP8 = check(Variant("bfloat16", "float8_e4m3fn", 64, True), FEATURES)
 UNFUSED = check(Variant("float16", "float16", 64, True), FEATURES, fused=False)
+MMA_SINKS = check(Variant("float16", "float16", 64, True), SINKS)
+UNFUSED_SINKS = check(Variant("float16", "float16", 64, True), SINKS, fused=False)
 
 SPLITS_OF_128 = check(Variant("bfloat16", "bfloat16", 128, True), FEATURES, blocks=1)
 
@@ -126,6 +129,21 @@ FAULTS = [
     fault("a partial result in the wrong place", MMA, "+ work.split - merge.first_split)", "+ work.split)"),
     Fault("a partial result is left out", "pagekv_merge", STRANDS, STRANDS.replace("; i +=", " - 1; i +="), UNFUSED),
     Fault("the wrong strands are added", "pagekv_merge", "lane / 4, 4);", "lane / 4, 2);", UNFUSED),
+    fault(
+        "a row of one split has no sink",
+        MMA_SINKS,
+        "normaliser(state, PAGEKV_FEATURES ? p.sinks",
+        "normaliser(state, 0 ? p.sinks",
+    ),
+    fault("merged rows have the first head's sink", MMA_SINKS, "p.sinks, head)", "p.sinks, 0)"),
+    fault("sinks are not in base 2", MMA_SINKS, "sinks[head] * LOG2_E", "sinks[head]"),
+    Fault(
+        "merged rows have no sink",
+        "pagekv_merge",
+        "normaliser({maximum, m.sum}, p.sinks",
+        "normaliser({maximum, m.sum}, nullptr",
+        UNFUSED_SINKS,
+    ),
     wide("no barrier after the members", "        __syncthreads();  // the members are there\n"),
     wide("no barrier between row tiles", "if (WIDE && merged > 0) __syncthreads();  // the row tile before is merged"),
     wide("members see as much as the first", "work.member(work.member_of(row)).context", "work.member(0).context"),
