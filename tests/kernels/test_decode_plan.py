@@ -15,9 +15,10 @@ from pagekv.kernels import shared_splits
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import StepBatch
 from pagekv.kernels.decode_plan import (
+    LEAST_SPLIT,
+    LONGER_SPLITS_BEYOND,
     MIN_ROWS,
     MOST_MEMBERS,
-    SPLIT_TOKENS,
     DecodeWork,
     decode_tile,
     decode_work,
@@ -63,17 +64,31 @@ def plan(lengths: list[int], window: int = 0) -> DecodeWork:
     return decode_work(rows=10 * count, sequences=100 + count, context_lens=np.array(lengths, np.int32), window=window)
 
 
+def split_of(length: int, window: int = 0) -> int:
+    """Keys of a split of a row with so many keys."""
+    return LEAST_SPLIT << sum(min(length, window or length) > bound for bound in LONGER_SPLITS_BEYOND)
+
+
+# Rows of several splits of every length that these have.
+ROW_LENGTHS = st.one_of(
+    st.integers(0, 5 * LEAST_SPLIT),
+    *(st.integers(bound - 2, bound + 2 * split_of(bound)) for bound in LONGER_SPLITS_BEYOND),
+)
+
+
 @given(
-    lengths=st.lists(st.integers(0, 5 * SPLIT_TOKENS), max_size=12),
-    window=st.sampled_from([0, 1, 100, SPLIT_TOKENS, SPLIT_TOKENS + 1, 3000]),
+    lengths=st.lists(ROW_LENGTHS, max_size=12),
+    window=st.sampled_from([0, 1, 100, LEAST_SPLIT, LEAST_SPLIT + 1, 3000, 4096, 5000, 70_000]),
 )
 def test_every_visible_key_is_in_exactly_one_item(lengths: list[int], window: int) -> None:
     work = plan(lengths, window)
     assert work.num_splits == len(work.items)
     partials: list[int] = []
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
-    for row, sequence, split, merge in work.items.tolist():
+    for row, sequence, word, merge in work.items.tolist():
         assert sequence == 100 + row // 10
+        split = word & 0xFFFFFF
+        assert LEAST_SPLIT << (word >> 24) == split_of(lengths[row // 10], window)
         seen[row // 10].append(split)
         if merge < 0:
             continue
@@ -83,22 +98,24 @@ def test_every_visible_key_is_in_exactly_one_item(lengths: list[int], window: in
         partials.append(first + split - first_split)
     for row, length in enumerate(lengths):
         oldest = max(length - window, 0) if window else 0
-        expected = sorted({position // SPLIT_TOKENS for position in range(oldest, length)}) or [oldest // SPLIT_TOKENS]
+        of_row = split_of(length, window)
+        expected = [*range(oldest // of_row, -(-length // of_row))] or [oldest // of_row]
         assert sorted(seen[row]) == expected, "and a row without keys has an item that writes zeros"
         assert (10 * row in work.merges[:, 0]) == (len(expected) > 1)
-        assert len(expected) <= max(most_partials(length), 1)
+        assert len(expected) <= max(most_partials(length, window), 1)
     assert sorted(partials) == list(range(work.num_partials)), "each partial result has one place"
     assert work.most_partials == max((count for _, _, count, _ in work.merges.tolist()), default=0)
 
 
-@given(lengths=st.lists(st.integers(0, 5 * SPLIT_TOKENS), max_size=12), window=st.sampled_from([0, 300]))
+@given(lengths=st.lists(ROW_LENGTHS, max_size=12), window=st.sampled_from([0, 300]))
 def test_items_with_the_most_keys_come_first(lengths: list[int], window: int) -> None:
     """The last items are short, so that thread blocks end together."""
     keys = []
-    for row, _, split, _ in plan(lengths, window).items.tolist():
+    for row, _, word, _ in plan(lengths, window).items.tolist():
         length = lengths[row // 10]
+        split, of_row = word & 0xFFFFFF, split_of(length, window)
         oldest = max(length - window, 0) if window else 0
-        keys.append(min((split + 1) * SPLIT_TOKENS, length) - max(split * SPLIT_TOKENS, oldest))
+        keys.append(min((split + 1) * of_row, length) - max(split * of_row, oldest))
     assert keys == sorted(keys, reverse=True)
 
 
@@ -108,6 +125,17 @@ def test_a_rows_items_follow_from_the_row_alone() -> None:
     items = plan([2000, 5, 257, 1, 256, 9000]).items
     for row, length in ((0, 2000), (2, 257), (3, 1), (4, 256)):
         assert items[items[:, 0] == 10 * row, 2:3].tolist() == alone[length]
+
+
+def test_a_row_has_few_splits_however_long_it_is() -> None:
+    """`most_partials` bounds all shorter contexts too, since a captured graph serves them."""
+    found = [most_partials(length) for length in (256, 257, 4096, 4097, 8192, 8193, 16384, 65536, 131072)]
+    assert found == [0, 2, 16, 16, 16, 17, 32, 64, 64]
+    lengths = [*range(1, 20_000)]
+    work = plan(lengths)
+    splits = np.zeros(len(lengths), int)
+    splits[work.merges[:, 0] // 10] = work.merges[:, 2]
+    assert np.maximum.accumulate(splits).tolist() == [most_partials(length) for length in lengths]
 
 
 def test_counters_suffice_for_every_variant() -> None:
@@ -129,7 +157,7 @@ def test_the_kernel_has_the_same_sizes(variant: Variant, wide: bool) -> None:
         + (
             "struct Params { int* out; };\n"
             'extern "C" __global__ void probe(const Params p) {\n'
-            "    const int sizes[] = {TILE, BLOCK_ROWS, THREADS, SHARED_BYTES, SPLIT_TOKENS};\n"
+            "    const int sizes[] = {TILE, BLOCK_ROWS, THREADS, SHARED_BYTES, 1 << LEAST_SPLIT_LOG2};\n"
             "    for (int i = 0; i < 5; ++i) p.out[i] = sizes[i];\n}\n"
         )
     )
@@ -138,7 +166,7 @@ def test_the_kernel_has_the_same_sizes(variant: Variant, wide: bool) -> None:
     macros = [f"-D{name}={value}" for name, value in variant.macros().items()] + ["-Wno-unused-function"]
     HostLauncher().run_text("probe", text, macros, (1, 1, 1), 32, 0, params)
     tile = decode_tile(variant, wide=wide)
-    assert out.tolist() == [tile.keys, tile.rows, tile.threads, tile.shared_bytes, SPLIT_TOKENS]
+    assert out.tolist() == [tile.keys, tile.rows, tile.threads, tile.shared_bytes, LEAST_SPLIT]
 
 
 def test_thread_blocks_fit_every_gpu() -> None:

@@ -80,6 +80,7 @@ class PagedAttention:
         windows: Sequence[int] = (),
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> None:
         """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
 
@@ -87,6 +88,8 @@ class PagedAttention:
         itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
         `sinks`: float32 [num_layers, num_heads] on the device, contiguous: a logit of each head that takes part in the
         softmax and has no value, minus infinity where a layer has none.
+        `kv_scales`: of an fp8 pool, float32 [num_layers, 2, num_kv_heads] on the device, contiguous: what stored keys,
+        and stored values, of a head are multiplied by; default 1.
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
         that does not match the variant.
@@ -119,6 +122,11 @@ class PagedAttention:
             raise ValueError(
                 f"sinks: must be float32 {(self.num_layers, num_heads)}, got {dtype_name(sinks)} {tuple(sinks.shape)}"
             )
+        of_heads = (self.num_layers, 2, self.num_kv_heads)
+        if kv_scales is not None and (tuple(kv_scales.shape), dtype_name(kv_scales)) != (of_heads, "float32"):
+            raise ValueError(
+                f"kv_scales: must be float32 {of_heads}, got {dtype_name(kv_scales)} {tuple(kv_scales.shape)}"
+            )
         if (any(windows) or soft_cap or sinks is not None) and not variant.features:
             raise UnsupportedVariant("features: window, soft cap and sinks need a variant with features")
         self.variant = variant
@@ -128,7 +136,7 @@ class PagedAttention:
         self._windows = tuple(windows) or (0,) * self.num_layers
         self._launcher = launcher
         # Keep the memory behind the addresses below.
-        self._pool, self._sinks = pool, sinks
+        self._pool, self._sinks, self._kv_scales = pool, sinks, kv_scales
         kv_stride = self.block_size * self.num_kv_heads * head_size
         # Fields that the kernels of cache write, decode and prefill all have.
         self._fields: dict[str, float] = {
@@ -138,8 +146,6 @@ class PagedAttention:
             "num_heads": num_heads,
             "num_kv_heads": self.num_kv_heads,
             "block_size_log2": self.block_size.bit_length() - 1,
-            "k_scale": 1.0,
-            "v_scale": 1.0,
         }
 
     @property
@@ -208,10 +214,15 @@ class PagedAttention:
                 value_stride=value.stride()[0],
                 num_tokens=plan.num_rows,
                 layer=layer,
+                kv_scales=self._kv_scales_of(layer),
                 **rope,
                 **self._fields,
             ),
         )
+
+    def _kv_scales_of(self, layer: int) -> int:
+        """The address of a layer's scales; 0: all are 1."""
+        return 0 if self._kv_scales is None else self._kv_scales.data_ptr() + 8 * layer * self.num_kv_heads
 
     def _rope(self, rotation: Rotation, plan: AttentionPlan) -> dict[str, int]:
         self._check_rows("query", rotation.query, plan, self.num_heads)
@@ -248,6 +259,7 @@ class PagedAttention:
             "window": self._windows[layer],
             "scale": self.scale,
             "soft_cap": self.soft_cap,
+            "kv_scales": self._kv_scales_of(layer),
             "sinks": 0 if self._sinks is None else self._sinks.data_ptr() + 4 * layer * self.num_heads,
             **self._fields,
         }

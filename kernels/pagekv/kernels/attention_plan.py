@@ -213,7 +213,7 @@ def plan_step(
             raise ValueError(f"partials: {num_partials} do not fit the {graph.partials} of the graph")
         if len(padding) and graph.batch == len(context_lens):
             raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
-        num_partials, longest = graph.partials, most_partials(graph.table_width * block_size)
+        num_partials, longest = graph.partials, most_partials(graph.table_width * block_size, window)
         shapes |= graph.shapes()
         if work.all_wide:
             shapes |= {"decode_items": (0, 4), "wide_items": (graph.items, 4), "members": (graph.batch, 4)}

@@ -10,9 +10,14 @@ from pagekv.kernels.shared_splits import Ints as Ints
 from pagekv.kernels.shared_splits import SharedSplits, shared_splits
 from pagekv.kernels.variants import Variant
 
-SPLIT_TOKENS = 256
-"""Keys of an item: a row's keys are cut at absolute multiples of this, so that the bits of its result depend on the row
-alone and on no other row of the batch. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
+LEAST_SPLIT = 256
+"""Keys of an item of a short row. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
+
+LONGER_SPLITS_BEYOND = (4096, 16384, 65536)
+"""Numbers of visible keys beyond each of which a row's splits are twice as long: partial results are then few beside the
+keys, and a thread block's beginning and end are short beside its work. A row's keys are cut at absolute multiples of a
+length that follows from its own context, so that the bits of its result depend on the row alone and on no other of the
+batch."""
 
 MOST_FUSED_PARTIALS = 16
 """Rows of at most this many splits are merged by the decode kernel itself, which saves a launch; a row's last thread
@@ -60,7 +65,7 @@ def decode_tile(variant: Variant, *, wide: bool = False) -> KernelTile:
         behind_ring = rows * padded_row(head_size * 2)
         if head_size <= 128 and not wide and behind_ring <= tile_bytes:
             behind_ring = 0  # queries are in the ring until they are in registers
-    before_ring = SPLIT_TOKENS * 4 + (MOST_MEMBERS * 16 if wide else 0)
+    before_ring = 2 * LEAST_SPLIT * 4 + (MOST_MEMBERS * 16 if wide else 0)
     return KernelTile(tokens, rows, warps * 32, before_ring + stages * tile_bytes + behind_ring)
 
 
@@ -69,10 +74,18 @@ def padded_row(row_bytes: int) -> int:
     return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES
 
 
-def most_partials(context_len: int) -> int:
-    """The most partial results of a row of at most this many keys."""
-    splits = -(-context_len // SPLIT_TOKENS)
+def most_partials(context_len: int, window: int = 0) -> int:
+    """The most partial results of a row of at most this many keys, of which it sees a window's; 0: all."""
+    visible = min(context_len, window or context_len)
+    bounds = (*(bound for bound in LONGER_SPLITS_BEYOND if bound < visible), visible)
+    splits = max(-(-bound // (LEAST_SPLIT << longer)) for longer, bound in enumerate(bounds))
+    splits += visible < context_len  # a window may begin and end within a split
     return splits if splits > 1 else 0
+
+
+def splits_longer(visible: Ints) -> Ints:
+    """How often the splits of rows with so many visible keys are doubled: they have LEAST_SPLIT << this keys."""
+    return np.searchsorted(LONGER_SPLITS_BEYOND, visible).astype(np.int32)
 
 
 def merge_counters(num_heads: int, num_kv_heads: int) -> int:
@@ -85,9 +98,10 @@ class DecodeWork:
     """Items of a step's decode rows: every split of every row in one item, of either kind."""
 
     items: Ints
-    """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out)."""
+    """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out). The split in
+    units of its own length, with `splits_longer` from bit 24 on."""
     wide_items: Ints
-    """[w, 4]: first member, sequence whose table names the blocks, split, number of members."""
+    """[w, 4]: first member, sequence whose table names the blocks, split (as in `items`), number of members."""
     members: Ints
     """[R, 4] where there may be wide items, else [0, 4]: row, sequence, merge, 0."""
     merges: Ints
@@ -136,19 +150,20 @@ def decode_work(
     `all_wide`: every item is a wide one, as for groups of more query heads than the other kernel takes.
     """
     lens = np.asarray(context_lens, np.int32)
-    oldest, first, splits = _splits(lens, window)
-    end = lens // SPLIT_TOKENS
+    longer = splits_longer(np.minimum(lens, window) if window else lens)
+    length = LEAST_SPLIT << longer
+    oldest, first, splits = _splits(lens, length, window)
+    end = lens // length
     merged = splits > 1
     partials = splits * merged
     merge = np.where(merged, np.cumsum(merged) - 1, -1).astype(np.int32)
     merges = _columns(rows, np.cumsum(partials) - partials, splits, first)[merged]
 
-    # Whole splits come first; the others are at most two a row: cut short by the window, or by the row's end.
-    begin = -(-oldest // SPLIT_TOKENS)
+    # Whole splits; the others are at most two a row: cut short by the window, or by the row's end.
+    begin = -(-oldest // length)
     shared = SharedSplits.none(len(lens))
     if tables is not None and most_members > 1:
-        per_split = np.full(len(lens), SPLIT_TOKENS // block_size, np.int32)
-        shared = shared_splits(tables, begin, end, blocks_per_split=per_split, most=most_members)
+        shared = shared_splits(tables, begin, end, blocks_per_split=length // block_size, most=most_members)
     count = np.maximum(end - begin, 0)
     whole_of = np.repeat(np.arange(len(lens)), count)
     whole_split = np.arange(len(whole_of)) - np.repeat(np.cumsum(count) - count, count) + begin[whole_of]
@@ -156,23 +171,26 @@ def decode_work(
         depth = shared.covered.shape[1]
         alone = ~((whole_split < depth) & shared.covered[whole_of, np.minimum(whole_split, depth - 1)])
         whole_of, whole_split = whole_of[alone], whole_split[alone]
-    by_window = oldest % SPLIT_TOKENS > 0
-    by_end = ((lens % SPLIT_TOKENS > 0) | (lens == 0)) & ~(by_window & (end == first))
-    owner = np.concatenate([np.flatnonzero(by_window), np.flatnonzero(by_end)])
-    split = np.concatenate([first[by_window], end[by_end]])
-    keys = np.minimum((split + 1) * SPLIT_TOKENS, lens[owner]) - np.maximum(split * SPLIT_TOKENS, oldest[owner])
+    by_window = oldest % length > 0
+    by_end = ((lens % length > 0) | (lens == 0)) & ~(by_window & (end == first))
+    owner = np.concatenate([whole_of, np.flatnonzero(by_window), np.flatnonzero(by_end)])
+    split = np.concatenate([whole_split, first[by_window], end[by_end]])
+    at = split * length[owner]
+    keys = np.minimum(at + length[owner], lens[owner]) - np.maximum(at, oldest[owner])
     longest = np.argsort(-keys, kind="stable")
-    owner, split = np.concatenate([whole_of, owner[longest]]), np.concatenate([whole_split, split[longest]])
+    owner, split = owner[longest], split[longest]
 
     order, runs = shared.order, shared.runs
-    wide_items = _columns(runs[:, 0], sequences[order[runs[:, 0]]], runs[:, 2], runs[:, 1])
-    items = _columns(rows[owner], sequences[owner], split, merge[owner])
-    keys_read = int(keys.sum()) + SPLIT_TOKENS * (len(whole_of) + len(runs))
+    leader = order[runs[:, 0]]
+    wide_items = _columns(runs[:, 0], sequences[leader], runs[:, 2] | longer[leader] << 24, runs[:, 1])
+    split_of_item = split | longer[owner] << 24
+    items = _columns(rows[owner], sequences[owner], split_of_item, merge[owner])
+    keys_read = int(keys.sum()) + int(length[leader].sum())
     if all_wide:
         place = np.empty_like(order)
         place[order] = np.arange(len(order), dtype=np.int32)
         one = np.ones_like(owner)
-        wide_items = np.concatenate([wide_items, _columns(place[owner], sequences[owner], split, one)])
+        wide_items = np.concatenate([wide_items, _columns(place[owner], sequences[owner], split_of_item, one)])
         items = items[:0]
     members = _columns(rows[order], sequences[order], merge[order], np.zeros_like(order))
     return DecodeWork(
@@ -188,11 +206,11 @@ def decode_work(
     )
 
 
-def _splits(lens: Ints, window: int) -> tuple[Ints, Ints, Ints]:
-    """By row: its oldest visible key, its first split, and the number of its splits."""
+def _splits(lens: Ints, length: Ints, window: int) -> tuple[Ints, Ints, Ints]:
+    """By row, with splits of so many keys: its oldest visible key, its first split, and the number of its splits."""
     oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
-    first = oldest // SPLIT_TOKENS
-    return oldest, first, np.maximum(-(-lens // SPLIT_TOKENS) - first, 1)
+    first = oldest // length
+    return oldest, first, np.maximum(-(-lens // length) - first, 1)
 
 
 def _columns(*columns: Ints) -> Ints:

@@ -99,17 +99,13 @@ def write(
     slots: Array,
     *,
     kv_dtype: str,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> None:
     """Stores `key` and `value` [T, G, D] in slots (block * block_size + offset, negative: nowhere) of one layer."""
     block_size = pool.shape[3]
     kept = np.flatnonzero(slots >= 0)
     blocks, offsets = np.divmod(slots[kept], block_size)
-    if kv_dtype != "float8_e4m3fn":
-        k_scale = v_scale = 1.0
-    pool[blocks, layer, 0, offsets] = encode(key[kept] / k_scale, kv_dtype)
-    pool[blocks, layer, 1, offsets] = encode(value[kept] / v_scale, kv_dtype)
+    pool[blocks, layer, 0, offsets] = encode(key[kept], kv_dtype)
+    pool[blocks, layer, 1, offsets] = encode(value[kept], kv_dtype)
 
 
 # --- attention
@@ -157,13 +153,9 @@ def gather(
     length: int,
     *,
     kv_dtype: str,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> tuple[Float64, Float64]:
     """A sequence's keys and values [length, G, D], through its block table."""
     block_size = pool.shape[3]
     positions = np.arange(length)
     stored = pool[block_table[positions // block_size], layer, :, positions % block_size]
-    if kv_dtype != "float8_e4m3fn":
-        k_scale = v_scale = 1.0
-    return decode(stored[:, 0], kv_dtype) * k_scale, decode(stored[:, 1], kv_dtype) * v_scale
+    return decode(stored[:, 0], kv_dtype), decode(stored[:, 1], kv_dtype)

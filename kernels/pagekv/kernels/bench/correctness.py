@@ -19,8 +19,9 @@ from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
 ALLOWED = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest error of a weighted mean of values of size about 1: rounding of weights and of the result."""
-LENGTHS = (1, 16, 255, 256, 257, 700, 2049, 5000)
-"""The last length has 20 partial results, which the merge kernel merges; the others have at most 9."""
+LENGTHS = (1, 16, 255, 256, 257, 700, 2049, 5000, 9000)
+"""The last length has 18 partial results, which the merge kernel merges; the others have at most 10. The last two have
+splits of 512 keys."""
 SHORT_LENGTHS = (1, 17, 300, 1100)
 SHARERS = 19
 """Sequences that share all blocks: more than the rows of one thread block, and no multiple of them."""

@@ -104,8 +104,8 @@ extern "C" __global__ void __launch_bounds__(128) pagekv_cache_write(const Cache
         load_chunk(key + head * kHeadSize, chunk, keys);
         load_chunk(value + head * kHeadSize, chunk, values);
         if (rotates) rotation.rotate(key + head * kHeadSize, keys);
-        store_chunk(key_out + head * kHeadSize, chunk, keys, p.k_scale);
-        store_chunk(value_out + head * kHeadSize, chunk, values, p.v_scale);
+        store_chunk(key_out + head * kHeadSize, chunk, keys, kv_scale(p, 0, head));
+        store_chunk(value_out + head * kHeadSize, chunk, values, kv_scale(p, 1, head));
     }
 
     if (!rotates || p.query == nullptr) return;

@@ -47,8 +47,10 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, Work& work, u
                              (work.first_head + work.head_of(existing)) * HEAD_SIZE;
         cp_async_16(queries + i * 4, query + i % PIECES * 4, valid);
     }
-    addresses.load<THREADS>(p, work);
-    const Span span = Span::of(logits, rows, work);
+    // Block ids arrive together with the context length, which a longer split has to know first.
+    if (work.one_segment()) addresses.load<THREADS>(p, work, work.split);
+    const Span span = Span::of(logits, work);
+    if (!work.one_segment()) addresses.load_two<THREADS>(p, work, span.first_tile / SEGMENT_TILES);
     Visible seen[WARP_ROWS];
 #pragma unroll
     for (int r = 0; r < WARP_ROWS; ++r) seen[r] = span.of_row(logits, work, warp + r * WARPS);
@@ -66,7 +68,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, Work& work, u
     }
 
     for_each_tile<THREADS>(
-        addresses, span, ring, [] {},
+        p, work, addresses, span, ring, [] {},
         [&](i32 tile, const u8* keys, const u8* values) {
             if (warp >= work.rows()) return;
             float s[WARP_ROWS][LANE_TOKENS];

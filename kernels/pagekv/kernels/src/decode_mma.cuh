@@ -43,7 +43,7 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& 
 __device__ __forceinline__ void merge_slices(const DecodeParams& p, const Work& work, i32 row_tile, const float* outs,
                                              const Softmax* states) {
     constexpr int PIECES = HEAD_SIZE / 4;
-    const float value_scale = FP8_KV ? STORED_VALUE_SCALE * p.v_scale : 1.0f;
+    const float value_scale = STORED_VALUE_SCALE * kv_scale(p, 1, work.kv_head);
     const i32 rows = min(work.rows() - row_tile * 16, 16);
     for (i32 i = (i32)threadIdx.x; i < rows * PIECES; i += THREADS) {
         const i32 row = i / PIECES, dim = i % PIECES * 4;
@@ -78,13 +78,15 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, Work& work, u
 
     const PagedRows rows = PagedRows::of(p, work.kv_head);
     const RowAddresses addresses = RowAddresses::of(rows, (u32*)shared);
-    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, FP8_KV ? STORED_KEY_SCALE * p.k_scale : 1.0f);
+    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, STORED_KEY_SCALE * kv_scale(p, 0, work.kv_head));
     // All loads from memory are issued before the first result is needed.
     work.load_members(p, (Member*)(shared + ROW_INDEX_BYTES));
     const i32 row_tiles = (work.rows() + 15) / 16;
     copy_queries(p, work, row_tiles * 16, query_rows);
-    addresses.load<THREADS>(p, work);
-    const Span span = Span::of(logits, rows, work);
+    // Block ids arrive together with the context length, which a longer split has to know first.
+    if (work.one_segment()) addresses.load<THREADS>(p, work, work.split);
+    const Span span = Span::of(logits, work);
+    if (!work.one_segment()) addresses.load_two<THREADS>(p, work, span.first_tile / SEGMENT_TILES);
     Visible seen[2];  // of the lane's rows
 #pragma unroll
     for (int half = 0; half < 2; ++half) seen[half] = span.of_row(logits, work, row_tile * 16 + lane / 4 + half * 8);
@@ -103,7 +105,7 @@ __device__ __forceinline__ void decode_work(const DecodeParams& p, Work& work, u
         }
     };
     for_each_tile<THREADS>(
-        addresses, span, ring,
+        p, work, addresses, span, ring,
         [&] {
             if constexpr (QUERY_IN_REGISTERS) {
 #pragma unroll

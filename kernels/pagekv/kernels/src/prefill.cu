@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     const QueryRows rows = QueryRows::of(p, sequence);
     if (sequence < 0 || rows.count <= 0) return;
 
-    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, p.k_scale * STORED_SCALE);
+    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, kv_scale(p, 0, (i32)blockIdx.x % p.num_kv_heads) * STORED_SCALE);
     const i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
     const i32 first_tile = first_key / TILE_KEYS;
     KeyStream stream = {p, shared, 0, -1};
@@ -63,5 +63,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
     if (stream.keys().end_tile() <= first_tile) __syncthreads();
     // The query rows once more from memory, so that no register holds them all the time.
-    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE, p.sinks);
+    const float value_scale = kv_scale(p, 1, (i32)blockIdx.x % p.num_kv_heads) * STORED_SCALE;
+    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, value_scale, p.sinks);
 }

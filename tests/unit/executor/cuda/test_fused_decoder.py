@@ -78,7 +78,7 @@ def two_more(fewer: Counter[str], more: Counter[str]) -> int:
 
 @pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("olmo2", 11, 12)])
 def test_launches_of_a_layer(tmp_path: Path, name: str, decodes: int, mixed: int) -> None:
-    """The merge of contexts above 4,096 keys, a launch of its own, comes on top."""
+    """The merge of contexts above 8,192 keys, a launch of its own, comes on top."""
     assert of_a_layer(tmp_path, name) == (decodes, mixed)
     assert max(decodes, mixed) <= MOST_LAUNCHES
 
