@@ -68,6 +68,7 @@ def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) 
         windows=windows,
         soft_cap=cap or 0.0,
         sinks=sinks,
+        kv_scales=loaded.kv_scales if variant.kv_element_bytes == 1 else None,
     )
 
 

@@ -61,7 +61,8 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by 'gptq' are not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not supported"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"num_kv_shared_layers": 2}, "share keys and values"),
     ],
@@ -70,6 +71,16 @@ def test_configurations_that_would_be_served_wrongly_are_refused(tmp_path: Path,
     save_model("llama", tmp_path)
     edit_config(tmp_path, **fields)
     with pytest.raises(ValueError, match=reason):
+        CpuBackend(tmp_path, "m", threads=1)
+
+
+def test_fp8_weights_without_a_word_in_the_configuration_are_refused_by_name(tmp_path: Path) -> None:
+    """transformers would read them as numbers, without their scales."""
+    save_model("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name} is stored as F8_E4M3: fp8 weights are not supported; use the"):
         CpuBackend(tmp_path, "m", threads=1)
 
 
