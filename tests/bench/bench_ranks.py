@@ -1,8 +1,10 @@
-"""The cost of a group of ranks: `make bench-ranks` (ARGS=--quick).
+"""The cost of a group of ranks: `make bench-ranks` (ARGS=--quick; ARGS="--only hand-on,manager,tokens").
 
-The manager's CPU time per step, and how long executors wait, at steps of 20 ms with 1, 2 and 8 ranks of the oracle; and
-the time that handing a step on adds to one that takes none. In turns, so that others on the machine cost all alike;
-figures are the least of the rounds, which the machine's other work raises and never lowers.
+hand-on: the time that handing a step on adds to one that takes none. manager: its CPU time per step with 1, 2 and 8
+ranks of the oracle, and how long executors wait, at steps of 20 ms. tokens: output tokens per second of two CPU ranks
+of one thread each, beside one process of two threads, of a Llama of 33.6M parameters in float32.
+
+Everything is measured in turns, and ratios are those of one round: others on the machine cost all alike.
 """
 
 from __future__ import annotations
@@ -10,10 +12,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.clients.calls import Caller, request_for
 from support.clients.stack import ORACLE, Stack, running_executor, running_stack
@@ -24,23 +31,51 @@ from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 RANKS = (1, 2, 8)
 SEQUENCES = 64
+# Of `manager`, in milliseconds.
+STEP_MS = 20
+# Of `tokens`.
+PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 96, 64
+# At most; of idle, at 2 ranks.
+CPU_BAR, IDLE_BAR, HAND_ON_BAR_US = 0.03, 0.01, 300
+# At least.
+TOKENS_BAR = 0.85
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """Seconds of CPU time of a process so far, to the nanosecond: its clock, as the kernel numbers it."""
+    return time.clock_gettime((~pid << 3) | 2)
+
+
+def spread(numbers: Sequence[float]) -> str:
+    """Median, and the quartiles around it."""
+    low, middle, high = statistics.quantiles(numbers, n=4)
+    return f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+
+
+def verdict(holds: bool) -> str:
+    return "holds" if holds else "MISSED"
+
+
+def in_turn(count: int, of: Sequence[int]) -> Iterator[list[int]]:
+    """`count` rounds, each of which begins with another one."""
+    for number in range(count):
+        first = number % len(of)
+        yield [*of[first:], *of[:first]]
 
 
 async def decode(stack: Stack, tokens: int) -> tuple[float, float]:
     """CPU microseconds of the manager per step, and the share of time that the executor was idle, of so many tokens of
-    each sequence.
+    each sequence. Prompts are not counted, nor streams that end.
     """
     async with Caller(stack.target) as caller:
-        before, cpu = await caller.stats(), cpu_s(stack.manager.pid)
         requests = [request_for([index, 5, 7], max_tokens=tokens, ignore_eos=True) for index in range(SEQUENCES)]
-        await asyncio.gather(*(caller.generate(request) for request in requests))
-        after, used = await caller.stats(), cpu_s(stack.manager.pid) - cpu
+        calls = [asyncio.ensure_future(caller.generate(request)) for request in requests]
+        # By the clock, so that the load is nothing but steps: 0.9 of what the tokens take.
+        await asyncio.sleep(0.4)
+        before, cpu = await caller.stats(), cpu_s(stack.manager.pid)
+        await asyncio.sleep(0.9 * tokens * STEP_MS / 1e3 - 0.4)
+        used, after = cpu_s(stack.manager.pid) - cpu, await caller.stats()
+        await asyncio.gather(*calls)
     steps = after.steps_total - before.steps_total
     idle = after.executor_idle_us_total - before.executor_idle_us_total
     busy = after.executor_busy_us_total - before.executor_busy_us_total
@@ -48,21 +83,27 @@ async def decode(stack: Stack, tokens: int) -> tuple[float, float]:
 
 
 def manager_and_idle(rounds: int, tokens: int, ranks: Sequence[int]) -> None:
-    found: dict[int, list[tuple[float, float]]] = {count: [] for count in ranks}
+    rows: dict[int, list[tuple[float, float]]] = {count: [] for count in ranks}
     with ExitStack() as stacks:
         running = {
             count: stacks.enter_context(
-                running_stack([*ORACLE, "--step-time-ms", "20"], ["--num-device-blocks", "8192"], ranks=count)
+                running_stack([*ORACLE, "--step-time-ms", str(STEP_MS)], ["--num-device-blocks", "8192"], ranks=count)
             )
             for count in ranks
         }
-        for _ in range(rounds):
-            for count, stack in running.items():
-                found[count].append(asyncio.run(decode(stack, tokens)))
-    base = min(cpu for cpu, _ in found[ranks[0]])
-    for count, rows in found.items():
-        cpu, idle = min(cpu for cpu, _ in rows), min(idle for _, idle in rows)
-        print(f"{count} ranks: manager {cpu:6.0f} us of CPU a step ({cpu / base:.1%} of 1 rank's), idle {idle:.3%}")
+        # One that is not counted: first calls of everything.
+        for turn in [[*ranks], *in_turn(rounds, ranks)]:
+            for count in turn:
+                rows[count].append(asyncio.run(decode(running[count], tokens)))
+    found = {count: each[1:] for count, each in rows.items()}
+    for count, each in found.items():
+        ratios = [cpu / base for (cpu, _), (base, _) in zip(each, found[ranks[0]], strict=True)]
+        idle = statistics.median(share for _, share in each)
+        words = f"{count} ranks: manager {statistics.median(cpu for cpu, _ in each):.0f} us of CPU a step"
+        if count > 1:
+            holds = abs(statistics.median(ratios) - 1) <= CPU_BAR
+            words += f", {spread(ratios)} of 1 rank's (within {CPU_BAR:.0%}: {verdict(holds)})"
+        print(f"{words}; idle {idle:.2%} (at most {IDLE_BAR:.0%}: {verdict(idle <= IDLE_BAR)})", flush=True)
 
 
 def messages(epoch: int, count: int) -> Iterator[pb.StepRequest]:
@@ -74,8 +115,8 @@ def messages(epoch: int, count: int) -> Iterator[pb.StepRequest]:
         yield pb.StepRequest(epoch=epoch, step=step)
 
 
-def round_trip_us(stub: pb_grpc.ExecutorServiceStub, count: int) -> list[float]:
-    """Microseconds from each step to its result, one at a time, sorted."""
+def round_trip_us(stub: pb_grpc.ExecutorServiceStub, count: int) -> float:
+    """Microseconds from a step to its result, one at a time: the median."""
     attach = pb.AttachRequest(
         manager_id="bench", block_size=16, num_device_blocks=300, layout=LAYOUT, contract_revision=1
     )
@@ -92,32 +133,87 @@ def round_trip_us(stub: pb_grpc.ExecutorServiceStub, count: int) -> list[float]:
 
     for _ in stub.Run(timed()):
         took.append(1e6 * (time.perf_counter() - begin))
-    return sorted(took[10:])
+    return statistics.median(took[10:])
 
 
 def hand_on(rounds: int, steps: int) -> None:
-    least: dict[int, list[float]] = {1: [], 2: []}
+    found: dict[int, list[float]] = {1: [], 2: []}
     with ExitStack() as stacks:
         stubs = {}
-        for count in least:
+        for count in found:
             executor = stacks.enter_context(running_executor(ORACLE, ranks=count))
             stubs[count] = pb_grpc.ExecutorServiceStub(stacks.enter_context(executor.channel()))
-        for _ in range(rounds):
-            for count, stub in stubs.items():
-                found = round_trip_us(stub, steps)
-                least[count].append(found[len(found) // 10])
-    one, two = (min(each) for each in least.values())
+        for turn in in_turn(rounds, (1, 2)):
+            for count in turn:
+                found[count].append(round_trip_us(stubs[count], steps))
+    more = [two - one for one, two in zip(found[1], found[2], strict=True)]
+    # Other work on the machine makes it longer, never shorter.
     print(
-        f"a step that takes no time, there and back: 1 rank {one:.0f} us, 2 ranks {two:.0f} us: {two - one:.0f} us more"
+        f"a step that takes no time, there and back: 1 rank {min(found[1]):.0f} us, 2 ranks {min(found[2]):.0f} us; "
+        f"2 ranks take {statistics.median(more):.0f} us more, {min(more):.0f} in the quietest round "
+        f"(at most {HAND_ON_BAR_US}: {verdict(statistics.median(more) <= HAND_ON_BAR_US)})",
+        flush=True,
     )
+
+
+async def generate(stack: Stack, number: int) -> tuple[float, float]:
+    """Output tokens per second of a round: all of it, and its decodes alone, from the first token of the last one."""
+    prompts = [[number + 1, index + 1, *range(2, PROMPT_TOKENS)] for index in range(PROMPTS)]
+    async with Caller(stack.target) as caller:
+        begin = time.perf_counter()
+        requests = [request_for(prompt, max_tokens=NEW_TOKENS, ignore_eos=True) for prompt in prompts]
+        await asyncio.gather(*(caller.generate(request) for request in requests))
+        took = time.perf_counter() - begin
+        begin = time.perf_counter()
+        # All of it is in the cache but for the last block.
+        await asyncio.gather(*(caller.generate(request) for request in requests))
+        again = time.perf_counter() - begin
+    return PROMPTS * NEW_TOKENS / took, PROMPTS * NEW_TOKENS / again
+
+
+def tokens_per_s(rounds: int) -> None:
+    from compare_with_transformers import make_model
+
+    found: dict[int, list[tuple[float, float]]] = {1: [], 2: []}
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stacks:
+        make_model(Path(directory))
+        common = ["--model", directory, "--dtype", "float32", "--kv-memory", "256MiB"]
+        running = {
+            count: stacks.enter_context(
+                running_stack([*common, "--threads", str(2 // count)], ["--tokenizer", "none"], ranks=count)
+            )
+            for count in found
+        }
+        for number, turn in enumerate([[1, 2], *in_turn(rounds, (1, 2))]):
+            for count in turn:
+                found[count].append(asyncio.run(generate(running[count], number)))
+    for place, name in enumerate(("with prompts", "decodes, prompts cached")):
+        one, two = ([each[place] for each in found[count][1:]] for count in (1, 2))
+        ratios = [its / other for its, other in zip(two, one, strict=True)]
+        print(
+            f"{name}: 1 process of 2 threads {statistics.median(one):.0f} tokens/s, 2 ranks of 1 thread "
+            f"{statistics.median(two):.0f}: {spread(ratios)} "
+            f"(at least {TOKENS_BAR}: {verdict(statistics.median(ratios) >= TOKENS_BAR)})",
+            flush=True,
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, and no 8 ranks")
+    parser.add_argument("--only", default="hand-on,manager,tokens", help="parts, with commas between")
     args = parser.parse_args()
-    hand_on(*((3, 300) if args.quick else (8, 1000)))
-    manager_and_idle(*((2, 60, RANKS[:2]) if args.quick else (4, 200, RANKS)))
+    print(f"{os.cpu_count()} cores, load {' '.join(f'{each:.1f}' for each in os.getloadavg())} before", flush=True)
+    parts = {
+        "hand-on": lambda: hand_on(*((3, 300) if args.quick else (9, 1000))),
+        "manager": lambda: manager_and_idle(*((3, 60, RANKS[:2]) if args.quick else (9, 250, RANKS))),
+        "tokens": lambda: tokens_per_s(3 if args.quick else 7),
+    }
+    for name in args.only.split(","):
+        if name not in parts:
+            parser.error(f"--only: unknown {name!r}; known are {', '.join(parts)}")
+        parts[name]()
+    print(f"load {' '.join(f'{each:.1f}' for each in os.getloadavg())} after", flush=True)
 
 
 if __name__ == "__main__":

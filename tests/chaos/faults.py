@@ -5,9 +5,11 @@ there were new tokens again.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable
@@ -20,6 +22,7 @@ from chaos.clients import Clients
 from support.clients.calls import Caller, aio_channel, request_for
 from support.clients.stack import Process, Stack
 
+from pagekv.common.models import resolve_model
 from pagekv.steps.v1 import executor_service_pb2 as executor_pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -118,6 +121,43 @@ class Chaos:
         if not await self._not_serving():
             self.problems.append("the manager's health did not show that a rank hangs")
         return await self._recovered(begin)
+
+    async def cut_rank_off(self) -> Recovery:
+        """Nothing gets to the ranks from rank 0, nor back, until rank 0 has ended."""
+        begin = await self._mark()
+        relay = self.stack.executor.relay
+        assert relay is not None
+        await self._rank()
+        with relay.cut():
+            if not await self._not_serving():
+                self.problems.append("the manager's health did not show that a rank was cut off")
+        return await self._recovered(begin)
+
+    async def kill_rank_for_one_with_another_model(self) -> Recovery:
+        """SIGKILL of one rank; those that come then refuse each other, until all have one model again."""
+        begin = await self._mark()
+        executor, model = self.stack.executor, self.directory / "other_model"
+        if not model.is_dir():
+            shutil.copytree(resolve_model("demo"), model)
+            config = json.loads((model / "config.json").read_text())
+            (model / "config.json").write_text(json.dumps({**config, "_another": True}))
+        said = self._num_said(executor, "differ in the model's fingerprint")
+        executor.other_flags.write_text(f"--model {model}")
+        try:
+            os.kill(await self._rank(), signal.SIGKILL)
+            deadline = time.monotonic() + PATIENCE_S
+            while self._num_said(executor, "differ in the model's fingerprint") == said:
+                if time.monotonic() > deadline:
+                    self.problems.append("ranks with two models did not refuse each other")
+                    break
+                await asyncio.sleep(0.05)
+        finally:
+            executor.other_flags.unlink()
+        return await self._recovered(begin)
+
+    @staticmethod
+    def _num_said(process: Process, words: str) -> int:
+        return process.log.read_text(errors="replace").count(words)
 
     async def _rank(self) -> int:
         """The process of a rank."""
@@ -315,6 +355,8 @@ FAULTS: dict[str, tuple[float, Callable[[Chaos], Awaitable[Recovery]]]] = {
 RANK_FAULTS: dict[str, tuple[float, Callable[[Chaos], Awaitable[Recovery]]]] = {
     "rank-killed": (6, Chaos.kill_rank),
     "rank-hung": (1, Chaos.hang_rank),
+    "rank-cut-off": (1, Chaos.cut_rank_off),
+    "rank-of-another-model": (1, Chaos.kill_rank_for_one_with_another_model),
     **{
         name: FAULTS[name]
         for name in ("executor-killed", "bad-steps", "manager-killed", "manager-rivalled", "flood", "cache-reset")

@@ -140,7 +140,7 @@ def _stack(options: Options, folder: Path, executor_args: list[str], manager_arg
             yield protected.stack
     else:
         with (
-            running_executor(executor_args, folder, ranks=options.ranks) as executor,
+            running_executor(executor_args, folder, ranks=options.ranks, relayed=options.ranks > 1) as executor,
             running_manager(executor, manager_args) as stack,
         ):
             yield stack

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from chaos.faults import FAULTS
+from chaos.faults import FAULTS, RANK_FAULTS
 from chaos.run import Account, Options, chaos
 
 # Minutes on a machine that does much besides: each fault is waited out, and loading torch takes its time.
@@ -31,6 +31,12 @@ def test_every_fault_once_with_tls_and_a_key() -> None:
     account = asyncio.run(chaos(Options(seconds=1500, seed=3, count=len(FAULTS), tls=True), say=False))
     nothing_was_lost(account)
     assert not account.short(FAULTS)
+
+
+def test_every_fault_of_ranks_once() -> None:
+    account = asyncio.run(chaos(Options(seconds=1500, seed=4, count=len(RANK_FAULTS), faults=(*RANK_FAULTS,), ranks=2)))
+    nothing_was_lost(account)
+    assert not account.short(RANK_FAULTS)
 
 
 @pytest.mark.nightly  # tests/model/test_preemption_cpu.py loses this backend too, without the processes

@@ -108,8 +108,8 @@ class ExecutorConfig:
         metavar="SECONDS",
     )
     rank_timeout_s: float = flag(
-        "seconds, 0.5 to 3600, after which a rank of a group that says nothing counts as lost; less than the manager's "
-        "--step-timeout-s",
+        "seconds, 0.5 to 3600, after which a rank of a group counts as lost that says nothing, takes nothing or lets "
+        "others wait in a step; less than the manager's --step-timeout-s",
         default=30.0,
         type=number(0.5, 3600),
         metavar="SECONDS",

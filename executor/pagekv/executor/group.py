@@ -56,12 +56,12 @@ def lead(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> G
 def follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:
     """The life of another rank than rank 0; returns its exit status. Raises as `lead`."""
     check_group(config)
-    # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, signal.SIG_IGN)
     facts = rank_facts(config, world)
     store = open_store(world, config.join_timeout_s)
     link, meeting = join(lambda: find_leader(store), world, facts, config.join_timeout_s)
+    # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)
     follower = Follower(link, config.rank_timeout_s, with_parent=world.has_store)
     log.info("joined the group", rank=world.rank, ranks=world.size)
     if _backend(config) != "oracle":

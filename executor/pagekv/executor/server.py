@@ -80,7 +80,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
         from pagekv.executor.model.tensor_parallel import Shards
 
         shards = Shards(world, end_process)
-    return CpuBackend(
+    backend = CpuBackend(
         directory,
         model_id(config.model),
         config.dtype,
@@ -89,6 +89,9 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
         shards=shards,
         **_pool_options(config),
     )
+    if shards is not None:
+        shards.limit_waits(config.rank_timeout_s)
+    return backend
 
 
 def _load_oracle(config: ExecutorConfig) -> Backend:

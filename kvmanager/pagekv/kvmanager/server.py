@@ -19,7 +19,8 @@ from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
-from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
+from pagekv.common.server import Admit, GrpcServer, prepare_to_serve, run_async, stop_event
+from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
 from pagekv.kvmanager.access.opening import Access, CannotProtect, open_access
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
@@ -32,6 +33,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.tenants.accounts import Accounts
+from pagekv.kvmanager.tenants.open_calls import OpenCalls
 from pagekv.kvmanager.tenants.tenants_file import TenantsError
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
@@ -53,6 +55,8 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach their readers.
 LAST_WORDS_S = 5.0
+# Connections to the gateway's own port at most: out of the descriptors that are kept for other things.
+GATEWAY_CONNECTIONS = 64
 
 
 class ExtraMissing(Exception):
@@ -89,6 +93,7 @@ class Manager:
         self._warming: asyncio.Task[None] | None = None
         accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
         self._access = replace(access or Access(), tenants=accounts.files)
+        self._open_calls = OpenCalls(accounts)
         self.engine = EngineLoop(
             config.engine, self._on_attached, self._access.executor_credentials, accounts, self._access.secret
         )
@@ -103,16 +108,26 @@ class Manager:
             cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
             operator_service_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
         ]
-        gateway = self._gateway_service(services) if config.observe.gateway_api else None
+        gateway = self._gateway_service() if config.observe.gateway_api or config.access.gateway_listen else None
+        if config.observe.gateway_api:
+            services.append(GATEWAY_SERVICE)
         self._grpc = GrpcServer(
             config.listen,
             services,
             config.reflection,
             credentials=self._access.server_credentials(),
-            admit=self._access.admit_call,
+            admit=self._counted(self._access.admit_call),
         )
-        if gateway is not None:
+        # A port of the gateway's own, where there is one.
+        self._gateway_grpc: GrpcServer | None = None
+        if gateway is not None and config.observe.gateway_api:
             gateway.add_to(self._grpc.server)
+        if gateway is not None and (listen := config.access.gateway_listen):
+            admit = self._counted(self._access.admit_gateway_call)
+            self._gateway_grpc = GrpcServer(
+                listen, [GATEWAY_SERVICE], reflection=False, admit=admit, connections=GATEWAY_CONNECTIONS
+            )
+            gateway.add_to(self._gateway_grpc.server)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceService(self.engine, self._state), self._grpc.server
         )
@@ -123,11 +138,14 @@ class Manager:
             OperatorService(self.engine, self._state), self._grpc.server
         )
 
-    def _gateway_service(self, services: list[str]) -> VllmEngine:
-        """The service for a gateway, its name added to `services`. Raises ExtraMissing without its stubs."""
-        with needs_extra("--gateway-api", "gateway"):
-            from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
-        services.append(SERVICE_NAME)
+    def _counted(self, admit: Admit | None) -> Admit | None:
+        return None if admit is None else self._open_calls.behind(admit)
+
+    def _gateway_service(self) -> VllmEngine:
+        """The service for a gateway. Raises ExtraMissing without its stubs."""
+        flag = "--gateway-api" if self._config.observe.gateway_api else "--gateway-listen"
+        with needs_extra(flag, "gateway"):
+            from pagekv.kvmanager.gateway.service import VllmEngine
         return VllmEngine(self.engine, self._state, lambda: self._attached and not self._draining)
 
     def _on_attached(self, attached: bool) -> None:
@@ -156,7 +174,7 @@ class Manager:
         log.info("shutting down", grace_s=grace_s)
         self._draining = True
         try:
-            self._grpc.set_serving(False)
+            self._set_serving(False)
             await self._end_requests(engine, 0 if health.done() else grace_s)
             # First of all that is closed: it may be loading a tokenizer.
             await _end(health)
@@ -194,6 +212,7 @@ class Manager:
     async def _start(self) -> None:
         """Opens everything but the engine; files last. Raises OSError and ExtraMissing."""
         port = await self._grpc.start()
+        gateway_port = await self._start_gateway()
         self._start_tracing()
         http_port = await self._start_http()
         with needs_extra("--kv-events", "observe"):
@@ -201,6 +220,8 @@ class Manager:
         config = self._config
         if config.port_file:
             listening: dict[str, Any] = {"listen": bound_address(config.listen, port)}
+            if gateway_port is not None:
+                listening["gateway"] = bound_address(config.access.gateway_listen, gateway_port)
             if http_port:
                 listening["http"] = bound_address(config.observe.http_listen, http_port)
             write_port_file(Path(config.port_file), listening | self._exporters.listening())
@@ -212,11 +233,30 @@ class Manager:
         self._opened.enter_context(phases_told(config.port_file))
         if http_port:
             log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
+        if gateway_port is not None:
+            log.info("serving a gateway", address=config.access.gateway_listen, port=gateway_port)
 
     async def _stop_listening(self, grace_s: float) -> None:
         """Closes the ports that were opened; running calls get `grace_s` seconds."""
-        await self._grpc.stop(grace_s)
+        await asyncio.gather(*(each.stop(grace_s) for each in self._servers()))
         await self._opened.aclose()
+
+    def _servers(self) -> list[GrpcServer]:
+        return [self._grpc, *([self._gateway_grpc] if self._gateway_grpc is not None else [])]
+
+    def _set_serving(self, serving: bool) -> None:
+        """Sets what gRPC's health says at every port."""
+        for each in self._servers():
+            each.set_serving(serving)
+
+    async def _start_gateway(self) -> int | None:
+        """The port of the gateway's own server, 0 of a Unix socket; None without one. Raises OSError."""
+        if self._gateway_grpc is None:
+            return None
+        try:
+            return await self._gateway_grpc.start()
+        except OSError as error:
+            raise OSError(f"--gateway-listen: {error}") from error
 
     def _start_tracing(self) -> None:
         """Raises ExtraMissing without OpenTelemetry."""
@@ -300,7 +340,7 @@ class Manager:
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
-                self._grpc.set_serving(self._serving)
+                self._set_serving(self._serving)
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 

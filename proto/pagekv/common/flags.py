@@ -304,6 +304,11 @@ def address(text: str) -> str:
     raise argparse.ArgumentTypeError(f"must be host:port with a port from 0 to 65535, or unix:/path, got {text!r}{why}")
 
 
+def optional_address(text: str) -> str:
+    """A type for `host:port` or `unix:/path`; empty for none."""
+    return address(text) if text else ""
+
+
 def listening_host(text: str) -> str:
     """A type for a name or an IP address, without a port. One of IPv6 gets the brackets that it has before a port."""
     found = ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)

@@ -5,10 +5,10 @@ goes on.
      "replay_endpoint": ""}, "recordings": ["/tmp/requests.jsonl"]}
 
 Ports are those that were bound, where a flag asks for port 0. `listen` is there once the process listens and may be
-unix:/path; `http`, `kv_events` and `recordings` are the manager's, each there only where its flag turns it on. Two more
-are there for a while: `phase`, `{"name": "loading the weights", "percent": 34}` (null where nobody counts), while a
-start takes long; and `cannot_start`, the reason in words, when the process ends because of it, which is all there is
-where that was before it listened.
+unix:/path; `gateway`, an address too, `http`, `kv_events` and `recordings` are the manager's, each there only where its
+flag turns it on. Two more are there for a while: `phase`, `{"name": "loading the weights", "percent": 34}` (null where
+nobody counts), while a start takes long; and `cannot_start`, the reason in words, when the process ends because of it,
+which is all there is where that was before it listened.
 """
 
 from __future__ import annotations

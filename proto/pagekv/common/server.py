@@ -166,16 +166,18 @@ class GrpcServer:
         *,
         credentials: grpc.ServerCredentials | None = None,
         admit: Admit | None = None,
+        connections: int = MAX_CONNECTIONS,
     ) -> None:
         """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection.
         `credentials`: for TLS. `admit` decides who may call what; without it everybody may call everything.
+        `connections`: taken at most, or fewer where file descriptors are few.
         """
         self._listen = listen
         self._credentials = credentials
         self._names = [*services]
         options = dict(SERVER_OPTIONS)
         options |= {
-            "grpc.max_allowed_incoming_connections": connection_limit(),
+            "grpc.max_allowed_incoming_connections": min(connections, connection_limit()),
             "grpc.server_handshake_timeout_ms": HANDSHAKE_MS,
             "grpc.max_connection_idle_ms": IDLE_MS,
             "grpc.max_receive_message_length": MAX_RECEIVE_BYTES,

@@ -20,6 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients import everything_on, tls_on
 from support.clients.gate import Gate
 from support.clients.held_port import hold
+from support.clients.relay import Relay
 
 from pagekv.common.port_file import read_port_file
 
@@ -28,8 +29,9 @@ SOURCE_ROOTS = ("proto", "kvmanager", "executor", "kernels", "client")
 MANAGER = "pagekv.kvmanager"
 EXECUTOR = "pagekv.executor"
 # Ranks on this machine alone, started anew however often one ends.
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1000000", "--shutdown-timeout=3")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts=1000000")
 GATED_EXECUTOR = "support.executor.gated_executor"
+FAULTY_RANK = "support.executor.faulty_rank"
 # Only bounds a hang: on a busy machine to load torch has taken more than two minutes.
 START_TIMEOUT_S = 600.0
 # The judging backend with the demo model's vocabulary and tokenizer: no torch, full speed.
@@ -79,6 +81,8 @@ class Process:
     credentials: grpc.ChannelCredentials | None = None
     # Of an executor: torchrun starts so many, and starts all anew when one has ended.
     ranks: int = 1
+    # Of ranks: between them and rank 0.
+    relay: Relay | None = None
 
     def __post_init__(self) -> None:
         self.log = self.directory / f"{self.module.rpartition('.')[2]}.log"
@@ -95,6 +99,10 @@ class Process:
         if self.gate is not None:
             env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
             env["GATE"], module = str(self.gate.path), GATED_EXECUTOR
+        if self.relay is not None:
+            env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
+            env |= {"RELAY": str(self.relay.port), "OTHER_FLAGS": str(self.other_flags)}
+            module = FAULTY_RANK
         launcher = [] if self.ranks == 1 else [*TORCHRUN, f"--nproc-per-node={self.ranks}"]
         command = [sys.executable, *launcher, "-m", module, "--listen", f"127.0.0.1:{listen_port}"]
         command += ["--port-file", str(port_file), *self._watching(), *self.args, *self._tls]
@@ -122,6 +130,11 @@ class Process:
     @property
     def target(self) -> str:
         return f"127.0.0.1:{self.port}"
+
+    @property
+    def other_flags(self) -> Path:
+        """Of an executor with a relay: a file whose words ranks other than rank 0 have behind their flags."""
+        return self.directory / "other_flags"
 
     @property
     def pid(self) -> int:
@@ -211,20 +224,24 @@ def running_executor(
     gated: bool = False,
     credentials: grpc.ChannelCredentials | None = None,
     ranks: int = 1,
+    relayed: bool = False,
 ) -> Iterator[Process]:
     """An executor process that serves; `gated`: with a gate before its steps, open for now; `credentials`: for TLS;
-    `ranks`: a group of so many.
+    `ranks`: a group of so many, `relayed`: with a relay between them.
     """
     with tempfile.TemporaryDirectory() as temporary:
         gate = Gate(Path(temporary) / "gate") if gated else None
         process = Process(EXECUTOR, args, directory or Path(temporary), gate=gate, credentials=credentials)
         process.ranks = ranks
+        process.relay = Relay() if relayed else None
         try:
             process.start()
             process.wait_serving()
             yield process
         finally:
             _end(process)
+            if process.relay is not None:
+                process.relay.close()
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from support.prompts import as_prompt
 
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
+from pagekv.kvmanager.access.opening import open_access
 from pagekv.kvmanager.config import ManagerConfig, parse_config
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -76,7 +77,7 @@ def run(manager_config: ManagerConfig, body: Callable[[Running], Awaitable[None]
 
     async def main() -> int:
         stop = asyncio.Event()
-        manager = server.Manager(manager_config, None)
+        manager = server.Manager(manager_config, None, open_access(manager_config.access))
         task = asyncio.create_task(manager.run(stop))
         port = await asyncio.to_thread(bound_port, Path(manager_config.port_file))
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:

@@ -9,14 +9,18 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import grpc
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.access.calls import Call
-from support.clients.held_port import held_port
+from support.clients.held_port import held_port, hold
 from support.clients.protected_stack import write_identities
 from support.engine.running_manager import (
     NOT_SERVING,
@@ -132,6 +136,59 @@ def test_the_audit_log_ends_with_the_manager(tmp_path: Path) -> None:
     assert access.gate is not None
     assert not [thread for thread in threading.enumerate() if thread.name == "audit log" and thread not in others]
     assert "refusals left out: " in audit.read_text().splitlines()[-1]
+
+
+def with_gateway(folder: Path, listen: str) -> list[str]:
+    """Flags of a manager with an address for a gateway."""
+    write_identities(folder / "identities.toml", '[gateway]\nroles = ["generate"]\ntenant = "web"\n')
+    return [f"--identities={folder / 'identities.toml'}", f"--gateway-listen={listen}"]
+
+
+async def code_at(address: str, method: str) -> grpc.StatusCode:
+    """The status of a call without metadata and fields."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        # Any: without a serializer the stubs know no type of request.
+        begin: Any = channel.unary_unary(method)
+        call = begin(b"", timeout=60)
+        with suppress(grpc.aio.AioRpcError):
+            await call
+        found: grpc.StatusCode = await call.code()
+        return found
+
+
+@pytest.mark.parametrize("unix", [False, True])
+def test_a_gateway_has_an_address_and_an_identity_of_its_own(tmp_path: Path, unix: bool) -> None:
+    with tempfile.TemporaryDirectory() as short:
+        listen = f"unix:{short}/gateway" if unix else "127.0.0.1:0"
+
+        async def body(running: Running) -> None:
+            found = read_port_file(tmp_path / "port")
+            assert found["gateway"].startswith(listen.removesuffix("0"))
+            assert found["gateway"] != found["listen"]
+            engine, own = "/vllm.grpc.engine.VllmEngine/HealthCheck", "/pagekv.v1.InferenceService/GetModelInfo"
+            unknown, unimplemented = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNIMPLEMENTED
+            assert await code_at(found["gateway"], engine) == grpc.StatusCode.OK
+            # Nothing else is served there, and nothing at the other port to who shows nothing.
+            assert await code_at(found["gateway"], own) == unimplemented
+            assert await code_at(found["listen"], engine) == unimplemented
+            assert await code_at(found["listen"], own) == unknown
+            async with grpc.aio.insecure_channel(found["gateway"]) as channel:
+                ask = health_pb2_grpc.HealthStub(channel).Check
+                assert (await ask(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+                attach(running.manager.engine, model(tmp_path))
+                await running.until_health(SERVING)
+                assert (await ask(health_pb2.HealthCheckRequest())).status == SERVING
+
+        assert run(config(tmp_path, *with_gateway(tmp_path, listen)), body) == 0
+
+
+def test_the_gateways_address_may_be_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with held_port() as port, hold(port) as taken:
+        taken.listen()
+        flags = with_gateway(tmp_path, f"127.0.0.1:{port}")
+        status, words = main(["--listen=127.0.0.1:0", f"--executor={NOWHERE}", *flags], caplog)
+    assert status == 1
+    assert words == f"cannot start: --gateway-listen: cannot listen on 127.0.0.1:{port}: is another process using it?"
 
 
 def test_it_stops_while_an_executor_keeps_it_waiting(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ ROLES = ("generate", "observe", "operate")
 ACT_FOR = "act-for"
 # Sections of the file, one table each for every caller by name.
 KEYS, CERTIFICATES = "keys", "certificates"
+# The section, and the name, of those who come through a gateway.
+GATEWAY = "gateway"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
 # Of a file made here: names of callers are for the manager alone.
 _MODE = 0o600
@@ -105,12 +107,15 @@ def _parse(path: Path, text: str) -> dict[str, Any]:
 
 
 def _identities(path: Path, found: dict[str, Any]) -> Iterator[ListedIdentity]:
-    for section in (KEYS, CERTIFICATES):
+    for section in (KEYS, CERTIFICATES, GATEWAY):
         callers = found.get(section, {})
         if not isinstance(callers, dict):
             raise PageKVError(f"{path}: {section}: must be a table, is a {type(callers).__name__}")
+        if section == GATEWAY and section in found:
+            callers = {section: callers}
         for name, caller in callers.items():
             roles = caller.get("roles", []) if isinstance(caller, dict) else None
             if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
-                raise PageKVError(f"{path}: {section}.{name}: must be a table with roles, a list of names")
+                field = section if section == GATEWAY else f"{section}.{name}"
+                raise PageKVError(f"{path}: {field}: must be a table with roles, a list of names")
             yield ListedIdentity(name, section.removesuffix("s"), tuple(roles))

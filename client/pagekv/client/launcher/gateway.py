@@ -12,13 +12,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pagekv.client.launcher.own_manager import client_of
+import grpc
+
+from pagekv.client.channel import channel_options
+from pagekv.client.errors import from_rpc_error
 
 # Ways to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
 DEFAULT_PORT = 8000
 COMMAND = (sys.executable, "-m", "pagekv.client.launcher.gateway_process", "launch")
 _ANSWER_S = 2.0
+_GET_TOKENIZER = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
+# Seconds to read and pack its files.
+_TOKENIZER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +71,22 @@ def serves(target: str, managers: int) -> bool:
 
 
 def has_tokenizer(manager: str) -> bool:
-    """Whether the manager at host:port has a tokenizer, without which the gateway can do nothing."""
-    with client_of(manager) as client:
-        return client.model_info().has_tokenizer
+    """Whether the manager at host:port has a tokenizer, without which the gateway can do nothing. Asked in the
+    gateway's own protocol, for its address may have no other. Raises PageKVError where it may not even ask that.
+    """
+    with grpc.insecure_channel(manager, options=channel_options(manager)) as channel:
+        # Any: without a serializer the stubs know no type of request. An empty message has no fields.
+        begin: Any = channel.unary_stream(_GET_TOKENIZER)
+        call = begin(b"", timeout=_TOKENIZER_S)
+        try:
+            next(call)
+        except grpc.RpcError as error:
+            if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                return False
+            raise from_rpc_error(error, manager) from error
+        finally:
+            call.cancel()
+    return True
 
 
 def _get(target: str, path: str) -> Any:

@@ -265,9 +265,11 @@ class Stack:
         self.children.append(Child(name, command, ready, port_file, self._config.on_log))
 
     def _start_gateway(self, config: GatewayConfig) -> None:
-        if not has_tokenizer(self.target):
+        # A manager that asks everybody else who they are has an address for the gateway alone.
+        managers = self.listening("gateway") or self.targets
+        if not has_tokenizer(managers[0]):
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
-        args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, self.targets)
+        args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, managers)
         ready = partial(serves, self.gateway_target, len(self.targets))
         no_file = Path(self._directory.name, "gateway")
         self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self._config.on_log))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -33,13 +34,19 @@ class Shards:
     def __init__(self, world: World, lost: Callable[[str], None]) -> None:
         self.rank, self.size, self.local_size = world.rank, world.size, world.local_size
         self._lost = lost
+        # None: that of all ranks, with the time that they get to load.
+        self._group: dist.ProcessGroup | None = None
         # Seconds in collectives, which others' slowness is part of.
         self.waited_s = 0.0
+
+    def limit_waits(self, timeout_s: float) -> None:
+        """From now on a collective that takes so many seconds fails: a rank is there, but does not come to it."""
+        self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
 
     def sum(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; the same bits on each, since every element is summed on one rank."""
         rows = rows if rows.is_contiguous() else rows.contiguous()
-        self._join(lambda: dist.all_reduce(rows))
+        self._join(lambda: dist.all_reduce(rows, group=self._group))
         return rows
 
     def gather(self, rows: torch.Tensor, width: int) -> torch.Tensor:
@@ -49,10 +56,10 @@ class Shards:
         part = math.ceil(width / self.size)
         padded = nn.functional.pad(rows, (0, part - rows.shape[-1])).contiguous()
         if self.rank:
-            self._join(lambda: dist.gather(padded))
+            self._join(lambda: dist.gather(padded, group=self._group))
             return rows.new_zeros(*rows.shape[:-1], width)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._join(lambda: dist.gather(padded, parts))
+        self._join(lambda: dist.gather(padded, parts, group=self._group))
         return torch.cat(parts, -1)[..., :width]
 
     def gather_everywhere(self, rows: torch.Tensor, width: int) -> torch.Tensor:
@@ -60,20 +67,20 @@ class Shards:
         part = math.ceil(width / self.size)
         padded = nn.functional.pad(rows, (0, part - rows.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._join(lambda: dist.all_gather(parts, padded))
+        self._join(lambda: dist.all_gather(parts, padded, group=self._group))
         return torch.cat(parts, -1)[..., :width]
 
     def tell(self, numbers: list[int], count: int) -> list[int]:
         """Rank 0's `numbers`, of which every rank knows the count."""
         told = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
-        self._join(lambda: dist.broadcast(told, 0))
+        self._join(lambda: dist.broadcast(told, 0, group=self._group))
         found: list[int] = told.tolist()
         return found
 
     def all_say(self, yes: bool) -> bool:
         """Whether every rank says yes."""
         said = torch.tensor([int(yes)])
-        self._join(lambda: dist.all_reduce(said, dist.ReduceOp.MIN))
+        self._join(lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group))
         return bool(said)
 
     def _join(self, collective: Callable[[], object]) -> None:

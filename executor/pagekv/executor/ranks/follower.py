@@ -52,7 +52,7 @@ class Follower:
         try:
             self._link.send_json(kind, content)
         except LinkLost as error:
-            self._watch.lose(f"rank 0 was lost: {error}")
+            self._watch.lose(f"rank 0 was lost: {error}", _LEADER)
 
     def run(self, backend: Backend) -> None:
         """Does with the backend what rank 0 says, until the group ends in order. To be called on the thread that made
@@ -84,7 +84,7 @@ class Follower:
             self._watch.stop()
             self._messages.put(None)
         except LinkLost as error:
-            self._watch.lose(f"rank 0 was lost: {error}")
+            self._watch.lose(f"rank 0 was lost: {error}", _LEADER)
             self._messages.put(None)
 
     def _run_step(self, data: bytes) -> None:

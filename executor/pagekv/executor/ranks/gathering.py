@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import select
 import socket
@@ -63,7 +64,7 @@ class Gathering:
             self._listener.close()
         for link in self._links.values():
             with suppress(LinkLost):  # its reader will say so
-                link.send_json(Kind.WELCOME, {})
+                link.send_json(Kind.WELCOME, {"pid": os.getpid()})
         return self._links
 
     def _wait(self, deadline: float, timeout_s: float) -> None:
@@ -80,6 +81,7 @@ class Gathering:
             if message.kind is not Kind.HELLO or hello.get("secret") != self._meeting.secret:
                 raise LinkLost("no rank of this group")
             rank, size, facts = int(hello["rank"]), int(hello["size"]), dict(hello["facts"])
+            link.peer_pid = int(hello["pid"])
         except (LinkLost, KeyError, TypeError, ValueError, AttributeError):
             link.close()
             return
@@ -112,6 +114,7 @@ def join(
         link = _connected(meeting)
         if link is not None:
             hello = {"secret": meeting.secret, "rank": world.rank, "size": world.size, "facts": dict(facts)}
+            hello["pid"] = os.getpid()
             try:
                 link.send_json(Kind.HELLO, hello)
                 # Others may be missing yet, for which rank 0 does not wait for ever.
@@ -120,6 +123,7 @@ def join(
                 link.close()  # of a rank 0 that was ending
             else:
                 if answer.kind is Kind.WELCOME:
+                    link.peer_pid = int(answer.content["pid"])
                     return link, meeting
                 link.close()
                 raise NoGroup(str(answer.content))

@@ -21,7 +21,7 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.ranks.agreement import description_from_json, group_description
 from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
-from pagekv.executor.ranks.reports import RankReport, RankReports
+from pagekv.executor.ranks.reports import RankReport, RankReports, RanksLate
 from pagekv.executor.ranks.watch import RankWatch, end_process
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_check import EpochLimits
@@ -84,13 +84,13 @@ class Leader:
             try:
                 link.send(Kind.STEP, step.encoded)
             except LinkLost as error:
-                self._watch.lose(f"rank {rank} was lost: {error}")
+                self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
     def collected(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
         try:
             return self._reports.settle(step, digest, worked_us)
-        except TimeoutError as error:
-            self._watch.lose(str(error))
+        except RanksLate as error:
+            self._watch.lose(str(error), *error.ranks)
             raise
 
     def stop(self) -> None:
@@ -104,7 +104,7 @@ class Leader:
         try:
             link.send_json(kind, content)
         except LinkLost as error:
-            self._watch.lose(f"rank {rank} was lost: {error}")
+            self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
     def _read(self, rank: int, link: RankLink) -> None:
         try:
@@ -119,7 +119,7 @@ class Leader:
                 elif message.kind is not Kind.BEAT:
                     self._answers[rank].put(message.content)
         except (LinkLost, struct.error, KeyError, TypeError) as error:
-            self._watch.lose(f"rank {rank} was lost: {error}")
+            self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
 
 class GroupBackend:

@@ -62,6 +62,8 @@ class RankLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
+        # Of the rank at the other end, as it says on its own machine; 0: not said.
+        self.peer_pid = 0
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sending = threading.Lock()
@@ -69,9 +71,31 @@ class RankLink:
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
         """Raises LinkLost."""
+        with self._sending:
+            self._send(kind, data)
+
+    def limit_sends(self, timeout_s: float) -> None:
+        """From now on a message of which nothing is taken for so many seconds breaks the connection: the peer is cut
+        off or hangs, and its buffers are full.
+        """
+        seconds, rest = divmod(timeout_s, 1)
+        limit = struct.pack("@ll", int(seconds), int(1e6 * rest))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def beat(self) -> None:
+        """Sends BEAT, unless a message is being sent, which tells as much. Raises LinkLost."""
+        if self._sending.acquire(blocking=False):
+            try:
+                self._send(Kind.BEAT, b"")
+            finally:
+                self._sending.release()
+
+    def _send(self, kind: Kind, data: bytes) -> None:
         try:
-            with self._sending:
-                self._socket.sendall(_HEADER.pack(kind, len(data)) + data)
+            self._socket.sendall(_HEADER.pack(kind, len(data)) + data)
+        # Of `limit_sends`.
+        except BlockingIOError as error:
+            raise LinkLost("it takes nothing any more") from error
         except OSError as error:
             raise LinkLost(f"the connection broke: {error}") from error
 

@@ -32,6 +32,15 @@ class RankReport:
         return cls(*cls._FORM.unpack(data))
 
 
+class RanksLate(TimeoutError):
+    """`ranks` did not end a step in time."""
+
+    def __init__(self, ranks: list[int], step: int, timeout_s: float) -> None:
+        which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+        super().__init__(f"{which} did not end step {step} within {timeout_s:g} s (--rank-timeout-s)")
+        self.ranks = ranks
+
+
 class RankReports:
     """Of the epoch that `begin` named last; reports of others are dropped."""
 
@@ -80,8 +89,7 @@ class RankReports:
 
     def settle(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
         """Adds a step of rank 0's, waits until every rank has reported the one before, and compares what is there.
-        Returns microseconds by rank of the latest step that all ended. Raises RanksDiffer, or TimeoutError naming a
-        rank.
+        Returns microseconds by rank of the latest step that all ended. Raises RanksDiffer or RanksLate.
         """
         with self._changed:
             self._own[step] = (digest, worked_us)
@@ -89,7 +97,7 @@ class RankReports:
                 self._compare(rank)
             if not self._changed.wait_for(lambda: self._differs(step) or self._least >= step - 1, self._timeout_s):
                 late = [rank for rank, compared in self._compared.items() if compared < step - 1]
-                raise TimeoutError(f"ranks {late} did not end step {step - 1} within {self._timeout_s:g} s")
+                raise RanksLate(late, step - 1, self._timeout_s)
             self._check(step)
             return self._latest
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 
 from pagekv.common.logs import Log
-from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
+from pagekv.executor.ranks.link import LinkLost, RankLink
 
 log = Log(__name__)
 
@@ -26,6 +28,15 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_LOST)
 
 
+def end_sibling(pid: int) -> None:
+    """SIGKILL to a process that the same parent has started, torchrun. It would wait 30 s for one that hangs, however
+    short its --shutdown-timeout is, before it starts the ranks anew. Another process with this number is let be.
+    """
+    with suppress(OSError):
+        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getppid():
+            os.kill(pid, signal.SIGKILL)
+
+
 class RankWatch:
     """Sends a beat over each link, and notices one over which nothing came. `lost` is called with the reason, at most
     once, on a thread of the watch or of whoever calls `lose`.
@@ -39,10 +50,12 @@ class RankWatch:
         *,
         with_parent: bool = False,
     ) -> None:
-        """`links` by the rank at their other end. Watches from `start` on. `with_parent`: the end of the process that
-        started this one, torchrun, is a loss too.
+        """`links` by the rank at their other end. Watches from `start` on. `with_parent`: torchrun has started this
+        process, so its end is a loss too, and a rank of its that is lost, but hangs, is ended.
         """
         self._links = links
+        for link in links.values():
+            link.limit_sends(timeout_s)
         self._interval_s = timeout_s / BEATS
         self._timeout_s = timeout_s
         self._lost = lost
@@ -60,10 +73,12 @@ class RankWatch:
         """Something came from this rank."""
         self._silent[rank] = 0
 
-    def lose(self, reason: str) -> None:
-        """A rank is lost, unless the watch is over."""
+    def lose(self, reason: str, *ranks: int) -> None:
+        """Loses these ranks, or this one where none is named; nothing once the watch is over."""
         if not self._over.is_set():
             self._over.set()
+            for pid in [self._links[rank].peer_pid for rank in ranks if self._parent]:
+                end_sibling(pid)
             self._lost(reason)
 
     def stop(self) -> None:
@@ -77,7 +92,7 @@ class RankWatch:
             for rank, link in self._links.items():
                 self._silent[rank] += 1
                 if self._silent[rank] > BEATS:
-                    self.lose(f"rank {rank} said nothing for {self._timeout_s:g} s (--rank-timeout-s)")
+                    self.lose(f"rank {rank} said nothing for {self._timeout_s:g} s (--rank-timeout-s)", rank)
                 # Its reader says that the link is lost.
                 with suppress(LinkLost):
-                    link.send(Kind.BEAT)
+                    link.beat()

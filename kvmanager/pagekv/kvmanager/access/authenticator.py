@@ -43,6 +43,11 @@ class Authenticator:
         tokens = self._known.tokens
         return self._earlier_failures + (tokens.refresh_failures if tokens is not None else 0)
 
+    @property
+    def gateway(self) -> Identity | None:
+        """Of callers at the gateway's own address who show nothing; None: they are nobody."""
+        return self._known.identities.gateway
+
     def replace(self, identities: Identities) -> None:
         """From the next call on these count. An issuer that is the same keeps its keys. May be called on another
         thread: a call that is being looked at goes on with what it began with.

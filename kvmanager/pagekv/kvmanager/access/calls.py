@@ -16,7 +16,7 @@ def _methods(service: str, names: str, role: Role | None) -> dict[str, Role | No
 
 
 _INFERENCE, _CACHE, _OPERATOR = (f"pagekv.v1.{name}Service" for name in ("Inference", "Cache", "Operator"))
-_GATEWAY = "vllm.grpc.engine.VllmEngine"
+GATEWAY_SERVICE = "vllm.grpc.engine.VllmEngine"
 _HEALTH = "grpc.health.v1.Health"
 
 # Load balancers and orchestrators ask these without an identity; the answers have no more than a state.
@@ -31,15 +31,17 @@ ROLE_OF_CALL: Mapping[str, Role | None] = MappingProxyType(
     | _methods(
         _OPERATOR, "ListRequests GetBlockTable ListBlocks ResetPrefixCache WatchEvents ListTenants", Role.OPERATE
     )
-    | _methods(_GATEWAY, "HealthCheck GetModelInfo GetServerInfo GetTokenizer Generate Abort Embed", Role.GENERATE)
-    | _methods(_GATEWAY, "GetLoads", Role.OBSERVE)
-    | _methods(_GATEWAY, "FlushCache SubscribeKvEvents StartProfile StopProfile", Role.OPERATE)
+    | _methods(
+        GATEWAY_SERVICE, "HealthCheck GetModelInfo GetServerInfo GetTokenizer Generate Abort Embed", Role.GENERATE
+    )
+    | _methods(GATEWAY_SERVICE, "GetLoads", Role.OBSERVE)
+    | _methods(GATEWAY_SERVICE, "FlushCache SubscribeKvEvents StartProfile StopProfile", Role.OPERATE)
     | _methods("grpc.reflection.v1alpha.ServerReflection", "ServerReflectionInfo", None)
     | _methods("grpc.reflection.v1.ServerReflection", "ServerReflectionInfo", None)
 )
 
 # Operators end the requests of others, and need no prompts of their own for it.
-OPERATORS_TOO = frozenset((f"/{_INFERENCE}/Abort", f"/{_GATEWAY}/Abort"))
+OPERATORS_TOO = frozenset((f"/{_INFERENCE}/Abort", f"/{GATEWAY_SERVICE}/Abort"))
 
 # By method and the canonical form of aiohttp's resource, in which the files below /page are one.
 OPEN_ROUTES = frozenset({("GET", "/health"), ("GET", "/ready")})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from pagekv.common.flags import FlagParser, flag, flag_group
-from pagekv.common.loopback import open_to_others
+from pagekv.common.flags import FlagParser, flag, flag_group, optional_address
+from pagekv.common.loopback import is_local, open_to_others
 from pagekv.common.tls_flags import TlsConfig, check_tls
 
 
@@ -41,6 +41,14 @@ class AccessConfig:
         needs="identities",
     )
 
+    gateway_listen: str = flag(
+        "address of loopback, or unix:/path, to serve vllm.grpc.engine.VllmEngine at for a gateway that passes no "
+        "identity on: whoever connects there and shows none is the [gateway] of the file (needs pagekv[gateway])",
+        default="",
+        type=optional_address,
+        metavar="HOST:PORT",
+        needs="identities",
+    )
     tenants: str = flag(
         "limits of each tenant, and namespaces that several share (TOML); tenants that are not in it, nor in its "
         "[default], are refused; read again when it changes",
@@ -77,6 +85,11 @@ def check_access(parser: FlagParser, config: AccessConfig, events: Mapping[str, 
         parser.error(f"argument --{there}: needs --{missing}, too")
     if config.tls.tls_client_ca and not config.identities:
         parser.error("argument --tls-client-ca: needs --identities, which says what each certificate may do")
+    if config.gateway_listen and not config.identities:
+        parser.error("argument --gateway-listen: needs --identities, which says what the gateway may do")
+    if config.gateway_listen and not is_local(config.gateway_listen):
+        words = "must be at an address of loopback, or unix:/path, for whoever connects is the gateway, got"
+        parser.error(f"argument --gateway-listen: {words} {config.gateway_listen}")
     for name, endpoint in events.items():
         if config.identities and endpoint and not endpoint.startswith("ipc://"):
             words = "would show the prompts of all to whoever connects, beside --identities: take ipc://PATH"

@@ -75,6 +75,11 @@ class Gate:
         """Lines of the audit log that could not be written; None without one."""
         return self._audit_log.lost_lines if self._audit_log is not None else None
 
+    @property
+    def knows_gateway(self) -> bool:
+        """Whether callers at the gateway's own address have an identity."""
+        return self._authenticator.gateway is not None
+
     def close(self) -> None:
         """Ends the audit log. Idempotent."""
         if self._audit_log is not None:
@@ -87,6 +92,14 @@ class Gate:
         """Makes the caller of `method`, a full name, the one of this task. Raises Unauthenticated, PermissionDenied and
         InvalidRequest.
         """
+        await self._admit_call(method, context, None)
+
+    async def admit_gateway_call(self, method: str, context: Any) -> None:
+        """The same for calls at the gateway's own address: there whoever shows nothing is the gateway."""
+        await self._admit_call(method, context, self._authenticator.gateway)
+
+    async def _admit_call(self, method: str, context: Any, unnamed: Identity | None) -> None:
+        """`unnamed`: the identity of a caller that shows none; None: such a caller is refused."""
         caller.set(None)
         if method in OPEN_CALLS:
             return
@@ -98,7 +111,7 @@ class Gate:
         )
         certificates = context.auth_context().get("x509_pem_cert", ())
         attempt = _Attempt(context.peer(), method, shown, named, next(iter(certificates), None))
-        known = await self._let_in(attempt, lambda known: check_call(known, method))
+        known = await self._let_in(attempt, lambda known: check_call(known, method), unnamed)
         # An operator may be ending another's request.
         if ROLE_OF_CALL.get(method) is Role.OPERATE or (method in OPERATORS_TOO and Role.OPERATE in known.roles):
             self._note_call(known, attempt)
@@ -126,12 +139,17 @@ class Gate:
             self._note_call(known, attempt)
         caller.set(known)
 
-    async def _let_in(self, attempt: _Attempt, check: Callable[[Identity], None]) -> Identity:
+    async def _let_in(
+        self, attempt: _Attempt, check: Callable[[Identity], None], unnamed: Identity | None = None
+    ) -> Identity:
         """The caller, with the tenant that the call is for; `check` is of its roles."""
         known: Identity | None = None
         reason = _NO_ROLE
         try:
-            known = await self._identify(attempt.shown, attempt.certificate_pem)
+            if unnamed is not None and not attempt.shown:
+                known = unnamed
+            else:
+                known = await self._identify(attempt.shown, attempt.certificate_pem)
             check(known)
             reason = _WRONG_TENANT
             return acting(known, attempt.named)

@@ -10,6 +10,8 @@ from enum import StrEnum
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # In the tenants that an identity may act for.
 ANY_TENANT = "*"
+# The identity of whoever shows none at the gateway's own address: its name, and its table in the file.
+GATEWAY = "gateway"
 
 
 class Role(StrEnum):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pagekv.kvmanager.access.flags import AccessConfig
+from pagekv.kvmanager.access.identity import GATEWAY
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -53,6 +54,11 @@ class Access:
         return self.gate.admit_call if self.gate is not None else None
 
     @property
+    def admit_gateway_call(self) -> Admit | None:
+        """Decides about calls of gRPC at the gateway's own address."""
+        return self.gate.admit_gateway_call if self.gate is not None else None
+
+    @property
     def admit_request(self) -> Callable[[web.Request], Awaitable[None]] | None:
         """Decides about HTTP requests; None: all are let in."""
         return self.gate.admit_request if self.gate is not None else None
@@ -91,6 +97,9 @@ def open_access(config: AccessConfig) -> Access:
             from pagekv.kvmanager.access.gate import Gate
 
             gate = Gate(Path(config.identities), AuditLog(Path(config.audit_log)) if config.audit_log else None)
+            if config.gateway_listen and not gate.knows_gateway:
+                words = "must be a table, for --gateway-listen; is not there"
+                raise CannotProtect(f"{config.identities}: {GATEWAY}: {words}")
             secret = _read_secret(Path(config.cluster_secret)) if config.cluster_secret else secrets.token_bytes(32)
     except ImportError as error:
         raise CannotProtect(f"TLS and --identities need {error.name}: pip install 'pagekv[manager]'") from error

@@ -45,6 +45,16 @@ def test_a_name_is_of_one_caller(path: Path) -> None:
     assert path.read_text() == text
 
 
+def test_the_gateway_is_listed_and_its_name_taken(path: Path) -> None:
+    path.write_text('[gateway]\nroles = ["generate"]\n')
+    assert [tuple(each) for each in list_identities(path)] == [("gateway", "gateway", ("generate",))]
+    with pytest.raises(PageKVError, match="has a caller 'gateway' already"):
+        add_key(path, "gateway", "secret", ["generate"])
+    path.write_text("[gateway]\nroles = 5\n")
+    with pytest.raises(PageKVError, match="gateway: must be a table with roles, a list of names"):
+        list_identities(path)
+
+
 def test_callers_are_listed_with_their_roles(path: Path) -> None:
     add_certificate(path, "prometheus", "CN=prometheus", ["observe"])
     add_key(path, "alice", "secret", ROLES)

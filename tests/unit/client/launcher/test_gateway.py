@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from concurrent import futures
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
+import grpc
 import pytest
 from support.clients.held_port import held_port
-from support.clients.scripted_server import ScriptedServer
 
+from pagekv.client.errors import PermissionDenied
 from pagekv.client.launcher.gateway import GatewayConfig, gateway_args, has_tokenizer, serves
-from pagekv.v1 import inference_service_pb2 as pb
 
 
 def test_flags_of_the_user_come_after_those_for_one_machine() -> None:
@@ -71,7 +73,35 @@ def test_nothing_that_listens_does_not_serve() -> None:
         assert not serves(f"127.0.0.1:{port}", 1)
 
 
-@pytest.mark.parametrize("has", [True, False])
-def test_a_manager_is_asked_for_its_tokenizer(server: ScriptedServer, has: bool) -> None:
-    server.expect("GetModelInfo", pb.GetModelInfoResponse(has_tokenizer=has))
-    assert has_tokenizer(server.target) is has
+@contextmanager
+def engine(code: grpc.StatusCode) -> Iterator[str]:
+    """The address of a manager as the gateway sees it, which answers with this status when asked for its tokenizer."""
+
+    def get_tokenizer(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        if code is not grpc.StatusCode.OK:
+            context.abort(code, "no")
+        yield b"first"
+        yield b"second"
+
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    handlers: dict[str, grpc.RpcMethodHandler[bytes, bytes]] = {
+        "GetTokenizer": grpc.unary_stream_rpc_method_handler(get_tokenizer)
+    }
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("vllm.grpc.engine.VllmEngine", handlers)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        server.stop(0).wait()
+
+
+@pytest.mark.parametrize(("code", "has"), [("OK", True), ("FAILED_PRECONDITION", False)])
+def test_a_manager_is_asked_for_its_tokenizer(code: str, has: bool) -> None:
+    with engine(grpc.StatusCode[code]) as target:
+        assert has_tokenizer(target) is has
+
+
+def test_a_gateway_that_may_not_ask_is_told_so() -> None:
+    with engine(grpc.StatusCode.PERMISSION_DENIED) as target, pytest.raises(PermissionDenied):
+        has_tokenizer(target)

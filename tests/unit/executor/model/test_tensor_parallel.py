@@ -5,8 +5,13 @@ tests/model/test_split_models.py runs whole models over ranks.
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
+from support.clients.stack import environment
 from torch import nn
 
 from pagekv.client.planning.kv_budget import shard_kv_heads
@@ -91,3 +96,37 @@ def test_parts_of_an_embedding_sum_to_it_exactly() -> None:
     parts = [(whole.weight[:4], 0), (whole.weight[4:], 4)]
     found = sum(ShardedEmbedding(rows.detach(), first, 7, Alone(0, 2), 1.0)(ids) for rows, first in parts)
     assert torch.equal(torch.as_tensor(found), whole(ids))
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None:
+    code = (
+        "import os, sys, time\n"
+        "import torch\n"
+        "from pagekv.executor.model.tensor_parallel import Shards\n"
+        "from pagekv.executor.ranks.rendezvous import join_process_group, open_store\n"
+        "from pagekv.executor.ranks.gathering import Meeting\n"
+        "from pagekv.executor.world import read_world\n"
+        "world = read_world(os.environ)\n"
+        "join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)\n"
+        "shards = Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))\n"
+        "shards.limit_waits(1.0)\n"
+        "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
+        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        output, _ = ranks[0].communicate(timeout=240)
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+    assert output.startswith("[2.0, 2.0]\na collective failed: ")
+    assert ranks[0].returncode == 75

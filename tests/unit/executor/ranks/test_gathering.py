@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterable
@@ -42,6 +43,7 @@ def test_all_come_and_their_links_work() -> None:
     assert sorted(links) == [1, 2]
     for rank, future in ((2, found[1]), (1, found[2])):
         link, _ = future.result()
+        assert link.peer_pid == links[rank].peer_pid == os.getpid()
         link.send_json(Kind.ANSWER, rank)
         assert links[rank].receive(JOIN_S).content == rank
 

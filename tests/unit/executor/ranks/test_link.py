@@ -67,6 +67,29 @@ def test_the_end_frees_the_descriptor_of_one_that_receives_meanwhile() -> None:
     other.close()
 
 
+def test_a_peer_that_takes_nothing_any_more_is_lost_in_time() -> None:
+    one, other, _ = pair()
+    one.limit_sends(0.05)
+    with pytest.raises(LinkLost, match="it takes nothing any more"):
+        one.send(Kind.STEP, b"\0" * MAX_BYTES)
+    other.close()
+
+
+def test_a_beat_does_not_wait_for_a_message_that_is_being_sent() -> None:
+    one, other, _ = pair()
+    data = b"\0" * MAX_BYTES
+    sending = threading.Thread(target=one.send, args=(Kind.STEP, data))
+    sending.start()
+    # It has begun, and does not get to its end before somebody reads.
+    while not one._sending.locked():
+        sending.join(0.001)
+    one.beat()
+    assert other.receive() == Message(Kind.STEP, data)
+    sending.join()
+    one.beat()
+    assert other.receive(60).kind is Kind.BEAT
+
+
 @pytest.mark.parametrize("header", [(0, 0), (99, 0), (Kind.STEP, MAX_BYTES + 1)])
 def test_bytes_that_are_no_message(header: tuple[int, int]) -> None:
     _, other, sock = pair()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pagekv.executor.ranks.reports import RankReport, RankReports
+from pagekv.executor.ranks.reports import RankReport, RankReports, RanksLate
 from pagekv.executor.session.epoch import RanksDiffer
 
 RIGHT, WRONG = b"rightful", b"mistaken"
@@ -42,8 +42,14 @@ def test_the_step_before_is_waited_for() -> None:
     assert found.settle(2, RIGHT, 11) == (10, 20)
     slow = reports(1, timeout_s=0.01)
     slow.settle(1, RIGHT, 0)
-    with pytest.raises(TimeoutError, match=r"ranks \[1\] did not end step 1 within 0.01 s"):
+    with pytest.raises(RanksLate, match=r"^rank 1 did not end step 1 within 0.01 s \(--rank-timeout-s\)") as late_one:
         slow.settle(2, RIGHT, 0)
+    assert late_one.value.ranks == [1]
+    several = reports(1, 2, 3, timeout_s=0.01)
+    several.settle(1, RIGHT, 0)
+    several.add(2, RankReport(5, 1, RIGHT, 20))
+    with pytest.raises(RanksLate, match=r"^ranks 1, 3 did not end"):
+        several.settle(2, RIGHT, 0)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from support.clients.stack import environment
 
 from pagekv.executor.ranks.link import Kind, RankLink
-from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch
+from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch, end_sibling
 
 PATIENCE_S = 120.0
 
@@ -78,3 +80,30 @@ def test_a_rank_ends_with_the_process_that_started_it(monkeypatch: pytest.Monkey
     assert not happened.is_set()
     monkeypatch.setattr(os, "getppid", lambda: 1)
     assert happened.wait(PATIENCE_S)
+
+
+def test_a_rank_that_hangs_is_ended_with_the_group_that_lost_it(tmp_path: Path) -> None:
+    """As under torchrun, of which both are children. A process of another parent is let be, whatever its number."""
+    (tmp_path / "rank.py").write_text(
+        "import socket, sys\n"
+        "from pagekv.executor.ranks.link import RankLink\n"
+        "from pagekv.executor.ranks.watch import RankWatch\n"
+        "link = RankLink(socket.socketpair()[0])\n"
+        "link.peer_pid = int(sys.argv[1])\n"
+        "RankWatch({1: link}, 60, lambda reason: print(reason), with_parent=True).lose('lost', 1)\n"
+    )
+    hung = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    hung.send_signal(signal.SIGSTOP)
+    grandchild = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[1:]))"]
+    watcher = [sys.executable, str(tmp_path / "rank.py"), str(hung.pid)]
+    try:
+        for before in (grandchild, []):
+            assert hung.poll() is None
+            done = subprocess.run(
+                [*before, *watcher], env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=True
+            )
+            assert done.stdout == "lost\n", done.stderr
+        assert hung.wait(PATIENCE_S) == -signal.SIGKILL
+    finally:
+        hung.kill()
+    end_sibling(hung.pid)

@@ -19,6 +19,7 @@ EVENTS = "tcp://127.0.0.1:5557"
         (AccessConfig(), {"kv-events-endpoint": EVENTS}),
         (AccessConfig(TLS, identities="i.toml"), {"kv-events-endpoint": ""}),
         (AccessConfig(MUTUAL, identities="i.toml", audit_log="a"), {"kv-events-endpoint": "ipc:///run/events"}),
+        *((AccessConfig(identities="i.toml", gateway_listen=at), {}) for at in ("[::1]:0", "localhost:1", "unix:/g")),
     ],
 )
 def test_what_goes_together(config: AccessConfig, events: dict[str, str]) -> None:
@@ -37,6 +38,16 @@ def test_what_goes_together(config: AccessConfig, events: dict[str, str]) -> Non
             f"argument --kv-events-replay-endpoint: {EVENTS} would show the prompts of all to whoever connects",
         ),
         (AccessConfig(identities="i.toml"), {"kv-events-endpoint": "tcp://ipc://x"}, "would show the prompts of all"),
+        (AccessConfig(gateway_listen="127.0.0.1:1"), {}, "argument --gateway-listen: needs --identities"),
+        *(
+            (
+                AccessConfig(TLS, identities="i.toml", gateway_listen=address),
+                {},
+                f"argument --gateway-listen: must be at an address of loopback, or unix:/path, for whoever connects is "
+                f"the gateway, got {address}",
+            )
+            for address in ("0.0.0.0:1", "[::]:1", "gateway.example:1", ":1")
+        ),
     ],
 )
 def test_what_does_not_ends_the_process(

@@ -23,7 +23,7 @@ from pagekv.kvmanager.access.audit_log import AuditLog
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.gate import Gate
 from pagekv.kvmanager.access.identities_file import IdentitiesError
-from pagekv.kvmanager.access.identity import Identity
+from pagekv.kvmanager.access.identity import Identity, Role
 
 GENERATE = "/pagekv.v1.InferenceService/Generate"
 ABORT = "/pagekv.v1.InferenceService/Abort"
@@ -197,6 +197,69 @@ def test_a_tenant_that_may_not_be_named_is_refused(
     assert {reason: count for reason, count in entrance.gate.refusals.items() if count} == {counted: 1}
     (line,) = entrance.recorded()
     assert line["event"] == "refused"
+
+
+OF_GATEWAY = '[gateway]\nroles = ["generate"]\ntenant = "web"\n'
+
+
+@pytest.fixture
+def gateway(entrance: Entrance) -> Entrance:
+    """The same entrance, with an identity for those who come through a gateway."""
+    write_identities(entrance.path, GATE, OF_GATEWAY)
+    entrance.gate._reload()
+    return entrance
+
+
+def test_whoever_shows_nothing_at_the_gateways_address_is_the_gateway(gateway: Entrance) -> None:
+    async def answer() -> tuple[Identity | None, ...]:
+        await gateway.gate.admit_gateway_call(GENERATE, Call())
+        unnamed = caller.get()
+        await gateway.gate.admit_gateway_call(GENERATE, Call(bearer("alice-key")))
+        named = caller.get()
+        await gateway.gate.admit_gateway_call(HEALTH, Call())
+        return unnamed, named, caller.get()
+
+    unnamed, named, nobody = asyncio.run(answer())
+    assert unnamed == Identity("gateway", frozenset({Role.GENERATE}), "web")
+    # A caller that shows something is that one.
+    assert named is not None
+    assert named.name == "alice"
+    assert nobody is None
+
+
+@pytest.mark.parametrize(
+    ("method", "metadata", "words"),
+    [
+        (GENERATE, [bearer("wrong-key")], "unknown key"),
+        (GENERATE, [("authorization", b"x")], "unknown key"),
+        (GENERATE, [bearer("alice-key"), bearer("alice-key")], "authorization was sent more than once"),
+        (RESET, [], "needs the role operate; gateway has generate"),
+        (GENERATE, [("pagekv-tenant", "team-a")], "pagekv-tenant needs the role act-for; gateway has generate"),
+    ],
+)
+def test_the_gateways_address_lets_in_nothing_else(
+    gateway: Entrance, method: str, metadata: list[tuple[str, str | bytes]], words: str
+) -> None:
+    with pytest.raises((Unauthenticated, PermissionDenied), match=f"^{words}"):
+        asyncio.run(gateway.gate.admit_gateway_call(method, Call(*metadata)))
+    (line,) = gateway.recorded()
+    assert (line["event"], line["call"]) == ("refused", method)
+
+
+def test_the_gateway_has_no_identity_at_any_other_address(gateway: Entrance) -> None:
+    with pytest.raises(Unauthenticated, match=r"^no identity"):
+        gateway.call(GENERATE)
+    with pytest.raises(Unauthenticated, match=r"^no identity"):
+        gateway.let_in(http_request("GET", "/metrics"))
+
+
+def test_a_gateway_that_leaves_the_file_is_nobody_from_then_on(gateway: Entrance) -> None:
+    assert gateway.gate.knows_gateway
+    write_identities(gateway.path)
+    gateway.gate._reload()
+    assert not gateway.gate.knows_gateway
+    with pytest.raises(Unauthenticated, match=r"^no identity"):
+        asyncio.run(gateway.gate.admit_gateway_call(GENERATE, Call()))
 
 
 def test_health_asks_for_no_tenant(entrance: Entrance) -> None:

@@ -23,6 +23,7 @@ DIGEST = hashlib.sha256(b"the key").hexdigest()
 KEY = f'[keys.alice]\nsha256 = "{DIGEST}"\nroles = ["generate"]\n'
 ACTING = KEY.replace("generate", "act-for")
 CERTIFICATE = '[certificates.prometheus]\nsubject = "CN=prometheus"\nroles = ["observe"]\n'
+GATEWAY = '[gateway]\nroles = ["generate"]\n'
 JWT = '[jwt]\nissuer = "https://login.example"\naudience = "pagekv"\njwks = "jwks.json"\n'
 
 
@@ -59,10 +60,19 @@ def test_the_example_of_the_documentation_is_taken(tmp_path: Path) -> None:
     found = read_identities(written(tmp_path, example))
     assert [(each.name, each.tenant) for each in (*found.keys.values(), *found.certificates.values())] == [
         ("alice", "research"),
-        ("gateway", "gateway"),
+        ("portal", "portal"),
         ("prometheus", "prometheus"),
     ]
     assert found.jwt is not None
+    assert found.gateway == Identity("gateway", frozenset({Role.GENERATE}), "web")
+
+
+def test_the_gateway_alone_makes_a_file(tmp_path: Path) -> None:
+    found = read_identities(written(tmp_path, GATEWAY.replace("generate", "act-for") + 'act_for = ["*"]\n'))
+    assert found.gateway == Identity("gateway", frozenset({Role.ACT_FOR}), "gateway", frozenset({"*"}))
+    assert not found.keys
+    assert not found.certificates
+    assert read_identities(written(tmp_path, KEY)).gateway is None
 
 
 def test_optional_fields_of_tokens(tmp_path: Path) -> None:
@@ -139,6 +149,12 @@ REFUSED = [
         "certificates.bob.subject: is that of certificates.prometheus, too",
     ),
     (CERTIFICATE.replace("subject", "sha256"), "certificates.prometheus.sha256: is not known; there are subject"),
+    ("gateway = 1\n", "gateway: must be a table, got a number"),
+    ("[gateway]\n", "gateway.roles: must be a list, is not there"),
+    (GATEWAY + 'sha256 = "00"\n', "gateway.sha256: is not known; there are roles, tenant, act_for"),
+    (GATEWAY + 'act_for = ["a"]\n', "gateway.act_for: is for the role act-for alone"),
+    (GATEWAY + KEY.replace("alice", "gateway"), "gateway: the name is taken by a key or a certificate"),
+    (GATEWAY + CERTIFICATE.replace(".prometheus", ".gateway"), "gateway: the name is taken by a key or a certificate"),
     ("jwt = 1\n", "jwt: must be a table"),
     (JWT.replace("audience", "audiense"), "jwt.audiense: is not known; did you mean audience[?]"),
     (JWT.replace('"pagekv"', '""'), "jwt.audience: must be from 1 to 1024 printable characters, got ''"),

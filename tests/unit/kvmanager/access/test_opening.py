@@ -89,6 +89,17 @@ def test_a_file_that_cannot_be_used_is_named_in_one_line(tmp_path: Path, identit
         assert "\n" not in str(caught.value)
 
 
+def test_an_address_for_a_gateway_needs_its_identity(tmp_path: Path, identities: Path) -> None:
+    config = AccessConfig(identities=str(identities), gateway_listen="127.0.0.1:0")
+    with pytest.raises(CannotProtect, match=rf"^{identities}: gateway: must be a table, for --gateway-listen; is not"):
+        open_access(config)
+    identities.write_text(identities.read_text() + '[gateway]\nroles = ["generate"]\n')
+    access = open_access(config)
+    assert access.gate is not None
+    assert access.admit_gateway_call == access.gate.admit_gateway_call
+    assert open_access(AccessConfig()).admit_gateway_call is None
+
+
 def test_a_package_that_is_missing_is_named(identities: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pagekv.kvmanager.access.gate", None)
     with pytest.raises(CannotProtect, match=r"pip install 'pagekv\[manager\]'"):

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pagekv.client.channel import DEFAULT_TARGET
-from pagekv.client.cli.identities_file import list_identities
+from pagekv.client.cli.identities_file import GATEWAY, list_identities
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, pagekv_command
 from pagekv.client.errors import InvalidRequest, PermissionDenied, Unauthenticated
@@ -19,7 +19,7 @@ from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
 from pagekv.client.launcher.own_manager import client_of
-from pagekv.client.launcher.stack import Stack, StackConfig
+from pagekv.client.launcher.stack import LOOPBACK, Stack, StackConfig
 from pagekv.client.launcher.stop_signals import StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
@@ -52,6 +52,7 @@ _ADDRESSES = {
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 # In a directory of certificates.
 IDENTITIES = "identities.toml"
+_ACCEPT = "accept with --insecure that other machines use it"
 # Seconds between two lines that say how far a part of the start is.
 _PROGRESS_S = 5.0
 # Seconds between two looks at the processes.
@@ -167,14 +168,19 @@ def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: 
         identities = identities or certs / IDENTITIES
     known = [] if identities is None else [f"--identities={identities}"]
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
-    manager_args = [*insecure, *(["--gateway-api"] if gateway else []), *given(_TO_MANAGER), *known, *args.manager_args]
+    manager_args = [*insecure, *given(_TO_MANAGER), *known, *args.manager_args]
     # With --certs the processes are given flags, which win over variables.
     tls_env = {} if certs is not None else os.environ
     if any(flag_value("tls-cert", args, tls_env) for args in (executor_args, manager_args)):
         raise UsageError("--tls-cert (PAGEKV_TLS_CERT): not with this command; pagekv up has --certs DIR instead")
     callers = flag_value("identities", manager_args, os.environ)
     if gateway and callers:
-        raise UsageError("--gateway: it passes no identity on, nor speaks TLS to managers: leave out who is known")
+        if not any(each.kind == GATEWAY for each in list_identities(Path(callers))):
+            raise UsageError(f"--gateway: it passes no identity on: give it one, as [{GATEWAY}] in {callers}")
+        if not accepted and not is_local(f"{host}:{port}"):
+            raise UsageError(f"--gateway: it has neither TLS nor a login: leave --host at loopback, or {_ACCEPT}")
+    if gateway:
+        manager_args.insert(0, f"--gateway-listen={LOOPBACK}:0" if callers else "--gateway-api")
     if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from support.clients.stand_ins import config
 from pagekv.client.cli.commands import up
 from pagekv.client.cli.identities_file import add_key
 from pagekv.client.cli.main import main, make_parser
+from pagekv.client.cli.parser import UsageError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.child_flags import flag_value
@@ -342,10 +344,27 @@ def test_certificates_that_are_not_there(
     assert f"{tmp_path}/gone: cannot be read" in capsys.readouterr().err
 
 
-def test_a_gateway_can_prove_no_identity(certificates: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--certs", str(certificates)], ["--identities", "keys.toml"]):
+def test_a_gateway_needs_an_identity_where_others_do(
+    certificates: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = identities_of_keys(tmp_path)
+    for flags in (["--certs", str(certificates)], ["--identities", str(keys)]):
         assert main(["up", "--gateway", *flags]) == 2
-        assert "--gateway: it passes no identity on, nor speaks TLS to managers" in capsys.readouterr().err
+        assert "--gateway: it passes no identity on: give it one, as [gateway] in" in capsys.readouterr().err
+    keys.write_text(keys.read_text() + '[gateway]\nroles = ["generate"]\n')
+    flags = ["--gateway", "--certs", str(certificates), "--identities", str(keys)]
+    ours = made(*flags)
+    assert "--gateway-listen=127.0.0.1:0" in ours.manager_args
+    assert "--gateway-api" not in ours.manager_args
+    # The gateway itself asks nobody.
+    for more, refused in (([], True), (["--insecure"], False)):
+        args = make_parser().parse(["up", *flags, *more])
+        with pytest.raises(UsageError, match="--gateway: it has neither TLS") if refused else nullcontext():
+            up.stack_config(args, Terminal(), "0.0.0.0", 0, 0)
+
+
+def test_without_identities_a_gateway_uses_the_port_of_all() -> None:
+    assert "--gateway-api" in made("--gateway").manager_args
 
 
 @pytest.mark.parametrize("known", [True, False])
