@@ -14,10 +14,10 @@ LEAST_SPLIT = 256
 """Keys of an item of a short row. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
 
 LONGER_SPLITS_BEYOND = (4096, 16384, 65536)
-"""Numbers of visible keys beyond each of which a row's splits are twice as long: partial results are then few beside the
-keys, and a thread block's beginning and end are short beside its work. A row's keys are cut at absolute multiples of a
-length that follows from its own context, so that the bits of its result depend on the row alone and on no other of the
-batch."""
+"""Numbers of visible keys beyond each of which a row's splits are twice as long: partial results are then few beside
+the keys, and a thread block's beginning and end are short beside its work. A row's keys are cut at absolute multiples
+of a length that follows from its own context, so that the bits of its result depend on the row alone and on no other of
+the batch."""
 
 MOST_FUSED_PARTIALS = 16
 """Rows of at most this many splits are merged by the decode kernel itself, which saves a launch; a row's last thread
