@@ -40,7 +40,7 @@ def test_head_sizes_without_a_kernel_are_refused(
 
 @pytest.mark.kernels
 def test_a_checkpoints_fp8_scales_are_those_of_the_pool(tmp_path: Path) -> None:
-    """Keys and values that are stored come back as they were computed only with the factors that they were stored by."""
+    """Keys and values that are stored come back as they were computed only with the factors they were stored by."""
     save_small_model("llama", tmp_path, dtype="float16")
     weights = load_file(tmp_path / "model.safetensors")
     scales = {
