@@ -72,6 +72,8 @@ UNFUSED = check(Variant("float16", "float16", 64, True), FEATURES, fused=False)
 MMA_SINKS = check(Variant("float16", "float16", 64, True), SINKS)
 UNFUSED_SINKS = check(Variant("float16", "float16", 64, True), SINKS, fused=False)
 
+# Splits of four segments, of which the third and fourth are looked up while tiles are on their way.
+LONG = check(Variant("float16", "float16", 64, True), Features(), lengths=(16384 + 600, 5000))
 SPLITS_OF_128 = check(Variant("bfloat16", "bfloat16", 128, True), FEATURES, blocks=1)
 
 
@@ -99,7 +101,7 @@ SLICES = "        __syncthreads();\n        merge_slices("
 LAST = "min(end, longest)"
 STRANDS = "for (i32 i = strand; i < merge.partials; i += STRANDS) parts"
 COUNTED = "    __syncthreads();\n    constexpr int PIECES = HEAD_SIZE / 4;\n    for (i32 m = 0"
-TABLE_END = "+ 1, p.table_stride);"
+TABLE_END = "(first + blocks, p.table_stride);"
 FAULTS = [
     fault("no wait for a tile", MMA, WAIT, WAIT.replace("cp_async_wait<STAGES - 2>();", "")),
     fault("a wait for one tile too few", MMA, WAIT, WAIT.replace("- 2", "- 1")),
@@ -144,6 +146,16 @@ FAULTS = [
         "normaliser({maximum, m.sum}, nullptr",
         UNFUSED_SINKS,
     ),
+    fault("block ids over those of the segment in use", LONG, "(segment % 2 ? blocks : 0)", "0"),
+    fault("block ids of the wrong segment", LONG, "tile / SEGMENT_TILES + 1);", "tile / SEGMENT_TILES + 2);"),
+    fault(
+        "a long split is not looked up to its end",
+        LONG,
+        "rows.load<THREADS>(p, work, tile",
+        "if (tile < 0) rows.load<THREADS>(p, work, tile",
+    ),
+    fault("keys have the first head's scale", FP8, "kv_scale(p, 0, work.kv_head)", "kv_scale(p, 0, 0)"),
+    fault("values have the first head's scale", FP8, "kv_scale(p, 1, work.kv_head)", "kv_scale(p, 1, 0)"),
     wide("no barrier after the members", "        __syncthreads();  // the members are there\n"),
     wide("no barrier between row tiles", "if (WIDE && merged > 0) __syncthreads();  // the row tile before is merged"),
     wide("members see as much as the first", "work.member(work.member_of(row)).context", "work.member(0).context"),
@@ -157,7 +169,14 @@ FAULTS = [
         "if (shared[m] != MERGED_HERE || m > 0)",
         SHARED_WHOLE,
     ),
-    Fault("ids beside the table are read", "pagekv_decode", TABLE_END, "+ 1, 1000000);", MMA_TABLE_END, sanitizer=True),
+    Fault(
+        "ids beside the table are read",
+        "pagekv_decode",
+        TABLE_END,
+        "(first + blocks, 1000000);",
+        MMA_TABLE_END,
+        sanitizer=True,
+    ),
 ]
 
 

@@ -106,6 +106,12 @@ FAULTS = [
     fault(
         "the sink counts beside the sum, not beside the maximum", "weight(sink, common)", "weight(sink, 0.0f)", of_sinks
     ),
+    fault(
+        "values have the first head's scale",
+        "kv_scale(p, 1, (i32)blockIdx.x % p.num_kv_heads)",
+        "kv_scale(p, 1, 0)",
+        of_mixed_batch(Variant("float16", "float8_e4m3fn", 64)),
+    ),
     fault("masks of the window are forgotten", "|| begin < logits.first_visible(last)", "", of_window),
     fault(
         "a tile without visible keys is not quite nothing",
