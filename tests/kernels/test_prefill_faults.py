@@ -108,7 +108,7 @@ FAULTS = [
     ),
     fault(
         "values have the first head's scale",
-        "kv_scale(p, 1, (i32)blockIdx.x % p.num_kv_heads)",
+        "kv_scale(p, 1, rows.head / rows.group)",
         "kv_scale(p, 1, 0)",
         of_mixed_batch(Variant("float16", "float8_e4m3fn", 64)),
     ),

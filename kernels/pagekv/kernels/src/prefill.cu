@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     if (threadIdx.x == 0) {
         const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
         const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
-        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale};
+        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale,
+                                   kv_scale(p, 1, rows.head / rows.group) * STORED_SCALE};
     }
     __syncthreads();
     load_queries(rows, positions, p.query, p.query_stride, shared);  // in one group with the first half
@@ -63,6 +64,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
     if (stream.keys().end_tile() <= first_tile) __syncthreads();
     // The query rows once more from memory, so that no register holds them all the time.
-    const float value_scale = kv_scale(p, 1, (i32)blockIdx.x % p.num_kv_heads) * STORED_SCALE;
-    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, value_scale, p.sinks);
+    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, stream.keys().value_factor, p.sinks);
 }
