@@ -207,7 +207,7 @@ FAULTS = [
         "one element too many turned", NAME, "p.rotary_dim - first, 0", "p.rotary_dim + 1 - first, 0", check_rotation
     ),
     Fault("fp8 scaled the wrong way", NAME, "1.0f / scale", "scale", check_fp8),
-    Fault("values with the keys' scale", NAME, "values, value_scale", "values, key_scale", check_fp8),
+    Fault("values with the keys' scale", NAME, "value_scale = kv_scale(p, 1", "value_scale = kv_scale(p, 0", check_fp8),
     Fault("fp8 truncated", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "", check_fp8),
     Fault("fp8 ties upwards", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "+ 0x80000u", check_fp8),
     Fault("skipped rows written", NAME, "if (slot < 0) return;", "", check_rotation, sanitizer=True),
