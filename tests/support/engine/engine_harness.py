@@ -174,7 +174,7 @@ def run(
         assert test.done(), "the test hangs"
         await test
         check_engine(engine.queries)
-        assert engine.queries.stats().active_blocks == 0
+        assert engine.statistics.stats().active_blocks == 0
         await engine.stop(1)
         await task
 
