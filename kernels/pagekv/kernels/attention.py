@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypedDict
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_decodes, plan_step
-from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork
+from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork, every_item_is_wide, most_members
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.shared_splits import Ints
@@ -175,9 +175,15 @@ class PagedAttention:
         """`plan_step` for this model and pool."""
         return plan_step(batch, num_blocks=self.num_blocks, graph=graph, work=work, extra=extra, **self._planned)
 
-    def plan_decodes(self, batch: StepBatch) -> DecodeWork:
-        """The decode items of a batch, which `plan` makes where it is not given them."""
-        return plan_decodes(batch, **self._planned)
+    def plan_decodes(self, batch: StepBatch, *, share: bool = True) -> DecodeWork:
+        """The decode items of a batch, which `plan` makes where it is not given them. `share`: rows may share reads."""
+        return plan_decodes(batch, share=share, **self._planned)
+
+    @property
+    def most_members(self) -> int:
+        """Rows that may share a read; 1 where every item is a wide one, shared or not."""
+        group = self.num_heads // self.num_kv_heads
+        return 1 if every_item_is_wide(self.variant, group) else most_members(self.variant, group)
 
     def decode_bytes(self, work: DecodeWork) -> int:
         """Bytes of keys and values that the decode items of one layer read."""

@@ -21,7 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from pagekv.kernels.decode_plan import DecodeWork, decode_tile, decode_work, merge_counters, most_partials
+from pagekv.kernels.decode_plan import (
+    DecodeWork,
+    decode_work,
+    every_item_is_wide,
+    merge_counters,
+    most_members,
+    most_partials,
+)
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import Variant
@@ -129,9 +136,17 @@ SKIPPED_BELOW_ZERO = ("slots", "decode_items", "wide_items", "merge_items", "pre
 
 
 def plan_decodes(
-    batch: StepBatch, *, block_size: int, num_heads: int, num_kv_heads: int, variant: Variant, window: int = 0
+    batch: StepBatch,
+    *,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    variant: Variant,
+    window: int = 0,
+    share: bool = True,
 ) -> DecodeWork:
-    """The work of a batch's decodes; of the batch's lengths and ids nothing is checked. Arguments as of `plan_step`."""
+    """The work of a batch's decodes; of the batch's lengths and ids nothing is checked. Arguments as of `plan_step`;
+    `share`: rows may share reads."""
     sequences = np.flatnonzero(np.asarray(batch.decodes, bool)).astype(np.int32)
     group = num_heads // num_kv_heads
     return decode_work(
@@ -141,8 +156,8 @@ def plan_decodes(
         window=window,
         tables=np.asarray(batch.block_tables, np.int32)[sequences],
         block_size=block_size,
-        most_members=decode_tile(variant, wide=True).rows // group,
-        all_wide=group > decode_tile(variant).rows and variant.dtype != "float32",
+        most_members=most_members(variant, group) if share else 1,
+        all_wide=every_item_is_wide(variant, group),
     )
 
 

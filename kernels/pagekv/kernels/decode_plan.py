@@ -69,6 +69,16 @@ def decode_tile(variant: Variant, *, wide: bool = False) -> KernelTile:
     return KernelTile(tokens, rows, warps * 32, before_ring + stages * tile_bytes + behind_ring)
 
 
+def most_members(variant: Variant, group: int) -> int:
+    """Rows whose `group` query heads a wide thread block has room for."""
+    return decode_tile(variant, wide=True).rows // group
+
+
+def every_item_is_wide(variant: Variant, group: int) -> bool:
+    """Whether groups have more query heads than the other kernel's thread blocks, so that the wide one does it all."""
+    return group > decode_tile(variant).rows and variant.dtype != "float32"
+
+
 def padded_row(row_bytes: int) -> int:
     """The bytes rounded up to an odd number of 16-byte chunks, so that rows begin in different banks."""
     return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES

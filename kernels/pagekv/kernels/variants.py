@@ -141,6 +141,8 @@ KERNELS: Mapping[str, Kernel] = {
         Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
         Kernel("pagekv_add_norm", "add_norm.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_gated", "gated.cu", ("PAGEKV_DTYPE",)),
+        Kernel("pagekv_adjust", "adjust.cu", ("PAGEKV_DTYPE",)),
+        Kernel("pagekv_sample", "sample.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_block_copy", "block_copy.cu", ()),
         Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), contracts=False),
         Kernel("pagekv_decode_wide", "decode_wide.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), contracts=False),

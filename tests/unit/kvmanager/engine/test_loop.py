@@ -44,6 +44,27 @@ def test_an_answer_that_nobody_asked_for_costs_an_epoch(monkeypatch: pytest.Monk
     run(monkeypatch, body)
 
 
+def test_graphs_that_could_not_be_recorded_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counted anew with every executor that is attached."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        stats = engine.statistics.stats()
+        assert (stats.executor_graphs, stats.executor_failed_graphs) == (5, 0)
+        assert bench.link is not None
+        bench.failed_graphs = 2
+        bench.link._results.append(StepResult(1, [], [], {}, 0, 0, 0))
+        bench.link._wake()
+        assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
+        stats = engine.statistics.stats()
+        assert (stats.executor_graphs, stats.executor_failed_graphs) == (5, 2)
+
+    run(monkeypatch, body)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("the executor runs steps without CUDA graphs" in error for error in errors)
+
+
 def test_a_sequence_that_fails_ends_its_request_and_not_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step in flight still has it."""
 

@@ -163,6 +163,8 @@ class EngineCollector(Collector):
              ("rank", {str(rank): us * 1e-6 for rank, us in enumerate(stats.executor_rank_us)})),
             ("pagekv_executor_rank_differences_total", "Epochs that ended because ranks differed",
              stats.executor_rank_differences_total),
+            ("pagekv_executor_graphs", "Shapes of steps, by whether they were recorded as CUDA graphs",
+             ("outcome", {"recorded": stats.executor_graphs, "failed": stats.executor_failed_graphs})),
             ("pagekv_executor_restarts_total", "Epochs after the first", stats.executor_restarts_total),
             ("pagekv_requests_total", "Requests accepted", stats.requests_total),
             ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),

@@ -108,6 +108,9 @@ def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
         assert value("pagekv_executor_attached") == 1
         assert value("pagekv_executor_threads") == 2
         assert value("pagekv_executor_rank_step_seconds", rank="1") == 0.003
+        # As the harness's executor says.
+        assert value("pagekv_executor_graphs", outcome="recorded") == 5
+        assert value("pagekv_executor_graphs", outcome="failed") == 0
         assert value("pagekv_step_seconds_count") == engine.statistics.stats().steps_total
         assert value("pagekv_step_tokens_sum") == value("pagekv_computed_tokens_total") > 12
         for histogram in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
