@@ -21,10 +21,10 @@ from support.executor.split_model import rank_0_of, shards_of_this_process
 
 # By name: what is wide in it, as a family's configuration has it. Wide weights make one token stand out.
 MODELS = {
-    "256 tokens, wide weights": {"vocab_size": 256, "initializer_range": 0.3},
-    "256 tokens, as initialised": {"vocab_size": 256, "initializer_range": 0.02},
-    "32768 tokens, wide weights": {"vocab_size": 32768, "initializer_range": 0.3},
     "32768 tokens, as initialised": {"vocab_size": 32768, "initializer_range": 0.02},
+    "32768 tokens, wide weights": {"vocab_size": 32768, "initializer_range": 0.3},
+    "256 tokens, as initialised": {"vocab_size": 256, "initializer_range": 0.02},
+    "256 tokens, wide weights": {"vocab_size": 256, "initializer_range": 0.3},
 }
 # Sequences of a step: few steps, since every step is many collectives.
 BATCH = 150
@@ -42,7 +42,7 @@ def answer(directory: Path, dtype: str, prompts: list[list[int]], new: int) -> l
     backend = CpuBackend(directory, "split", dtype, threads=1, shards=shards)
     found = []
     for begin in range(0, len(prompts), BATCH):
-        driver = Driver(backend, block_size=16)
+        driver = Driver(backend, block_size=16, num_blocks=2000)
         found += driver.generate([driver.sequence(prompt) for prompt in prompts[begin : begin + BATCH]], new)
     if shards is not None:
         torch.distributed.barrier()
@@ -91,7 +91,7 @@ def main() -> None:
         return
     for name in MODELS:
         compare(name, "float32", args.prompts, args.new)
-    for name in list(MODELS)[:2]:
+    for name in list(MODELS)[::2]:
         compare(name, "float64", args.prompts, args.new)
 
 

@@ -25,7 +25,10 @@ TORCHRUN = ("torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-
 EXECUTOR = ("pagekv.executor", "--listen=127.0.0.1:50052", "--rank-timeout-s=4")
 ORACLE = ("--backend=oracle", "--model=demo", "--step-time-ms=20")
 CPU = ("--model=demo", "--dtype=float64", "--threads=1", "--kv-memory=256MiB")
-PROMPT = "In the beginning"
+GENERATE = (
+    "pagekv.client.cli", "generate", "--json", "--ignore-eos", "--temperature=0", "--max-tokens=200",
+    "--target=127.0.0.1:50051", "In the beginning",
+)  # fmt: skip  # as typed
 
 
 @dataclass
@@ -49,18 +52,8 @@ class Machine:
         path = self.folder / f"{self.name}-{log}.log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
-    def generate(self, tokens: int) -> list[int]:
-        words = [
-            "generate",
-            "--json",
-            "--ignore-eos",
-            "--max-tokens",
-            str(tokens),
-            "--target",
-            "127.0.0.1:50051",
-            PROMPT,
-        ]
-        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", "pagekv.client.cli", *words]
+    def generate(self) -> list[int]:
+        command = ["ip", "netns", "exec", self.name, sys.executable, "-m", *GENERATE]
         done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=True)
         return tokens_of(done.stdout)
 
@@ -126,9 +119,8 @@ def test_a_group_over_two_machines_outlives_a_cable(backend: tuple[str, ...], tm
         one.start("manager", "pagekv.kvmanager", "--executor=127.0.0.1:50052", "--step-timeout-s=15")
         until(lambda: " serving" in one.said("manager"), machines)
         assert "have neither TLS nor a login" in one.said("executor")
-        wanted = one.generate(200)
-        words = ["--json", "--ignore-eos", "--max-tokens=200", "--target=127.0.0.1:50051", PROMPT]
-        one.start("generate", "pagekv.client.cli", "generate", *words)
+        wanted = one.generate()
+        one.start("generate", *GENERATE)
         time.sleep(1.5)
         ip("-n", one.name, "link", "set", "cable", "down")
         lost = "the group of ranks is broken"
