@@ -111,15 +111,16 @@ def run(stack: Stack, order: Order, seconds: float) -> tuple[Report, dict[str, f
     with PageKVClient(stack.target, timeout=START_TIMEOUT_S, credentials=stack.callers) as client:
         with streaming(order) as load:
             load.begin()
-            before = _counters(stack, client)
+            before = counters(stack, client)
             time.sleep(seconds)
-            after = _counters(stack, client)
+            after = counters(stack, client)
             report = load.end()
-        _wait_idle(client)
+        wait_idle(client)
     return report, {name: after[name] - before[name] for name in after}
 
 
-def _counters(stack: Stack, client: PageKVClient) -> dict[str, float]:
+def counters(stack: Stack, client: PageKVClient) -> dict[str, float]:
+    """Counters of the manager, CPU seconds of both processes and of the machine, and the time."""
     stats = client.stats()
     return {
         "seconds": time.perf_counter(),
@@ -145,7 +146,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _wait_idle(client: PageKVClient) -> None:
+def wait_idle(client: PageKVClient) -> None:
+    """Waits until nothing runs. Ends the benchmark where that does not come."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while (stats := client.stats()).running_sequences or stats.waiting_sequences:
         if time.monotonic() > deadline:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -18,7 +19,14 @@ from support.clients.protected_stack import ProtectedStack, key_section, protect
 from support.clients.stack import MANAGER, ORACLE, environment, running_executor
 from support.prompts import as_prompt
 
-from pagekv.v1 import cache_service_pb2, cache_service_pb2_grpc, inference_service_pb2_grpc, types_pb2
+from pagekv.v1 import (
+    cache_service_pb2,
+    cache_service_pb2_grpc,
+    inference_service_pb2_grpc,
+    operator_service_pb2,
+    operator_service_pb2_grpc,
+    types_pb2,
+)
 from pagekv.v1 import inference_service_pb2 as pb
 
 TENANTS = """
@@ -36,12 +44,16 @@ tokens_per_minute = 100000
 tokens_per_minute = 64
 max_blocks = 4
 
+[tenants.erin]
+max_calls = 2
+
 [namespaces.public]
 read = ["alice", "bob"]
 write = ["alice", "carol"]
 """
 CAROL = key_section("carol", "carol-key", ["generate"])
 DAVE = key_section("dave", "dave-key", ["generate"])
+ERIN = key_section("erin", "erin-key", ["generate", "operate"])
 START = [sys.executable, "-m", MANAGER, "--listen=127.0.0.1:0"]
 PROMPT = list(range(3, 67))
 
@@ -51,7 +63,7 @@ def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProtectedStack
     folder = tmp_path_factory.mktemp("tenants")
     (folder / "tenants.toml").write_text(TENANTS)
     args = [f"--tenants={folder / 'tenants.toml'}", "--num-device-blocks=128", "--max-running=4"]
-    with protected_stack(folder, manager_args=args, more_identities=(CAROL, DAVE)) as stack:
+    with protected_stack(folder, manager_args=args, more_identities=(CAROL, DAVE, ERIN)) as stack:
         yield stack
 
 
@@ -66,12 +78,19 @@ class Caller:
         self._metadata = key_of(name)
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
         self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
+        self._operator = operator_service_pb2_grpc.OperatorServiceStub(channel)
 
     def generate(self, prompt: list[int], max_tokens: int = 4, **fields: Any) -> pb.GenerateComplete:
         sampling = types_pb2.SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
         request = pb.GenerateRequest(prompt=as_prompt(prompt), sampling_params=sampling, only_complete=True, **fields)
         answers = list(self._inference.Generate(request, metadata=self._metadata, timeout=120))
         return answers[-1].complete
+
+    def watch(self) -> Any:
+        """A call that has begun, and goes on until it is cancelled."""
+        call: Any = self._operator.WatchEvents(operator_service_pb2.WatchEventsRequest(), metadata=self._metadata)
+        next(call)
+        return call
 
     def cached(self, prompt: list[int], **fields: Any) -> int:
         return int(self.generate(prompt, **fields).cached_tokens)
@@ -88,7 +107,7 @@ class Caller:
 @pytest.fixture
 def callers(tenants: ProtectedStack) -> Iterator[dict[str, Caller]]:
     with tenants.channel() as channel:
-        yield {name: Caller(channel, name) for name in ("alice", "bob", "carol", "dave", "olga")}
+        yield {name: Caller(channel, name) for name in ("alice", "bob", "carol", "dave", "erin", "olga")}
 
 
 def refused(call: Any, code: str, words: str) -> None:
@@ -148,6 +167,28 @@ def test_limits_are_named(callers: dict[str, Caller]) -> None:
     refused(lambda: carol.generate([1]), "RESOURCE_EXHAUSTED", "tokens_per_minute")
     # Of nobody else's.
     alice.generate([1])
+
+
+def test_open_calls_of_a_tenant_are_bounded(tenants: ProtectedStack, callers: dict[str, Caller]) -> None:
+    """Over all of its connections, and the calls of others are none of its own."""
+    with tenants.channel() as other:
+        streams = [callers["erin"].watch(), Caller(other, "erin").watch()]
+        words = "max_calls: your tenant has 2 of at most 2"
+        refused(lambda: callers["erin"].looked_up([1]), "RESOURCE_EXHAUSTED", words)
+        refused(lambda: Caller(other, "erin").generate([1]), "RESOURCE_EXHAUSTED", words)
+        callers["alice"].generate([1])
+        streams.pop().cancel()
+        # A moment until the manager knows.
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                assert callers["erin"].looked_up([1]) == 0
+                break
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017  # until it is over
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        streams.pop().cancel()
 
 
 def test_a_tenant_that_is_not_named_is_refused(callers: dict[str, Caller]) -> None:

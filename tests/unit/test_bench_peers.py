@@ -50,9 +50,9 @@ def test_prompts_are_those_of_the_comparison_and_the_same_at_every_call() -> Non
 def test_steps_compute_a_shared_prefix_once_and_every_further_token_for_all_at_once() -> None:
     """Prompts of 5 and 6, 4 in common: rows 4 + 1 + 2, of which the prefix sees 1+2+3+4 and the others 5, 5 + 6."""
     assert list(steps_of(workload([5, 6], 4, 3))) == [
-        Step(rows=7, sampled=2, seen=10 + 5 + 5 + 6, read=0),
-        Step(rows=2, sampled=2, seen=6 + 7, read=4 + 2 + 3),
-        Step(rows=2, sampled=2, seen=7 + 8, read=4 + 3 + 4),
+        Step(rows=7, sampled=2, seen=10 + 5 + 5 + 6, sampled_seen=5 + 6, read=0),
+        Step(rows=2, sampled=2, seen=6 + 7, sampled_seen=6 + 7, read=4 + 2 + 3),
+        Step(rows=2, sampled=2, seen=7 + 8, sampled_seen=7 + 8, read=4 + 3 + 4),
     ]
 
 
@@ -65,7 +65,9 @@ def test_long_prompts_take_several_steps() -> None:
 def test_a_step_takes_the_longer_of_reading_and_computing() -> None:
     """Two layers with 8 x 8 for queries and for output, 8 x 4 for keys and for values, and 3 x 8 x 16 behind."""
     layers, output = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16), 8 * 32
-    assert (SHAPE.layer_weights, SHAPE.output_weights) == (layers, output)
+    # Of the last layer, three rows have keys and values alone until the last of them is sampled.
+    late = 8 * 8 * 2 + 3 * 8 * 16
+    assert (SHAPE.layer_weights, SHAPE.last_weights, SHAPE.output_weights) == (layers, late, output)
     weights_s = 4 * (layers + output) / 1000
     found = floor_of(workload([3], 0, 2), SHAPE, RATES)
     kv_s = 2 * 2 * 2 * 2 * 4 * 4 / 1000
@@ -73,8 +75,8 @@ def test_a_step_takes_the_longer_of_reading_and_computing() -> None:
     assert found.prefill_s == pytest.approx(weights_s)
     assert found.decode_s == pytest.approx(weights_s + kv_s)
     assert found.seconds == pytest.approx(2 * weights_s + kv_s)
-    assert found.products_s == pytest.approx(2 * ((3 + 1) * layers + 2 * output) / 1e6)
-    assert found.attention_s == pytest.approx(4 * 2 * 4 * 2 * (1 + 2 + 3 + 4) / 1e6)
+    assert found.products_s == pytest.approx(2 * ((3 + 1) * (layers - late) + 2 * (late + output)) / 1e6)
+    assert found.attention_s == pytest.approx(4 * 4 * 2 * ((1 + 2 + 3 + 4) + (3 + 4)) / 1e6)
     slow = floor_of(workload([3], 0, 2), SHAPE, MachineRates(1e12, 1e6))
     assert slow.seconds == pytest.approx(found.products_s + found.attention_s)
 

@@ -257,6 +257,7 @@ class TenantInfo:
     max_blocks: int | None
     max_pinned_blocks: int | None
     max_watchers: int | None
+    max_calls: int | None
     tokenized_bytes_per_second: int | None
     min_priority: int | None
     max_priority: int | None

@@ -19,7 +19,7 @@ from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phase, phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
-from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
+from pagekv.common.server import Admit, GrpcServer, prepare_to_serve, run_async, stop_event
 from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
 from pagekv.kvmanager.access.opening import Access, CannotProtect, open_access
 from pagekv.kvmanager.api.cache_service import CacheService
@@ -33,6 +33,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.tenants.accounts import Accounts
+from pagekv.kvmanager.tenants.open_calls import OpenCalls
 from pagekv.kvmanager.tenants.tenants_file import TenantsError
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
@@ -92,6 +93,7 @@ class Manager:
         self._warming: asyncio.Task[None] | None = None
         accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
         self._access = replace(access or Access(), tenants=accounts.files)
+        self._open_calls = OpenCalls(accounts)
         self.engine = EngineLoop(
             config.engine, self._on_attached, self._access.executor_credentials, accounts, self._access.secret
         )
@@ -114,14 +116,14 @@ class Manager:
             services,
             config.reflection,
             credentials=self._access.server_credentials(),
-            admit=self._access.admit_call,
+            admit=self._counted(self._access.admit_call),
         )
         # A port of the gateway's own, where there is one.
         self._gateway_grpc: GrpcServer | None = None
         if gateway is not None and config.observe.gateway_api:
             gateway.add_to(self._grpc.server)
         if gateway is not None and (listen := config.access.gateway_listen):
-            admit = self._access.admit_gateway_call
+            admit = self._counted(self._access.admit_gateway_call)
             self._gateway_grpc = GrpcServer(
                 listen, [GATEWAY_SERVICE], reflection=False, admit=admit, connections=GATEWAY_CONNECTIONS
             )
@@ -135,6 +137,9 @@ class Manager:
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(
             OperatorService(self.engine, self._state), self._grpc.server
         )
+
+    def _counted(self, admit: Admit | None) -> Admit | None:
+        return None if admit is None else self._open_calls.behind(admit)
 
     def _gateway_service(self) -> VllmEngine:
         """The service for a gateway. Raises ExtraMissing without its stubs."""

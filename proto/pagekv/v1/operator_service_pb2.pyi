@@ -923,6 +923,7 @@ class TenantInfo(google.protobuf.message.Message):
     OUTPUT_TOKENS_TOTAL_FIELD_NUMBER: builtins.int
     BLOCK_SECONDS_TOTAL_FIELD_NUMBER: builtins.int
     REFUSALS_TOTAL_FIELD_NUMBER: builtins.int
+    MAX_CALLS_FIELD_NUMBER: builtins.int
     name: builtins.str
     """Its name; "*" for tenants that nobody named, beyond the first thousand of all, together."""
     weight: builtins.float
@@ -967,6 +968,8 @@ class TenantInfo(google.protobuf.message.Message):
     """Tokens generated."""
     block_seconds_total: builtins.float
     """Blocks that are its own, held or cached, times the seconds for which they were."""
+    max_calls: builtins.int
+    """Calls of gRPC that it may have open at once, streams among them."""
     @property
     def adapters(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Otherwise those that it may use, by name."""
@@ -1004,11 +1007,14 @@ class TenantInfo(google.protobuf.message.Message):
         output_tokens_total: builtins.int = ...,
         block_seconds_total: builtins.float = ...,
         refusals_total: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        max_calls: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "max_blocks", b"max_blocks", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "adapters", b"adapters", "any_adapter", b"any_adapter", "block_seconds_total", b"block_seconds_total", "blocks", b"blocks", "cached_tokens_total", b"cached_tokens_total", "floor_blocks", b"floor_blocks", "max_blocks", b"max_blocks", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "name", b"name", "output_tokens_total", b"output_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "refusals_total", b"refusals_total", "requests_total", b"requests_total", "running_requests", b"running_requests", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "watchers", b"watchers", "weight", b"weight"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_calls", b"_max_calls", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "max_blocks", b"max_blocks", "max_calls", b"max_calls", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_max_blocks", b"_max_blocks", "_max_calls", b"_max_calls", "_max_pinned_blocks", b"_max_pinned_blocks", "_max_priority", b"_max_priority", "_max_running", b"_max_running", "_max_waiting", b"_max_waiting", "_max_watchers", b"_max_watchers", "_min_priority", b"_min_priority", "_tokenized_bytes_per_second", b"_tokenized_bytes_per_second", "_tokens_per_minute", b"_tokens_per_minute", "adapters", b"adapters", "any_adapter", b"any_adapter", "block_seconds_total", b"block_seconds_total", "blocks", b"blocks", "cached_tokens_total", b"cached_tokens_total", "floor_blocks", b"floor_blocks", "max_blocks", b"max_blocks", "max_calls", b"max_calls", "max_pinned_blocks", b"max_pinned_blocks", "max_priority", b"max_priority", "max_running", b"max_running", "max_waiting", b"max_waiting", "max_watchers", b"max_watchers", "min_priority", b"min_priority", "name", b"name", "output_tokens_total", b"output_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "refusals_total", b"refusals_total", "requests_total", b"requests_total", "running_requests", b"running_requests", "tokenized_bytes_per_second", b"tokenized_bytes_per_second", "tokens_per_minute", b"tokens_per_minute", "waiting_requests", b"waiting_requests", "watchers", b"watchers", "weight", b"weight"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_blocks", b"_max_blocks"]) -> typing.Literal["max_blocks"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_max_calls", b"_max_calls"]) -> typing.Literal["max_calls"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_pinned_blocks", b"_max_pinned_blocks"]) -> typing.Literal["max_pinned_blocks"] | None: ...
     @typing.overload

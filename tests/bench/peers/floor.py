@@ -1,8 +1,9 @@
 """The least time that a workload can take on a machine: per step the longer of reading its bytes and of computing.
 
 A step reads all weights once and the keys and values of every context once (those of a shared prefix once for all).
-It multiplies every row with every weight but the output's, the rows that are sampled with those too, and every query
-with the keys and values of its context. Sampling, norms, copies and everything between steps count as nothing.
+It multiplies every row with the weights of all layers but the last, and with those that make keys and values there;
+only rows that are sampled with the rest of the last layer and with the output's, and every query with the keys and
+values of its context. Sampling, norms, copies and everything between steps count as nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ class ModelShape:
         return self.layers * (attention + 3 * self.hidden * self.intermediate)
 
     @property
+    def last_weights(self) -> int:
+        """Of these, elements of the last layer that make neither keys nor values."""
+        return self.layer_weights // self.layers - 2 * self.hidden * self.head_size * self.kv_heads
+
+    @property
     def output_weights(self) -> int:
         """Elements of the matrix behind the last layer."""
         return self.vocab * self.hidden
@@ -69,8 +75,10 @@ class Step:
 
     rows: int
     sampled: int
-    # Positions read: sum over rows, as each multiplies with all of its context, and how many different ones.
+    # Positions read: sum over rows, as each multiplies with all of its context, over those sampled, and how many
+    # different ones.
     seen: int
+    sampled_seen: int
     read: int
 
 
@@ -82,10 +90,11 @@ def steps_of(workload: Workload) -> Iterator[Step]:
     seen = shared * (shared + 1) // 2 + sum(shared * one + one * (one + 1) // 2 for one in own)
     count = -(-tokens // STEP_TOKENS)
     for _ in range(count):
-        yield Step(tokens // count, len(prompts) // count, seen // count, 0)
+        yield Step(tokens // count, len(prompts) // count, seen // count, sum(prompts) // count, 0)
     for done in range(1, workload.new):
         contexts = [length + done for length in prompts]
-        yield Step(len(prompts), len(prompts), sum(contexts), shared + sum(one - shared for one in contexts))
+        read = shared + sum(one - shared for one in contexts)
+        yield Step(len(prompts), len(prompts), sum(contexts), sum(contexts), read)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +118,11 @@ def floor_of(workload: Workload, shape: ModelShape, rates: MachineRates) -> Floo
     # Seconds of each step for weights, keys and values, products, attention.
     times: list[tuple[float, float, float, float]] = []
     for step in steps_of(workload):
-        products = 2 * (step.rows * shape.layer_weights + step.sampled * shape.output_weights)
+        late = shape.last_weights
+        products = 2 * (step.rows * (shape.layer_weights - late) + step.sampled * (late + shape.output_weights))
         # Scores and weighted values: two products of a query with its context.
-        attention = 4 * shape.layers * shape.heads * shape.head_size * step.seen
+        seen = (shape.layers - 1) * step.seen + step.sampled_seen
+        attention = 4 * shape.heads * shape.head_size * seen
         times.append(
             (
                 shape.weights * size / rates.bytes_per_s,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.browser.browser import need_chromium, running_browser
-from support.browser.page_site import BLOCKS, TEXT, Site, wait
+from support.browser.page_site import BLOCKS, PLAIN, TEXT, Site, wait
 from support.clients.stack import ORACLE, running_stack
 
 from pagekv.client import PageKVClient
@@ -15,8 +15,8 @@ from pagekv.client import PageKVClient
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     need_chromium()
-    http = ["--http-listen", "127.0.0.1:0"]
-    executor = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "5"]
+    http = ["--http-listen", "127.0.0.1:0", PLAIN]
+    executor = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "5", PLAIN]
     manager = ["--num-device-blocks", str(BLOCKS), "--num-host-blocks", "64", "--write-back", *http]
     with (
         running_stack(executor, manager) as stack,

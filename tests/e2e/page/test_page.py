@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.browser.page_site import BLOCKS, TEXT, Site, wait
+from support.browser.page_site import BLOCKS, PLAIN, TEXT, Site, wait
 from support.clients.stack import ORACLE, running_stack
 
 from pagekv.client import PageKVClient
@@ -289,7 +289,7 @@ def test_ranks_are_shown_by_their_work_where_there_are_some(site: Site) -> None:
 
 
 def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(site: Site) -> None:
-    with running_stack([*ORACLE, "--kv-memory", "1MiB"], ["--http-listen", "127.0.0.1:0"]) as stack:
+    with running_stack([*ORACLE, "--kv-memory", "1MiB", PLAIN], ["--http-listen", "127.0.0.1:0", PLAIN]) as stack:
         address = stack.manager.http
         site.browser.open(f"http://{address}/")
         wait(lambda: site.browser.run("return document.body.dataset.link") == "live")

@@ -12,6 +12,9 @@ from support.clients.stack import Stack
 from pagekv.client import PageKVClient
 
 BLOCKS = 200
+# Of both processes: a browser has neither a certificate nor a key, so also where all else has TLS (PAGEKV_TEST_TLS) the
+# page is served without.
+PLAIN = "--insecure"
 TIMEOUT_S = 240.0
 TEXT = "In the beginning God created the heaven and the earth. And the earth was without form, and void. "
 # ListBlocks' names of the page's block states.

@@ -78,6 +78,24 @@ class ScheduledRows:
     shared: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class SharedPrefix:
+    """Blocks [first, last) of these members' block tables are the same physical blocks."""
+
+    members: list[int]
+    first: int
+    last: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of a step: `rows` in packed order, the same ones as `members` in the order that `prefixes` count in."""
+
+    rows: list[ScheduledRows]
+    members: list[ScheduledRows]
+    prefixes: list[SharedPrefix]
+
+
 class CpuAttentionPlan:
     """One step: rows in packed order, the slots they write, and per window length the blocks they read."""
 
@@ -115,11 +133,39 @@ class CpuAttentionPlan:
             blocks += [state.block_table[place // block_size] for place in places]
             if item.samples:
                 self.sampling.append((len(ids) - 1, state))
+        # By NumPy, whose calls on so few numbers take a fraction of torch's time.
+        places_of_rows = np.array(positions)
         # Packed token ids and positions, [1, T].
-        self.input_ids = torch.tensor(ids)[None]
-        self.position_ids = torch.tensor(positions)[None]
+        self.input_ids, self.position_ids = (
+            torch.from_numpy(np.array(ids)[None]),
+            torch.from_numpy(places_of_rows[None]),
+        )
         # Block and offset in it of every row, [T] each.
-        self.slots = (torch.tensor(blocks), self.position_ids[0] % block_size)
+        self.slots = torch.from_numpy(np.array(blocks)), torch.from_numpy(places_of_rows % block_size)
+
+    @property
+    def step(self) -> StepRows:
+        """All rows."""
+        return StepRows(self.rows, self.members, self.shared)
+
+    @property
+    def sampled(self) -> StepRows:
+        """The sampled rows alone, each a row of its own, numbered as in `sampling`."""
+        numbers = {row: number for number, (row, _) in enumerate(self.sampling)}
+        rows: dict[int, ScheduledRows] = {}
+        # By place in `members`.
+        places: dict[int, int] = {}
+        members: list[ScheduledRows] = []
+        for place, row in enumerate(self.members):
+            last = row.item.count - 1
+            number = numbers.get(row.first + last)
+            if number is not None:
+                rows[number] = ScheduledRows(Scheduled(row.item.state, row.item.start + last, 1), number, row.shared)
+                places[place] = len(members)
+                members.append(rows[number])
+        kept = [([places[each] for each in of.members if each in places], of.first, of.last) for of in self.shared]
+        prefixes = [SharedPrefix(*each) for each in kept if each[0]]
+        return StepRows([rows[number] for number in range(len(rows))], members, prefixes)
 
     def _place(self, row: ScheduledRows) -> tuple[int, int]:
         return (1, row.item.start // self._block_size - row.shared) if row.item.count == 1 else (0, 0)
@@ -218,15 +264,6 @@ class CpuAttentionPlan:
     def _mask(self, visible: np.ndarray) -> torch.Tensor:
         """Added to scores: 0 where visible, else minus infinity."""
         return torch.from_numpy(np.where(visible, np.float32(0), np.float32(-math.inf))).to(self._dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class SharedPrefix:
-    """Blocks [first, last) of these members' block tables are the same physical blocks."""
-
-    members: list[int]
-    first: int
-    last: int
 
 
 def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPrefix]:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, StepRows
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.program import Program
@@ -40,7 +40,8 @@ class _Layer:
 @dataclass(frozen=True, slots=True)
 class _Inputs:
     """All that differs between steps: rows behind the embedding `[T, hidden]`, rotations by name, where keys and values
-    of each row go in the pools of a layer, in elements `[T]`; of each layer the window, and the reads by window.
+    of each row go in the pools of a layer, in elements `[T]`; of each layer the window, and the reads by window. Where
+    not all rows are sampled: the numbers of those that are `[S]`, and what these read in the last layer.
     """
 
     stream: torch.Tensor
@@ -48,10 +49,13 @@ class _Inputs:
     places: torch.Tensor
     windows: list[int | None]
     reads: dict[int | None, PagedReads]
+    sampled: tuple[torch.Tensor, PagedReads] | None
 
     @property
-    def has_chunks(self) -> bool:
-        return any(reads.chunks is not None for reads in self.reads.values())
+    def is_recordable(self) -> bool:
+        """Whether so few rows, each of them sampled, are likely to come again."""
+        decodes = all(reads.chunks is None for reads in self.reads.values())
+        return decodes and self.sampled is None and len(self.stream) <= RECORDED_ROWS
 
     @property
     def shape(self) -> tuple[object, ...]:
@@ -109,8 +113,7 @@ class FusedDecoder:
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         decoder = self._decoder
         stream = self._layers_of(self._inputs(plan, cache), cache)
-        rows = torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64)
-        logits: torch.Tensor = self._head(add_norm(stream[rows], None, 0.0, None, decoder.norm))
+        logits: torch.Tensor = self._head(add_norm(stream, None, 0.0, None, decoder.norm))
         if decoder.logits_scale != 1:
             logits *= decoder.logits_scale
         if decoder.logits_cap is not None:
@@ -123,22 +126,31 @@ class FusedDecoder:
         if decoder.embed_factor != 1:
             stream *= decoder.embed_factor
         keys, _ = cache.layer(0)
-        places = plan.slots[0] * keys.stride(0) + plan.slots[1] * keys.stride(1)
+        blocks, offsets = (each.numpy() for each in plan.slots)
+        places = torch.from_numpy(blocks * keys.stride(0) + offsets * keys.stride(1))
         windows = [plan.effective_window(layer.scores.window) for layer in self._layers]
         heads, kv_heads = self._num_heads
         # Two for each thread, so that they end together.
         least = -(-2 * torch.get_num_threads() // kv_heads)
-        reads = {
-            each: paged_reads(plan.rows, plan.shared, plan.members, cache.block_size, each, heads // kv_heads, least)
-            for each in {*windows}
-        }
-        return _Inputs(stream, decoder.rotations(plan.position_ids), places, windows, reads)
+
+        def reads(step: StepRows, window: int | None) -> PagedReads:
+            return paged_reads(step, cache.block_size, window, heads // kv_heads, least)
+
+        sampled = None
+        if len(plan.sampling) < len(stream):
+            sampled = (
+                torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64),
+                reads(plan.sampled, windows[-1]),
+            )
+        rotations = decoder.rotations(plan.position_ids)
+        return _Inputs(
+            stream, rotations, places, windows, {each: reads(plan.step, each) for each in {*windows}}, sampled
+        )
 
     def _layers_of(self, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
-        """The stream behind all layers, which the next call may overwrite."""
-        if not self._recordable or len(inputs.stream) > RECORDED_ROWS or inputs.has_chunks:
-            self._compute(inputs, cache)
-            return inputs.stream
+        """The sampled rows behind all layers, which the next call may overwrite."""
+        if not self._recordable or not inputs.is_recordable:
+            return self._compute(inputs, cache)
         programs = self._programs.setdefault(cache, OrderedDict())
         key = (torch.get_num_threads(), *inputs.shape)
         recorded = programs.pop(key, None)
@@ -155,26 +167,39 @@ class FusedDecoder:
         recorded[0].run()
         return recorded[1].stream
 
-    def _compute(self, inputs: _Inputs, cache: KvCache, program: Program | None = None) -> None:
-        """All layers, on the stream in place."""
+    def _compute(self, inputs: _Inputs, cache: KvCache, program: Program | None = None) -> torch.Tensor:
+        """The sampled rows behind all layers. Of the others the last layer leaves keys and values alone, which is all
+        that later steps read of it.
+        """
         layers, stream, factor = self._layers, inputs.stream, self._decoder.residual_factor
         normed = add_norm(stream, None, 0.0, None, layers[0].norms.before_attention)
         for index, layer in enumerate(layers):
             if program is not None:
                 program.next_part()
-            following = layers[index + 1].norms.before_attention if index + 1 < len(layers) else None
-            heads = layer.qkv(normed).view(len(stream), -1, cache.geometry.head_size)
-            attended = self._attend(index, layer, heads, inputs, cache)
+            query = self._queries(index, layer.qkv(normed), inputs, cache)
+            reads, following = inputs.reads[inputs.windows[index]], None
+            if index + 1 < len(layers):
+                following = layers[index + 1].norms.before_attention
+            elif inputs.sampled is not None:
+                rows, reads = inputs.sampled
+                stream, query = stream[rows], query[rows]
+                if not len(rows):
+                    break
+            attended = step_attention(cache, index, query, reads, layer.scores)
             normed = add_norm(
                 stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
             )
             fed = layer.down(layer.gate_up(normed))
             normed = add_norm(stream, fed, factor, layer.norms.after_feed_forward, following)
+        return stream
 
-    def _attend(self, index: int, layer: _Layer, heads: torch.Tensor, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
-        """`heads` `[T, query + key + value heads, head_size]` to `[T, num_heads * head_size]`."""
+    def _queries(self, index: int, qkv: torch.Tensor, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
+        """`[T, num_heads, head_size]` of `qkv` `[T, all heads * head_size]`; keys and values go to the pools."""
+        layer = self._layers[index]
+        heads = qkv.view(len(qkv), -1, cache.geometry.head_size)
         rotation = None if layer.rope is None else inputs.rotations[layer.rope]
-        norms, pools = layer.norms, cache.layer(index)
-        rotate(heads, self._num_heads, rotation, norms.query, norms.key, inputs.places, *pools)
-        reads = inputs.reads[inputs.windows[index]]
-        return step_attention(cache, index, heads[:, : self._num_heads[0]], reads, layer.scores)
+        rotate(
+            *(heads, self._num_heads, rotation, layer.norms.query, layer.norms.key),
+            *(inputs.places, *cache.layer(index)),
+        )
+        return heads[:, : self._num_heads[0]]

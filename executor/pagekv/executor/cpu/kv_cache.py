@@ -57,6 +57,8 @@ class KvCache:
         # Indexing with a tensor makes a new tensor, so `destination[ids].copy_(...)` would write into a temporary.
         blocks = source[torch.tensor(copies.sources, dtype=torch.int64)]
         destination.index_copy_(0, torch.tensor(copies.destinations, dtype=torch.int64), blocks)
+        if destination is self.device:
+            self.reached(max(copies.destinations, default=-1))
 
     def write(
         self, layer: int, slots: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor

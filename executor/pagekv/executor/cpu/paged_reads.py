@@ -9,7 +9,7 @@ from itertools import chain, pairwise
 import numpy as np
 import torch
 
-from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix
+from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix, StepRows
 
 # Queries of a run at most, over one KV head. Their sums should stay in a core's cache, and panels of keys are laid out
 # once for all of them.
@@ -103,27 +103,18 @@ class _Reader:
     blocks: Sequence[int]
 
 
-def paged_reads(
-    rows: Sequence[ScheduledRows],
-    prefixes: Sequence[SharedPrefix],
-    members: Sequence[ScheduledRows],
-    block_size: int,
-    window: int | None,
-    group: int,
-    least_runs: int,
-) -> PagedReads:
-    """`rows` in packed order; `prefixes` by their members' places in `members`. A window leaves prefixes unread.
-    `group`: query heads to a KV head. There are `least_runs` runs of chunks, and of prefixes, where rows suffice.
+def paged_reads(step: StepRows, block_size: int, window: int | None, group: int, least_runs: int) -> PagedReads:
+    """A window leaves prefixes unread. `group`: query heads to a KV head. There are `least_runs` runs of chunks, and of
+    prefixes, where rows suffice.
     """
     most = max(1, RUN_QUERIES // group)
-    if window is not None:
-        prefixes = ()
-    chunks = [_chunk(row, block_size, window) for row in rows if row.item.count > 1]
-    decodes = [row for row in rows if row.item.count == 1]
+    prefixes = step.prefixes if window is None else []
+    chunks = [_chunk(row, block_size, window) for row in step.rows if row.item.count > 1]
+    decodes = [row for row in step.rows if row.item.count == 1]
     return PagedReads(
         _runs(chunks, most, least_runs) if chunks else None,
         _decodes(decodes, block_size, window) if decodes else None,
-        [_runs(level, most, least_runs) for level in _levels(prefixes, members, block_size)],
+        [_runs(level, most, least_runs) for level in _levels(prefixes, step.members, block_size)],
     )
 
 
@@ -140,7 +131,7 @@ def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], 
     levels: list[tuple[set[int], list[_Reader]]] = []
     for prefix in prefixes:
         sharing = sorted((members[member] for member in prefix.members), key=lambda row: row.first)
-        rows = np.concatenate([np.arange(row.first, row.first + row.item.count) for row in sharing])
+        rows = np.array([number for row in sharing for number in range(row.first, row.first + row.item.count)])
         begin, end = (np.full(len(rows), blocks * block_size) for blocks in (prefix.first, prefix.last))
         reader = _Reader(rows, begin, end, sharing[0].item.state.block_table[: prefix.last])
         taken, readers = next((level for level in levels if level[0].isdisjoint(prefix.members)), (None, None))
@@ -173,7 +164,7 @@ def _runs(readers: Sequence[_Reader], most: int, least_runs: int) -> PagedRuns:
 
     return PagedRuns(
         torch.from_numpy(firsts),
-        torch.tensor([start for start, _, _ in pieces]),
+        torch.from_numpy(np.array([start for start, _, _ in pieces])),
         joined("rows"),
         joined("begins"),
         joined("ends"),

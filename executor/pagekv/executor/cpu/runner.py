@@ -23,7 +23,7 @@ def run_step(
         return {}
     plan = plan_step(cache, scheduled)
     logits = forward.logits(plan, cache)
-    cache.reached(int(plan.slots[0].max()))
+    cache.reached(int(plan.slots[0].numpy().max()))
     states = [state for _, state in plan.sampling]
     sampled = sample(logits[: len(states)], states) if shards is None or shards.rank == 0 else []
     if shards is not None and states:

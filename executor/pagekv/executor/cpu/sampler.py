@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, SequenceState
@@ -17,9 +18,11 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
     """
     if not states:
         return []
-    # max returns NaN where there is one, and of equals the first.
-    best, best_ids = logits.max(dim=-1)
-    greedy_ids: list[int] = torch.where(best.isnan(), NOT_A_NUMBER.token_id, best_ids).tolist()
+    # Of equals the first, and a NaN where there is one. NumPy takes a tenth of torch's time; it has no bfloat16.
+    numbers = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy()
+    best = numbers.argmax(axis=-1)
+    wrong = np.isnan(numbers[np.arange(len(best)), best])
+    greedy_ids: list[int] = np.where(wrong, NOT_A_NUMBER.token_id, best).tolist()
     return [
         Sampled(token_id) if is_plain(state) else sample_row(row.double().numpy(), state)
         for row, state, token_id in zip(logits, states, greedy_ids, strict=True)

@@ -24,6 +24,9 @@ FAMILIES = frozenset(
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Families whose norms multiply by one more than the weight.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text")
+# Types of rotations whose angles depend on the position alone, and positions that they are kept of.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
+_KEPT_POSITIONS, _FEWEST_KEPT = 2**14, 2**10
 # Models that cap their logits: others ignore what their configuration says of a cap.
 _CAPPED = ("gemma2", "gemma3_text")
 
@@ -84,6 +87,8 @@ class Decoder:
         self._model = model
         self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
         self._rotary: Any = inner.rotary_emb
+        # Cosines and sines of the first positions, by name.
+        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # One rotation for each type of layers, or one for all.
         by_type = hasattr(self._rotary, "layer_types")
         self._ropes: list[str] = list(text.layer_types) if by_type else [""] * len(inner.layers)
@@ -134,13 +139,28 @@ class Decoder:
         """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
         `[1, T]`.
         """
-        # Tells the type and device wanted, and nothing else.
-        like = torch.empty(0)
+        count = int(position_ids.numpy().max()) + 1
         found = {}
         for name in {*self._ropes}:
-            cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
-            found[name] = cos[0].contiguous(), sin[0].contiguous()
+            if count > _KEPT_POSITIONS or not self._is_fixed(name):
+                found[name] = self._angles(position_ids, name)
+                continue
+            if name not in self._kept or len(self._kept[name][0]) < count:
+                kept = max(_FEWEST_KEPT, 1 << (count - 1).bit_length())
+                self._kept[name] = self._angles(torch.arange(kept)[None], name)
+            cos, sin = self._kept[name]
+            found[name] = cos.index_select(0, position_ids[0]), sin.index_select(0, position_ids[0])
         return found
+
+    def _is_fixed(self, name: str) -> bool:
+        kind = getattr(self._rotary, "rope_type", None)
+        return (kind[name] if isinstance(kind, dict) else kind) in _FIXED_ROPES
+
+    def _angles(self, position_ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        # Tells the type and device wanted, and nothing else.
+        like = torch.empty(0)
+        cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
+        return cos[0].contiguous(), sin[0].contiguous()
 
 
 def read_decoder(model: PreTrainedModel) -> Decoder | None:

@@ -6,7 +6,6 @@ The file is read as a whole and checked field by field. Errors name the file and
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from urllib.parse import urlsplit
 from pagekv.common.loopback import is_loopback
 from pagekv.kvmanager.access.certificates import normal_subject
 from pagekv.kvmanager.access.identity import ANY_TENANT, GATEWAY, TENANT_NAME, Identity, Role
+from pagekv.kvmanager.access.toml_fields import check_names, kind_of, named, quoted, typed
 from pagekv.kvmanager.access.toml_file import TomlFileError, read_toml
 
 MAX_IDENTITIES = 10_000
@@ -28,7 +28,6 @@ DEFAULT_ROLES_CLAIM = "roles"
 _OF_IDENTITIES = ("roles", "tenant", "act_for")
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
-_KINDS = {dict: "a table", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
 
 
 class IdentitiesError(ValueError):
@@ -63,14 +62,14 @@ def read_identities(path: Path) -> Identities:
     """The identities in a file. Raises IdentitiesError."""
     try:
         document = read_toml(path, secret=True)
-        _check_names("", document, ("keys", "certificates", "jwt", GATEWAY))
+        check_names("", document, ("keys", "certificates", "jwt", GATEWAY))
         keys, certificates = (_table(name, document.get(name, {})) for name in ("keys", "certificates"))
         count = len(keys) + len(certificates)
         if count > MAX_IDENTITIES:
             raise IdentitiesError(f"must have at most {MAX_IDENTITIES} identities, has {count}")
         both = sorted(keys.keys() & certificates.keys())
         if both:
-            raise IdentitiesError(f"certificates.{_clip(both[0])}: the name is taken by keys.{_clip(both[0])}")
+            raise IdentitiesError(f"certificates.{named(both[0])}: the name is taken by keys.{named(both[0])}")
         jwt = _read_jwt(document["jwt"], path.parent) if "jwt" in document else None
         gateway = _read_gateway(document[GATEWAY], keys, certificates) if GATEWAY in document else None
         if not count and jwt is None and gateway is None:
@@ -86,7 +85,7 @@ def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
     keys: dict[bytes, Identity] = {}
     for name, value in tables.items():
         field, table = _identity_table("keys", name, value, "sha256")
-        text = _typed(f"{field}.sha256", table.get("sha256"), str)
+        text = typed(f"{field}.sha256", table.get("sha256"), str)
         if not _DIGEST.fullmatch(text):
             # Never quoted: it may be the key itself.
             raise IdentitiesError(
@@ -109,7 +108,7 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
         except ValueError as error:
             raise IdentitiesError(
                 f"{field}.subject: must be a whole subject as RFC 4514 writes it, such as CN=alice,O=example, "
-                f"got {_quote(text)}"
+                f"got {quoted(text)}"
             ) from error
         if subject in certificates:
             raise IdentitiesError(
@@ -122,7 +121,7 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
 def _read_gateway(value: Any, *named: dict[str, Any]) -> Identity:
     """The identity that has the table's own name, which none of the `named` may have, too."""
     table = _table(GATEWAY, value)
-    _check_names(GATEWAY, table, _OF_IDENTITIES)
+    check_names(GATEWAY, table, _OF_IDENTITIES)
     if any(GATEWAY in tables for tables in named):
         raise IdentitiesError(f"{GATEWAY}: the name is taken by a key or a certificate")
     return _read_identity(GATEWAY, GATEWAY, table)
@@ -130,8 +129,8 @@ def _read_gateway(value: Any, *named: dict[str, Any]) -> Identity:
 
 def _read_jwt(value: Any, folder: Path) -> JwtSettings:
     table = _table("jwt", value)
-    _check_names("jwt", table, ("issuer", "audience", "jwks", "roles_claim", "tenant_claim", "leeway_s"))
-    leeway_s = _typed("jwt.leeway_s", table.get("leeway_s", DEFAULT_LEEWAY_S), int)
+    check_names("jwt", table, ("issuer", "audience", "jwks", "roles_claim", "tenant_claim", "leeway_s"))
+    leeway_s = typed("jwt.leeway_s", table.get("leeway_s", DEFAULT_LEEWAY_S), int)
     if not 0 <= leeway_s <= MAX_LEEWAY_S:
         raise IdentitiesError(f"jwt.leeway_s: must be from 0 to {MAX_LEEWAY_S}, got {leeway_s}")
     return JwtSettings(
@@ -156,7 +155,7 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
         valid = False
     if not valid or " " in text or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))):
         # A URL with a password in it is quoted without.
-        shown = _quote(text) if "@" not in text else "one with a user or password"
+        shown = quoted(text) if "@" not in text else "one with a user or password"
         raise IdentitiesError(
             f"jwt.jwks: must be the path of a file or an https URL, or http to an address of loopback, got {shown}"
         )
@@ -176,7 +175,7 @@ def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
 
 
 def _read_act_for(field: str, value: Any) -> frozenset[str]:
-    listed = _typed(field, value, list)
+    listed = typed(field, value, list)
     if not listed:
         raise IdentitiesError(f'{field}: must have one tenant at least, or be ["{ANY_TENANT}"] for any, is empty')
     if listed == [ANY_TENANT]:
@@ -185,18 +184,18 @@ def _read_act_for(field: str, value: Any) -> frozenset[str]:
 
 
 def _tenant(field: str, value: Any) -> str:
-    text: str = _typed(field, value, str)
+    text: str = typed(field, value, str)
     if not TENANT_NAME.fullmatch(text):
-        raise IdentitiesError(f"{field}: must be 1 to 64 characters of [A-Za-z0-9._-], got {_quote(text)}")
+        raise IdentitiesError(f"{field}: must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(text)}")
     return text
 
 
 def _read_roles(field: str, value: Any) -> frozenset[Role]:
-    names = _typed(f"{field}.roles", value, list)
+    names = typed(f"{field}.roles", value, list)
     known = [role.value for role in Role]
     for index, name in enumerate(names):
         if name not in known:
-            shown = _quote(name) if isinstance(name, str) else _kind(name)
+            shown = quoted(name) if isinstance(name, str) else kind_of(name)
             raise IdentitiesError(f"{field}.roles[{index}]: must be one of {', '.join(known)}, got {shown}")
     if not names:
         raise IdentitiesError(f"{field}.roles: must have one of {', '.join(known)} at least, is empty")
@@ -206,53 +205,23 @@ def _read_roles(field: str, value: Any) -> frozenset[Role]:
 def _identity_table(kind: str, name: str, value: Any, proof: str) -> tuple[str, dict[str, Any]]:
     """The path of an identity's table, and the table."""
     if not _NAME.fullmatch(name):
-        raise IdentitiesError(f"{kind}: names must be 1 to 64 characters of [A-Za-z0-9._-], got {_quote(name)}")
+        raise IdentitiesError(f"{kind}: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
     # TOML splits [keys.a.b] at each point, so a name with points is written between quotes.
     field = f'{kind}."{name}"' if "." in name else f"{kind}.{name}"
     table = _table(field, value)
-    _check_names(field, table, (proof, *_OF_IDENTITIES))
+    check_names(field, table, (proof, *_OF_IDENTITIES))
     return field, table
 
 
-def _check_names(field: str, table: dict[str, Any], known: tuple[str, ...]) -> None:
-    for name in table:
-        if name not in known:
-            near = difflib.get_close_matches(name[:64], known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise IdentitiesError(f"{field + '.' if field else ''}{_clip(name)}: is not known; {advice}")
-
-
 def _table(field: str, value: Any) -> dict[str, Any]:
-    table: dict[str, Any] = _typed(field, value, dict)
+    table: dict[str, Any] = typed(field, value, dict)
     return table
 
 
 def _text(field: str, value: Any) -> str:
-    text: str = _typed(field, value, str)
+    text: str = typed(field, value, str)
     if not 1 <= len(text) <= MAX_TEXT_CHARACTERS or not text.isprintable():
         raise IdentitiesError(
-            f"{field}: must be from 1 to {MAX_TEXT_CHARACTERS} printable characters, got {_quote(text)}"
+            f"{field}: must be from 1 to {MAX_TEXT_CHARACTERS} printable characters, got {quoted(text)}"
         )
     return text
-
-
-def _typed(field: str, value: Any, kind: type) -> Any:
-    """The value, which is of this type and not merely of a subtype, as a boolean is of numbers."""
-    if value is None:
-        raise IdentitiesError(f"{field}: must be {_KINDS[kind]}, is not there")
-    if type(value) is not kind:
-        raise IdentitiesError(f"{field}: must be {_KINDS[kind]}, got {_kind(value)}")
-    return value
-
-
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "a date or time")
-
-
-def _quote(text: str) -> str:
-    return repr(text) if len(text) <= 64 else f"{text[:64]!r}... ({len(text)} characters)"
-
-
-def _clip(name: str) -> str:
-    """A name in a field's path: as it is, or quoted where it would not read as one."""
-    return name if _NAME.fullmatch(name) else _quote(name)

@@ -22,6 +22,7 @@ _COUNTS = (
     "max_blocks",
     "max_pinned_blocks",
     "max_watchers",
+    "max_calls",
     "tokenized_bytes_per_second",
 )
 

@@ -47,9 +47,10 @@ class Account:
     tenant: Tenant
     limits: TenantLimits = field(default_factory=TenantLimits)
     usage: TenantUsage = field(default_factory=TenantUsage)
-    # Requests that have not ended, and watches that are open.
+    # Requests that have not ended, and watches and calls of gRPC that are open.
     live: int = 0
     watchers: int = 0
+    calls: int = 0
     tokens: TokenBucket = field(default_factory=lambda: TokenBucket(TOKENS_BURST_S))
     text: TokenBucket = field(default_factory=lambda: TokenBucket(TEXT_BURST_S))
 
@@ -128,6 +129,11 @@ class Accounts:
     def known(self, name: str) -> Account | None:
         """The account of a tenant that has, or had, requests; None: of nobody."""
         return self._by_name.get(name, self._others) if name else None
+
+    def with_bounded_calls(self, name: str) -> Account | None:
+        """The account of a tenant whose open calls are bounded; None: they are not, or the tenant is not known."""
+        limits = self._limits(name) if name else None
+        return self.of(name) if limits is not None and limits.max_calls is not None else None
 
     def tenant(self, name: str) -> Tenant:
         """The tenant of this name, whose number is that of its account. Raises as `of`."""

@@ -20,6 +20,8 @@ class TenantLimits:
     max_blocks: int | None = None
     max_pinned_blocks: int | None = None
     max_watchers: int | None = None
+    # Calls of gRPC that are open at once, streams among them.
+    max_calls: int | None = None
     tokenized_bytes_per_second: int | None = None
     # Priorities that its requests may have, the lowest number and the highest.
     priorities: tuple[int, int] | None = None

@@ -5,7 +5,6 @@ The file is read as a whole and checked field by field. Errors name the file and
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME
+from pagekv.kvmanager.access.toml_fields import check_names, named, quoted, typed
 from pagekv.kvmanager.access.toml_file import TomlFileError, read_toml
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 
@@ -28,9 +28,12 @@ _COUNTS = {
     "max_blocks": 1,
     "max_pinned_blocks": 0,
     "max_watchers": 0,
+    "max_calls": 1,
     "tokenized_bytes_per_second": 1,
     "floor_blocks": 0,
 }
+# TOML takes [tenants.a.b] for a table b in the table of a.
+_DOTTED = 'a tenant with a dot in its name stands in quotes, as [tenants."a.b"]'
 _LIMITS = tuple(field.name for field in fields(TenantLimits))
 
 
@@ -61,29 +64,29 @@ def read_tenants(path: Path) -> TenantsFile:
     """The tenants in a file. Raises TenantsError."""
     try:
         document = read_toml(path)
-        _check_names("", document, ("default", "tenants", "namespaces"))
-        tables, shared = (_typed(name, document.get(name, {}), dict) for name in ("tenants", "namespaces"))
+        check_names("", document, ("default", "tenants", "namespaces"))
+        tables, shared = (typed(name, document.get(name, {}), dict) for name in ("tenants", "namespaces"))
         if len(tables) > MAX_TENANTS:
             raise TenantsError(f"tenants: must be at most {MAX_TENANTS}, are {len(tables)}")
         tenants: dict[str, TenantLimits] = {}
         for name, table in tables.items():
             if not TENANT_NAME.fullmatch(name):
-                raise TenantsError(f"tenants: names must be 1 to 64 characters of [A-Za-z0-9._-], got {name[:64]!r}")
+                raise TenantsError(f"tenants: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
             tenants[name] = _limits(f"tenants.{name}", table)
         default = _limits("default", document["default"]) if "default" in document else None
         if default is not None and default.floor_blocks:
             raise TenantsError("default.floor_blocks: must be 0, for nobody knows how many tenants there will be")
         if default is None and not tenants:
             raise TenantsError("must have one tenant at least: a table [tenants.NAME] or [default]")
-        namespaces = {name: _namespace(f"namespaces.{_named(name)}", table) for name, table in shared.items()}
+        namespaces = {name: _namespace(f"namespaces.{named(name)}", table) for name, table in shared.items()}
         return TenantsFile(tenants, default, namespaces, str(path))
     except (TenantsError, TomlFileError) as error:
         raise TenantsError(f"{path}: {error}") from error
 
 
 def _limits(field: str, value: Any) -> TenantLimits:
-    table = _typed(field, value, dict)
-    _check_names(field, table, _LIMITS)
+    table = typed(field, value, dict)
+    check_names(field, table, _LIMITS, _DOTTED)
     found: dict[str, Any] = {}
     for name, least in _COUNTS.items():
         if name in table:
@@ -101,7 +104,7 @@ def _limits(field: str, value: Any) -> TenantLimits:
 
 
 def _priorities(field: str, value: Any) -> tuple[int, int]:
-    bounds = _typed(field, value, list)
+    bounds = typed(field, value, list)
     if len(bounds) != 2:
         raise TenantsError(f"{field}: must be two numbers, the lowest and the highest, has {len(bounds)}")
     low, high = (_count(f"{field}[{at}]", bound, -MAX_PRIORITY, MAX_PRIORITY) for at, bound in enumerate(bounds))
@@ -111,22 +114,21 @@ def _priorities(field: str, value: Any) -> tuple[int, int]:
 
 
 def _namespace(field: str, value: Any) -> SharedNamespace:
-    table = _typed(field, value, dict)
-    _check_names(field, table, ("read", "write"))
+    table = typed(field, value, dict)
+    check_names(field, table, ("read", "write"))
     read, write = (_names(f"{field}.{name}", table.get(name, [])) for name in ("read", "write"))
     for name in sorted(read | write):
         if name != ANY_TENANT and not TENANT_NAME.fullmatch(name):
-            raise TenantsError(f"{field}: must name tenants, or {ANY_TENANT!r} for all, got {name[:64]!r}")
+            raise TenantsError(f"{field}: must name tenants, or {ANY_TENANT!r} for all, got {quoted(name)}")
     if not read | write:
         raise TenantsError(f"{field}: must have a tenant that may read or write")
     return SharedNamespace(read, write)
 
 
 def _names(field: str, value: Any) -> frozenset[str]:
-    names = _typed(field, value, list)
+    names = typed(field, value, list)
     for at, name in enumerate(names):
-        if type(name) is not str:
-            raise TenantsError(f"{field}[{at}]: must be a text, got {_shown(name)}")
+        typed(f"{field}[{at}]", name, str)
     return frozenset(names)
 
 
@@ -134,28 +136,6 @@ def _count(field: str, value: Any, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
         raise TenantsError(f"{field}: must be a whole number from {least} to {most}, got {_shown(value)}")
     return value
-
-
-def _typed(field: str, value: Any, kind: type) -> Any:
-    if type(value) is not kind:
-        raise TenantsError(f"{field}: must be a {'table' if kind is dict else 'list'}, got {_shown(value)}")
-    return value
-
-
-def _check_names(field: str, table: dict[str, Any], known: tuple[str, ...]) -> None:
-    for name in table:
-        if name not in known:
-            near = difflib.get_close_matches(name[:64], known, n=1)
-            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            if type(table[name]) is dict and field:
-                # TOML takes [tenants.a.b] for a table b in the table of a.
-                advice = f'a tenant with a dot in its name stands in quotes, as [tenants."a.b"]; {advice}'
-            raise TenantsError(f"{field + '.' if field else ''}{_named(name)}: is not known; {advice}")
-
-
-def _named(name: str) -> str:
-    """A name of the file, which may have any characters, as a part of one line."""
-    return name if TENANT_NAME.fullmatch(name) else repr(name[:64])
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,7 @@ def scheduled(seq_id: int, table: list[int], start: int, count: int) -> Schedule
 def planned(items: list[Scheduled], window: int | None) -> tuple[CpuAttentionPlan, PagedReads]:
     """Sharing a single block is worth it."""
     plan = CpuAttentionPlan(items, BLOCK_SIZE, 10**6, 2**20, torch.float32)
-    return plan, paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, window, 2, 1)
+    return plan, paged_reads(plan.step, BLOCK_SIZE, window, 2, 1)
 
 
 def seen_by(runs: PagedRuns) -> dict[int, list[int]]:
@@ -82,6 +82,33 @@ def test_every_row_reads_what_it_sees_once() -> None:
                     assert sorted(found[row.first + place]) == sorted(expected)
 
 
+def test_sampled_rows_alone_read_what_they_see_once() -> None:
+    rng = random.Random(0)
+    prefixes = 0
+    for _ in range(60):
+        items = []
+        for seq_id in range(rng.randint(1, 10)):
+            table = [*range(1000, 1000 + rng.choice([0, 12, 20])), *range(100 * seq_id, 100 * seq_id + 100)]
+            item = scheduled(seq_id, table, rng.randrange(150), rng.choice([1, 1, 2, 30, 150]))
+            if rng.random() < 0.3:
+                # More is known than is computed in this step: nothing is sampled.
+                item.state.token_ids.append(1)
+            items.append(item)
+        plan, _ = planned(items, None)
+        for window in (None, 7):
+            reads = paged_reads(plan.sampled, BLOCK_SIZE, window, 2, 1)
+            assert reads.chunks is None
+            prefixes += len(reads.prefixes)
+            found = all_seen(reads)
+            assert len(found) == len(plan.sampling)
+            for number, (_, state) in enumerate(plan.sampling):
+                end = len(state.token_ids)
+                positions = range(0 if window is None else max(0, end - window), end)
+                expected = [state.block_table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in positions]
+                assert sorted(found[number]) == sorted(expected)
+    assert prefixes
+
+
 def test_a_shared_prefix_is_read_for_all_of_its_rows_together() -> None:
     common = list(range(100, 132))
     items = [
@@ -120,11 +147,11 @@ def test_runs_with_more_to_do_come_first() -> None:
 def test_few_runs_are_divided_among_threads_and_many_queries_make_short_ones() -> None:
     plan, _ = planned([scheduled(1, list(range(100)), 0, 100)], None)
     for group, least, lengths in ((2, 1, [100]), (2, 4, [32, 32, 32, 4]), (64, 1, [4] * 25), (300, 1, [1] * 100)):
-        reads = paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, None, group, least)
+        reads = paged_reads(plan.step, BLOCK_SIZE, None, group, least)
         assert reads.chunks is not None
         assert sorted(reads.chunks.firsts.diff().tolist()) == sorted(lengths)
     # Rows of eight and fewer stay together.
     plan, _ = planned([scheduled(1, list(range(100)), 0, 9)], None)
-    reads = paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, None, 2, 99)
+    reads = paged_reads(plan.step, BLOCK_SIZE, None, 2, 99)
     assert reads.chunks is not None
     assert sorted(reads.chunks.firsts.diff().tolist()) == [1, 8]

@@ -61,15 +61,15 @@ def test_limits_are_present_where_there_are_some(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
     path.write_text(
         "[tenants.b]\nweight = 2\nmax_running = 3\nmax_waiting = 1\ntokens_per_minute = 4\nmax_blocks = 5\n"
-        "max_pinned_blocks = 0\nmax_watchers = 0\ntokenized_bytes_per_second = 1_099_511_627_776\n"
+        "max_pinned_blocks = 0\nmax_watchers = 0\nmax_calls = 9\ntokenized_bytes_per_second = 1_099_511_627_776\n"
         'priorities = [-1, 0]\nadapters = ["y", "", "x"]\nfloor_blocks = 7\n[tenants.a]\n'
     )
     first, second = listed(state(Accounts(path), Driver()))
     assert first == pb.TenantInfo(name="a", weight=1, any_adapter=True)
     assert second == pb.TenantInfo(
         name="b", weight=2, max_running=3, max_waiting=1, tokens_per_minute=4, max_blocks=5, max_pinned_blocks=0,
-        max_watchers=0, tokenized_bytes_per_second=2**40, min_priority=-1, max_priority=0, adapters=["", "x", "y"],
-        floor_blocks=7,
+        max_watchers=0, max_calls=9, tokenized_bytes_per_second=2**40, min_priority=-1, max_priority=0,
+        adapters=["", "x", "y"], floor_blocks=7,
     )  # fmt: skip  # several entries a line: one each would fill a screen
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.documentation import ROOT, fenced
 
+from pagekv.kvmanager.access.toml_fields import quoted
 from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 from pagekv.kvmanager.tenants.tenants_file import (
@@ -35,6 +36,7 @@ tokens_per_minute = 100_000
 max_blocks = 500
 max_pinned_blocks = 0
 max_watchers = 0
+max_calls = 64
 tokenized_bytes_per_second = 1_000_000
 priorities = [-1, 3]
 adapters = ["", "formal"]
@@ -54,6 +56,7 @@ COUNTS = {
     "max_blocks": 1,
     "max_pinned_blocks": 0,
     "max_watchers": 0,
+    "max_calls": 1,
     "tokenized_bytes_per_second": 1,
     "floor_blocks": 0,
 }
@@ -83,7 +86,7 @@ def test_every_field(tmp_path: Path) -> None:
     assert found.tenants == {
         "team-a": TenantLimits(
             weight=4.0, max_running=8, max_waiting=1, tokens_per_minute=100_000, max_blocks=500, max_pinned_blocks=0,
-            max_watchers=0, tokenized_bytes_per_second=1_000_000, priorities=(-1, 3),
+            max_watchers=0, max_calls=64, tokenized_bytes_per_second=1_000_000, priorities=(-1, 3),
             adapters=frozenset({"", "formal"}), floor_blocks=100,
         ),
         "team.b": TenantLimits(floor_blocks=20),
@@ -158,7 +161,7 @@ def test_priorities(tmp_path: Path) -> None:
         assert found.tenants["a"].priorities == (low, high)
     field, bounds = "tenants.a.priorities", f"must be a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}"
     for wrong, words in (
-        ("3", ": must be a list, got 3"),
+        ("3", ": must be a list, got a number"),
         ("[]", ": must be two numbers, the lowest and the highest, has 0"),
         ("[1, 2, 3]", ": must be two numbers, the lowest and the highest, has 3"),
         ("[2, 1]", ": must be the lowest and then the highest, got 2 and 1"),
@@ -172,8 +175,10 @@ def test_priorities(tmp_path: Path) -> None:
 
 def test_adapters(tmp_path: Path) -> None:
     assert read(tmp_path, "[tenants.a]\nadapters = []").tenants["a"].adapters == frozenset()
-    assert refusal(tmp_path, '[tenants.a]\nadapters = "x"') == "tenants.a.adapters: must be a list, got 'x'"
-    assert refusal(tmp_path, '[tenants.a]\nadapters = ["x", 3]') == "tenants.a.adapters[1]: must be a text, got 3"
+    assert refusal(tmp_path, '[tenants.a]\nadapters = "x"') == "tenants.a.adapters: must be a list, got a text"
+    assert (
+        refusal(tmp_path, '[tenants.a]\nadapters = ["x", 3]') == "tenants.a.adapters[1]: must be a text, got a number"
+    )
 
 
 @pytest.mark.parametrize(
@@ -190,11 +195,14 @@ def test_adapters(tmp_path: Path) -> None:
         ),
         ("[default]\n[namespaces.n]\nreads = []", "namespaces.n.reads: is not known; did you mean read?"),
         ('[default]\n"weight\\n" = 1', "default.'weight\\n': is not known; did you mean weight?"),
-        (f"[tenants.a]\n{'y' * 99} = 1", f"tenants.a.{'y' * 64!r}: is not known; there are {LIMITS}"),
-        ("default = 3", "default: must be a table, got 3"),
-        ("tenants = []", "tenants: must be a table, got []"),
-        ("[tenants]\na = 1", "tenants.a: must be a table, got 1"),
-        ('namespaces = "x"', "namespaces: must be a table, got 'x'"),
+        (
+            f"[tenants.a]\n{'y' * 99} = 1",
+            f"tenants.a.{'y' * 64!r}... (99 characters): is not known; there are {LIMITS}",
+        ),
+        ("default = 3", "default: must be a table, got a number"),
+        ("tenants = []", "tenants: must be a table, got a list"),
+        ("[tenants]\na = 1", "tenants.a: must be a table, got a number"),
+        ('namespaces = "x"', "namespaces: must be a table, got a text"),
         ("", "must have one tenant at least: a table [tenants.NAME] or [default]"),
         ("[tenants]", "must have one tenant at least: a table [tenants.NAME] or [default]"),
         ('[namespaces.n]\nread=["*"]', "must have one tenant at least: a table [tenants.NAME] or [default]"),
@@ -206,7 +214,7 @@ def test_wrong_names_and_tables(tmp_path: Path, text: str, words: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "*", "a b", "ä", "a/b", "x" * 65, "a\\nb"])
 def test_wrong_names_of_tenants(tmp_path: Path, name: str) -> None:
-    got = repr(name.replace("\\n", "\n")[:64])
+    got = quoted(name.replace("\\n", "\n"))
     words = f"tenants: names must be 1 to 64 characters of [A-Za-z0-9._-], got {got}"
     assert refusal(tmp_path, f'[tenants."{name}"]') == words
 
@@ -226,8 +234,8 @@ def test_as_many_tenants_as_there_can_be(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("read = 'a'", ".read: must be a list, got 'a'"),
-        ("write = [3]", ".write[0]: must be a text, got 3"),
+        ("read = 'a'", ".read: must be a list, got a text"),
+        ("write = [3]", ".write[0]: must be a text, got a number"),
         ("read = ['a b']", ": must name tenants, or '*' for all, got 'a b'"),
         ("", ": must have a tenant that may read or write"),
         ("read = []\nwrite = []", ": must have a tenant that may read or write"),

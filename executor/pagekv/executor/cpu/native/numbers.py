@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,27 @@ OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, "
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
 # exp of less is 0 in float32, and of more infinite.
 LEAST, MOST = np.float32(-87.3), np.float32(88.7)
+
+
+class _Exp(NamedTuple):
+    """Numbers of exp: a reduction by two parts of ln 2 (Cody and Waite), and the polynomial of Cephes' expf, from the
+    highest power to the second.
+    """
+
+    log2_e: float = 1.44269504
+    ln_2_high: float = 0.693359375
+    ln_2_low: float = -2.12194440e-4
+    polynomial: tuple[float, ...] = (
+        1.9875691500e-4,
+        1.3981999507e-3,
+        8.3334519073e-3,
+        4.1665795894e-2,
+        1.6666665459e-1,
+        5.0000001201e-1,
+    )
+
+
+EXP = _Exp()
 
 _kept: list[Any] = []
 
@@ -76,22 +97,24 @@ def _narrow(number: Any, stored: Any) -> Any:
     return rounded if stored == types.uint16 else same
 
 
+_LOG2_E, _LN_2_HIGH, _LN_2_LOW = (np.float32(each) for each in (EXP.log2_e, EXP.ln_2_high, EXP.ln_2_low))
+_POLYNOMIAL = tuple(np.float32(each) for each in EXP.polynomial)
+
+
 # Without OPTIONS: in another order the two parts of ln 2 would be one. Numba inlines nothing of it, LLVM all.
 @njit(fastmath={"contract"}, error_model="numpy")
 def exp(x: Any) -> Any:
-    """exp of a float32 to 2 units in the last place (reduction by Cody and Waite, polynomial of Cephes' expf). NumPy's
-    own is a call for each number.
-    """
+    """exp of a float32 to 2 units in the last place. NumPy's own is a call for each number."""
     if x < LEAST:
         x = LEAST
     if x > MOST:
         x = MOST
-    power = np.floor(x * np.float32(1.44269504) + np.float32(0.5))
-    rest = x - power * np.float32(0.693359375) - power * np.float32(-2.12194440e-4)
-    found = np.float32(1.9875691500e-4) * rest + np.float32(1.3981999507e-3)
-    found = found * rest + np.float32(8.3334519073e-3)
-    found = found * rest + np.float32(4.1665795894e-2)
-    found = found * rest + np.float32(1.6666665459e-1)
-    found = found * rest + np.float32(5.0000001201e-1)
+    power = np.floor(x * _LOG2_E + np.float32(0.5))
+    rest = x - power * _LN_2_HIGH - power * _LN_2_LOW
+    found = _POLYNOMIAL[0] * rest + _POLYNOMIAL[1]
+    found = found * rest + _POLYNOMIAL[2]
+    found = found * rest + _POLYNOMIAL[3]
+    found = found * rest + _POLYNOMIAL[4]
+    found = found * rest + _POLYNOMIAL[5]
     found = found * rest * rest + rest + np.float32(1)
     return found * float_of_bits((np.int32(power) + np.int32(127)) << np.int32(23))

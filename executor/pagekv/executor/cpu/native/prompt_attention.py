@@ -21,15 +21,15 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.intrinsics import float_of_bits, pointer, take_ticket
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, widen
 from pagekv.executor.cpu.native.openmp import bits_of, empty, run
+from pagekv.executor.cpu.native.softmax import softmax_rows
 from pagekv.executor.cpu.native.tile import FLOAT32, most_rows, panel_vectors, tile
+from pagekv.executor.cpu.native.transpose import transpose
 from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.paged_reads import PagedRuns
 from pagekv.executor.model.attention_interface import Scores
 
 # Keys that are laid out at a time: a multiple of every panel's columns.
 KEYS = 64
-# Lanes of a maximum over keys, before they are folded.
-FOLD = 16
 
 
 def prompt_attention(
@@ -109,12 +109,13 @@ def _compiled(stored: Any, lanes: int) -> int:
         value_panels = carray(pointer(values_at), (columns // wide, KEYS, wide), np.float32)
         found = carray(pointer(scores_at), (KEYS // wide, tile_rows, wide), np.float32)
         products = carray(pointer(products_at), (columns // wide, tile_rows, wide), np.float32)
-        weights = carray(pointer(weights_at), (tile_rows, KEYS), np.float32)
         queries = carray(pointer(queries_at), (most, size), np.float32)
         sums = carray(pointer(sums_at), (most, columns), np.float32)
-        tops = carray(pointer(sums_at + most * columns * 4), most, np.float32)
-        totals = carray(pointer(sums_at + most * (columns + 1) * 4), most, np.float32)
-        shrinks = carray(pointer(sums_at + most * (columns + 2) * 4), tile_rows, np.float32)
+        tops_at = sums_at + most * columns * 4
+        totals_at = tops_at + most * 4
+        shrinks_at = totals_at + most * 4
+        tops, totals = carray(pointer(tops_at), most, np.float32), carray(pointer(totals_at), most, np.float32)
+        shrinks = carray(pointer(shrinks_at), tile_rows, np.float32)
         while True:
             item = take_ticket(args[0])
             if item >= num_runs * kv_heads:
@@ -139,22 +140,37 @@ def _compiled(stored: Any, lanes: int) -> int:
             for start in range(begin // KEYS * KEYS, end, KEYS):
                 here = min(KEYS, end - start)
                 # Slots that no row sees may hold anything, and NaN passes any weight.
+                for low in range(0, KEYS, lanes):
+                    place, panel, lane = start + low, low // wide, low % wide
+                    near = args[6] + tables[table + min(place, end - 1) // block_size] * block_bytes
+                    near += place % block_size * slot_bytes + head * size * width
+                    whole = place >= begin and place + lanes <= end and place % block_size + lanes <= block_size
+                    if whole and size % lanes == 0:
+                        for i in range(0, size, lanes):
+                            target = keys_at + ((panel * size + i) * wide + lane) * 4
+                            transpose(lanes, width, near + i * width, slot_bytes, target, wide * 4)
+                        continue
+                    for slot in range(low, low + lanes):
+                        place, lane = start + slot, slot % wide
+                        if place < begin or place >= end:
+                            for i in range(size):
+                                key_panels[panel, i, lane] = 0
+                        else:
+                            at = args[6] + tables[table + place // block_size] * block_bytes
+                            at += place % block_size * slot_bytes + head * size * width
+                            key = carray(pointer(at), size, stored)
+                            for i in range(size):
+                                key_panels[panel, i, lane] = widen(key[i])
                 for slot in range(KEYS):
                     place = start + slot
-                    panel, lane = slot // wide, slot % wide
                     if place < begin or place >= end:
-                        for i in range(size):
-                            key_panels[panel, i, lane] = 0
                         for part in range(columns // wide):
                             for i in range(wide):
                                 value_panels[part, slot, i] = 0
                     else:
-                        block = tables[table + place // block_size] * block_bytes
-                        at = block + place % block_size * slot_bytes + head * size * width
-                        key = carray(pointer(args[6] + at), size, stored)
-                        value = carray(pointer(args[7] + at), size, stored)
-                        for i in range(size):
-                            key_panels[panel, i, lane] = widen(key[i])
+                        at = args[7] + tables[table + place // block_size] * block_bytes
+                        at += place % block_size * slot_bytes + head * size * width
+                        value = carray(pointer(at), size, stored)
                         for part in range(columns // wide):
                             kept = min(wide, size - part * wide)
                             for i in range(kept):
@@ -181,39 +197,35 @@ def _compiled(stored: Any, lanes: int) -> int:
                             keys_at,
                             0,
                         )
-                    for row in range(height):
-                        near = begins[first + (low + row) // group] - start
-                        far = ends[first + (low + row) // group] - start
-                        line = weights[row]
+                    if cap != 0:
                         for panel in range(KEYS // wide):
-                            for i in range(wide):
-                                seen = near <= panel * wide + i and panel * wide + i < far
-                                line[panel * wide + i] = found[panel, row, i] if seen else least
-                        if cap != 0:
-                            for i in range(KEYS):
-                                if line[i] != least:
+                            for row in range(height):
+                                for i in range(wide):
                                     # tanh by exp, which is not called for each number.
-                                    shrunk = exp(np.float32(-2) * abs(line[i]) / cap)
+                                    score = found[panel, row, i]
+                                    shrunk = exp(np.float32(-2) * abs(score) / cap)
                                     bent = cap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)
-                                    line[i] = bent if line[i] > 0 else -bent
-                        # A row's earlier products are not needed any more.
-                        fold = products[0, row]
-                        for i in range(FOLD):
-                            fold[i] = line[i]
-                        for part in range(1, KEYS // FOLD):
-                            for i in range(FOLD):
-                                fold[i] = line[part * FOLD + i] if line[part * FOLD + i] > fold[i] else fold[i]
-                        top = tops[low + row]
-                        for i in range(FOLD):
-                            top = fold[i] if fold[i] > top else top
-                        before = tops[low + row]
-                        shrinks[row] = exp(before - top) if before != least else np.float32(0)
-                        added = np.float32(0)
-                        for i in range(KEYS):
-                            line[i] = exp(line[i] - top) if line[i] != least else np.float32(0)
-                            added += line[i]
-                        tops[low + row] = top
-                        totals[low + row] = totals[low + row] * shrinks[row] + added
+                                    found[panel, row, i] = bent if score > 0 else -bent
+                    if begins[first + (low + height - 1) // group] > start or ends[first + low // group] < start + KEYS:
+                        for row in range(height):
+                            near = begins[first + (low + row) // group] - start
+                            far = ends[first + (low + row) // group] - start
+                            for panel in range(KEYS // wide):
+                                for i in range(wide):
+                                    seen = near <= panel * wide + i and panel * wide + i < far
+                                    found[panel, row, i] = found[panel, row, i] if seen else least
+                    softmax_rows(
+                        lanes,
+                        wide,
+                        tile_rows,
+                        KEYS,
+                        height,
+                        scores_at,
+                        weights_at,
+                        tops_at + low * 4,
+                        totals_at + low * 4,
+                        shrinks_at,
+                    )
                     for part in range(columns // wide):
                         tile(
                             lanes,

@@ -12,7 +12,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagekv.executor.cpu.native.vectors import F32, I16, I32, I64, fetch, load, spread, vector_lanes
+from pagekv.executor.cpu.native.vectors import F32, I64, fetch, load_at, spread, vector_lanes, widened
 
 # Sums that one loop keeps in registers: of scores, which are one vector each, and of weighed values.
 _MOST_SCORES, _MOST_SUMS = 4, 16
@@ -146,7 +146,7 @@ def _scores(builder: Any, shape: _Shape, rows: range, args: Any) -> None:
     vector, vectors = ir.VectorType(F32, lanes), size // lanes
 
     def part(row: int, at: int) -> Any:
-        return _at(builder, builder.add(query, I64((row * size + at * lanes) * 4)), vector, 4)
+        return load_at(builder, builder.add(query, I64((row * size + at * lanes) * 4)), vector, 4)
 
     kept = {}
     if len(rows) * vectors <= _MOST_QUERY:
@@ -164,7 +164,7 @@ def _scores(builder: Any, shape: _Shape, rows: range, args: Any) -> None:
     start = builder.add(keys, offset)
     sums = [vector([0.0] * lanes) for _ in rows]
     for at in range(vectors):
-        key = _widened(builder, builder.add(start, I64(at * lanes * width)), lanes, width)
+        key = widened(builder, builder.add(start, I64(at * lanes * width)), lanes, width)
         for place, row in enumerate(rows):
             sums[place] = _add_product(builder, kept.get((row, at)) or part(row, at), key, sums[place])
     grown = []
@@ -183,35 +183,22 @@ def _weigh(builder: Any, shape: _Shape, rows: range, columns: range, args: Any) 
     values, slot_bytes, count, weights, weight_bytes, out, ahead, ahead_step = args
     vector = ir.VectorType(F32, lanes)
     places = [builder.add(out, I64((row * size + at * lanes) * 4)) for row in rows for at in columns]
-    before = [_at(builder, place, vector, 4) for place in places]
+    before = [load_at(builder, place, vector, 4) for place in places]
     slots = _Slots(builder, count)
     sums = [slots.sum(number) for number in before]
     offset = builder.mul(slots.index, slot_bytes)
     if not rows.start and not columns.start:
         fetch(builder, builder.add(ahead, builder.mul(slots.index, ahead_step)), size * width)
     start = builder.add(values, offset)
-    parts = [_widened(builder, builder.add(start, I64(at * lanes * width)), lanes, width) for at in columns]
+    parts = [widened(builder, builder.add(start, I64(at * lanes * width)), lanes, width) for at in columns]
     grown: list[Any] = []
     for row in rows:
         place = builder.add(weights, builder.add(builder.mul(weight_bytes, I64(row)), builder.mul(slots.index, I64(4))))
-        weight = spread(builder, vector, _at(builder, place, F32, 4))
+        weight = spread(builder, vector, load_at(builder, place, F32, 4))
         grown += [_add_product(builder, weight, value, sums[len(grown) + at]) for at, value in enumerate(parts)]
     slots.end(grown)
     for place, total in zip(places, grown, strict=True):
         builder.store(total, builder.inttoptr(place, vector.as_pointer())).align = 4
-
-
-def _at(builder: Any, address: Any, kind: Any, align: int) -> Any:
-    return load(builder, builder.inttoptr(address, kind.as_pointer()), align)
-
-
-def _widened(builder: Any, address: Any, lanes: int, width: int) -> Any:
-    """A vector of float32 from what is stored."""
-    if width == 4:
-        return _at(builder, address, ir.VectorType(F32, lanes), 4)
-    word = ir.VectorType(I32, lanes)
-    bits = builder.zext(_at(builder, address, ir.VectorType(I16, lanes), 2), word)
-    return builder.bitcast(builder.shl(bits, ir.Constant(word, [16] * lanes)), ir.VectorType(F32, lanes))
 
 
 def _add_product(builder: Any, left: Any, right: Any, total: Any) -> Any:

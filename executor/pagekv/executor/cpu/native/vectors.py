@@ -42,6 +42,20 @@ def load(builder: Any, place: Any, align: int) -> Any:
     return loaded
 
 
+def load_at(builder: Any, address: Any, kind: Any, align: int) -> Any:
+    """The number, or vector, of this type at an address, int64, that is a multiple of `align` bytes."""
+    return load(builder, builder.inttoptr(address, kind.as_pointer()), align)
+
+
+def widened(builder: Any, address: Any, lanes: int, width: int) -> Any:
+    """A vector of float32 from what is stored at an address, int64: float32, or bfloat16 of a `width` of 2 bytes."""
+    if width == 4:
+        return load_at(builder, address, ir.VectorType(F32, lanes), 4)
+    word = ir.VectorType(I32, lanes)
+    bits = builder.zext(load_at(builder, address, ir.VectorType(I16, lanes), 2), word)
+    return builder.bitcast(builder.shl(bits, ir.Constant(word, [16] * lanes)), ir.VectorType(F32, lanes))
+
+
 def spread(builder: Any, vector: Any, number: Any) -> Any:
     """A vector of one number."""
     unknown = ir.Constant(vector, ir.Undefined)

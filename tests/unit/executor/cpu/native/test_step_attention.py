@@ -40,7 +40,7 @@ def test_rows_of_all_kinds(dtype: torch.dtype, tolerance: float, window: int | N
             part[slots] = torch.randn(len(at), KV_HEADS, SIZE).to(dtype)
     # Sharing a single block is worth it.
     plan = CpuAttentionPlan(items, BLOCK_SIZE, pools.null_block, 2**20, dtype)
-    reads = paged_reads(plan.rows, plan.shared, plan.members, BLOCK_SIZE, window, 2, 1)
+    reads = paged_reads(plan.step, BLOCK_SIZE, window, 2, 1)
     assert len(reads.prefixes) == (window is None)
     query = torch.randn(plan.input_ids.shape[1], HEADS, SIZE).to(dtype)
     found = step_attention(pools, 1, query, reads, Scores(0.4, window=window))

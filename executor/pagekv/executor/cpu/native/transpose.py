@@ -1,0 +1,56 @@
+"""Rows of the block pool as columns, in vector registers: what a panel of keys is made of.
+
+By halves, quarters and so on of a square (Eklundh, doi 10.1109/TC.1972.5009037). LLVM would store number by number.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pagekv.executor.cpu.native.vectors import I32, I64, widened
+
+
+@intrinsic(prefer_literal=True)
+def transpose(_typing: Any, lanes: Any, width: Any, rows: Any, row_bytes: Any, out: Any, out_bytes: Any) -> Any:
+    """`out[i, j] = rows[j, i]` for i and j below `lanes`.
+
+    Literals: `lanes`, a power of two, and `width`, 4 bytes a float32 or 2 a bfloat16. All others are int64: addresses
+    of stored numbers and of float32, and the bytes from one row to the next.
+    """
+    count, bytes_ = lanes.literal_value, width.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        rows, row_bytes, out, out_bytes = args[2:]
+
+        def place(base: Any, step: Any, index: int) -> Any:
+            return builder.add(base, builder.mul(step, I64(index)))
+
+        square = [widened(builder, place(rows, row_bytes, row), count, bytes_) for row in range(count)]
+        apart = count // 2
+        while apart:
+            square = _exchanged(builder, square, apart)
+            apart //= 2
+        for index, column in enumerate(square):
+            target = builder.inttoptr(place(out, out_bytes, index), column.type.as_pointer())
+            builder.store(column, target).align = 4
+        return context.get_dummy_value()
+
+    return types.void(lanes, width, *(types.int64 for _ in range(4))), generate
+
+
+def _exchanged(builder: Any, rows: list[Any], apart: int) -> list[Any]:
+    """Of two rows so far apart, lanes that have this bit go from the upper to the lower one, for as many without it."""
+    count = len(rows)
+    upper = [lane + count - apart if lane & apart else lane for lane in range(count)]
+    lower = [lane + count if lane & apart else lane + apart for lane in range(count)]
+    masks = [ir.Constant(ir.VectorType(I32, count), lanes) for lanes in (upper, lower)]
+    found = list(rows)
+    for index in range(count):
+        if not index & apart:
+            pair = rows[index], rows[index + apart]
+            found[index], found[index + apart] = (builder.shuffle_vector(*pair, mask) for mask in masks)
+    return found
