@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 # gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from pagekv.common.freed_memory import share_heaps
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.models import ModelNotFound, resolve_model
 from pagekv.common.parent import parent_is_gone
@@ -55,6 +56,8 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach their readers.
 LAST_WORDS_S = 5.0
+# Heaps of the C library: one for the main thread, which does the work, and one for gRPC's.
+HEAPS = 2
 # Connections to the gateway's own port at most: out of the descriptors that are kept for other things.
 GATEWAY_CONNECTIONS = 64
 
@@ -424,6 +427,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-manager`."""
     config = parse_config(argv)
     setup_logs("kvmanager", config.log_level, config.log_format)
+    share_heaps(HEAPS)
     return run_async(lambda: serve(config))
 
 

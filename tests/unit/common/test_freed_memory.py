@@ -10,7 +10,7 @@ import sys
 import pytest
 from support.clients.stack import environment
 
-from pagekv.common.freed_memory import keep_freed_memory
+from pagekv.common.freed_memory import keep_freed_memory, share_heaps
 
 CODE = """
 from pathlib import Path
@@ -35,6 +35,55 @@ def test_as_much_is_kept_as_allowed(kept: int, wanted: list[str]) -> None:
     command = [sys.executable, "-c", CODE.replace("KEPT", str(kept))]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.split() == wanted, done.stderr
+
+
+HEAPS = """
+import ctypes, os, threading
+from pagekv.common.freed_memory import share_heaps
+
+if MOST:
+    share_heaps(MOST)
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.fdopen.restype = ctypes.c_void_p
+meet = threading.Barrier(9)
+
+def allocate():
+    assert libc.malloc(1000)
+    meet.wait(60)
+    meet.wait(60)
+
+for _ in range(8):
+    threading.Thread(target=allocate).start()
+# All of them are there at once.
+meet.wait(60)
+told, tell = os.pipe()
+file = ctypes.c_void_p(libc.fdopen(tell, b"w"))
+libc.malloc_info(0, file)
+libc.fclose(file)
+with os.fdopen(told, "rb") as reader:
+    print(reader.read().count(b"<heap "))
+meet.wait(60)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_threads_share_heaps() -> None:
+    counts = {}
+    for most in (0, 2):
+        command = [sys.executable, "-c", HEAPS.replace("MOST", str(most))]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        counts[most] = int(done.stdout)
+    assert counts[2] == 2
+    # Without it there are more, on one core, too.
+    assert counts[0] > 2
+
+
+def test_a_library_without_the_setting_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())
+    share_heaps(2)
+    keep_freed_memory(2**27)
 
 
 def test_an_older_library_gets_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
