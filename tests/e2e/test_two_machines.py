@@ -44,7 +44,9 @@ class Machine:
         """Starts Python with a module and its arguments; what it says goes to a file."""
         with (self.folder / f"{self.name}-{log}.log").open("ab") as output:
             command = ["ip", "netns", "exec", self.name, sys.executable, "-m", *words]
-            made = subprocess.Popen(command, env=environment(), stdout=output, stderr=output, start_new_session=True)
+            # gloo, too, goes by this machine's name otherwise.
+            env = {**environment(), "GLOO_SOCKET_IFNAME": "cable"}
+            made = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
         self.processes.append(made)
         return made
 
