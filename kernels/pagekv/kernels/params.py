@@ -32,10 +32,19 @@ CACHE_WRITE = _struct(
 ADD_NORM = _struct(
     pointers="stream added out added_weight weight",
     i64="stream_stride out_stride",
-    i32="size",
+    i32="size last_size",
     f32="factor added_eps eps",
 )
 GATED = _struct(pointers="gate_up out", i32="size gelu")
+
+SAMPLE = _struct(
+    pointers="logits adjusted choices tokens last_tokens counts seen", i64="logit_stride", i32="vocab_size"
+)
+ADJUST = _struct(pointers="logits out adjustments edits counts seen", i64="logit_stride", i32="vocab_size")
+# Elements of arrays that these two read.
+CHOICE = _struct(pointers="number top_p min_weight", i32="top_k adjusted last_token penalty_row", f32="scale scale_low")
+ADJUSTMENT = _struct(pointers="", i32="row edits num_edits penalty_row", f32="repetition presence frequency")
+EDIT = _struct(pointers="", i32="token", f32="value")
 
 BLOCK_COPY = _struct(pointers="pool pairs", i64="block_bytes")
 

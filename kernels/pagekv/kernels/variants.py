@@ -136,6 +136,8 @@ KERNELS: Mapping[str, Kernel] = {
         Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
         Kernel("pagekv_add_norm", "add_norm.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_gated", "gated.cu", ("PAGEKV_DTYPE",)),
+        Kernel("pagekv_adjust", "adjust.cu", ("PAGEKV_DTYPE",)),
+        Kernel("pagekv_sample", "sample.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_block_copy", "block_copy.cu", ()),
         Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
         Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE)),

@@ -20,7 +20,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Launch, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    BlockCopies,
+    CopyDirection,
+    GraphCounts,
+    Launch,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 
 VOCAB = 256
 # Wide weights: flat logits would make near ties, and the same token over and over.
@@ -127,7 +135,7 @@ class Driven(Protocol):
 
     @property
     def cache(self) -> Pools: ...
-    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None: ...
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None: ...
     def copy_blocks(self, copies: BlockCopies) -> None: ...
     def launch(self, scheduled: list[Scheduled]) -> Launch: ...
 

@@ -90,6 +90,10 @@ inline unsigned __float_as_uint(float value) { return host_bits<unsigned>(value)
 inline int __float_as_int(float value) { return host_bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return host_bits<float>(value); }
 inline float __int_as_float(int value) { return host_bits<float>(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }  // -ffp-contract=off
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned __int128>(a) * b >> 64;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }

@@ -33,7 +33,9 @@ from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
 from pagekv.kvmanager.engine.sizing import size_limits, size_model, wanted_model_len
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState, draining
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.engine.tenant_books import TenantBooks
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -93,6 +95,8 @@ class EngineLoop:
         self._tenants = TenantBooks(self._state)
         self._totals = self._state.totals
         self.queries = EngineQueries(self._state)
+        self.snapshots = EngineSnapshots(self._state)
+        self.statistics = EngineStatistics(self._state)
         self._in_flight = StepsInFlight()
         self._failed = FailedSteps(config.step_attempts)
         # Whether the latest step committed left work to do.
@@ -140,7 +144,15 @@ class EngineLoop:
         check_description(description)
         self._totals.executor_rank_differences_total = description.rank_differences
         model = size_model(description, config)
-        await link.attach(self._manager_id, model, description.layout, config.take_over)
+        attached = await link.attach(self._manager_id, model, description.layout, config.take_over)
+        self._totals.executor_graphs = attached.graphs
+        self._totals.executor_failed_graphs = attached.failed_graphs
+        if attached.failed_graphs:
+            log.error(
+                "the executor runs steps without CUDA graphs, slower: its log says why it could not record them",
+                recorded=attached.graphs,
+                failed=attached.failed_graphs,
+            )
         limits = size_limits(description, config, model)
         self._fail_misfits(model, limits.max_running)
         order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)

@@ -48,7 +48,7 @@ class Look:
             self._read[viewer] = latest
 
     def agrees(self, reader: PageReader) -> bool:
-        blocks = self.engine.queries.block_map()
+        blocks = self.engine.snapshots.block_map()
         assert blocks is not None
         return (
             bytes(reader.device) == device_bytes(blocks.ref_counts, blocks.pins, blocks.published).tobytes()
@@ -193,11 +193,11 @@ def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(monkeypatch: 
         await asyncio.sleep(0)
         assert not waiting.done()
         engine.submit(command("news", [1, 2, 3]))
-        await until(lambda: engine.queries.stats().steps_total > 0)
+        await until(lambda: engine.statistics.stats().steps_total > 0)
         look.look(0.1)
         assert json.loads(await waiting)["type"] == "delta"
         look.hub.remove_viewer(viewer)
-        await until(lambda: engine.queries.stats().running_sequences == 0)
+        await until(lambda: engine.statistics.stats().running_sequences == 0)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
