@@ -131,7 +131,7 @@ def test_a_group_over_two_machines_outlives_a_cable(backend: tuple[str, ...], tm
         ip("-n", one.name, "link", "set", "cable", "up")
 
         def ended() -> bool:
-            # Who supervises torchrun: one that has lost the rendezvous ends.
+            # As a supervisor does: a torchrun that has lost the rendezvous ends.
             for machine in machines:
                 if running[machine.name].poll() is not None:
                     print(f"torchrun of {machine.address} ended with {running[machine.name].returncode}")
