@@ -69,7 +69,8 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
     types = "typedef int i32; typedef unsigned u32; typedef long long i64; "
     types += "typedef unsigned char u8; typedef unsigned long long u64;"
     text = f"#include <cstddef>\n{types}\n{plain}\n" + "\n".join(sizes + offsets)
-    command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    device = ["-D__device__=", "-D__forceinline__=inline", *macros]
+    command = ["g++", "-std=c++17", "-fsyntax-only", *device, "-x", "c++", "-"]
     result = subprocess.run(command, input=text, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

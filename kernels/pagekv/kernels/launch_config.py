@@ -66,10 +66,10 @@ def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
     return LaunchConfig((num_pairs, min(-(-block_bytes // 16384), 65535), 1), 128, 0)
 
 
-def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
+def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int, *, wide: bool = False) -> LaunchConfig:
     """One thread block an item, KV head and tile of its query heads; the KV heads of an item are neighbours. Beyond
-    MAX_BLOCKS a thread block goes on to further items."""
-    tile = decode_tile(variant)
+    MAX_BLOCKS a thread block goes on to further items. `wide`: of the wide kernel."""
+    tile = decode_tile(variant, wide=wide)
     blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
     return LaunchConfig((min(blocks, MAX_BLOCKS), 1, 1), tile.threads, tile.shared_bytes)
 

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -64,6 +65,10 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
             "query_pre_attn_scalar": 7,
             "attn_logit_softcapping": 5.0,
         }
+    ),
+    # Layers alternate likewise; heads have sinks, and the feed-forward part has experts.
+    "gpt-oss": lambda: GptOssConfig(
+        **{**_COMMON, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB,

@@ -26,11 +26,12 @@ from pagekv.executor.cuda.choose_sampler import choose_sampler
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import serving_variant
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.preflight import check_room, gib, served_dtypes
+from pagekv.executor.cuda.preflight import FP8, check_room, gib, served_dtypes
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.description import ModelBackendInfo, StepProfile, num_blocks, prompt_lengths, prompt_step
 from pagekv.executor.model.files import StoredModel, read_model_files
+from pagekv.executor.model.kv_scales import read_kv_scales
 from pagekv.executor.model.loading import LoadedModel, load_model
 
 log = Log(__name__)
@@ -72,6 +73,8 @@ class CudaBackend:
 
         def load() -> LoadedModel:
             loaded = _load(model_path, stored, weights, device)
+            if kept == FP8:
+                loaded = _with_scales(model_path, loaded, device)
             geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
             device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
             return loaded
@@ -218,6 +221,16 @@ class CudaBackend:
         except RuntimeError:
             return True
         return False
+
+
+def _with_scales(model_path: Path, loaded: LoadedModel, device: CudaDevice) -> LoadedModel:
+    """The model with its checkpoint's scales of keys and values, on the device. Raises as `read_kv_scales`."""
+    scales = read_kv_scales(model_path, loaded.geometry.num_layers, loaded.geometry.num_kv_heads)
+    if scales is None:
+        log.info("keys and values in fp8 have scale 1: the checkpoint brings none")
+        return loaded
+    log.info("keys and values in fp8 have the checkpoint's scales")
+    return replace(loaded, kv_scales=scales.to(device.torch_device))
 
 
 def _load(model_path: Path, stored: StoredModel, dtype: str, device: CudaDevice) -> LoadedModel:

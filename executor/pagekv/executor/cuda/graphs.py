@@ -17,24 +17,28 @@ import torch
 from pagekv.common.logs import Log
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.kernels.attention_plan import GraphKey
-from pagekv.kernels.decode_plan import SPLIT_TOKENS
+from pagekv.kernels.decode_plan import LEAST_SPLIT, most_partials
 
 log = Log(__name__)
 
 MAX_GRAPH_BATCH = 512
 # int32 entries of the block tables that a graph reads: 8 MiB, which every step of its shape uploads.
 MAX_TABLE_ENTRIES = 2**21
+# A graph has room for sequences that together have this many times the keys of the pool, if they share them.
+MOST_SHARERS = 4
 
 
-def graph_key(num_sequences: int, table_width: int, num_items: int) -> GraphKey | None:
-    """The smallest key that a batch of decodes with `num_items` work items fits; None when too large for a graph."""
+def graph_key(num_sequences: int, table_width: int, num_items: int, num_shared: int = 0) -> GraphKey | None:
+    """The smallest key that a batch of decodes fits; None when too large for a graph. `num_items`: splits of all rows.
+    `num_shared`: decode items of several rows.
+    """
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
     batch = padded_batch(num_sequences)
     # Rows that fill the batch up have an item each, which writes zeros.
     padded = num_items + batch - num_sequences
     items = batch if num_items == num_sequences else max(2 * batch, next_power(padded))
-    return GraphKey(batch, graph_width(table_width), items)
+    return GraphKey(batch, graph_width(table_width), items, graph_shared(num_shared))
 
 
 def fits(needed: GraphKey, key: GraphKey) -> bool:
@@ -52,6 +56,16 @@ def graph_width(table_width: int) -> int:
     return width
 
 
+def graph_shared(num_shared: int) -> int:
+    """Room of a graph for so many items of several rows: items of padding cost next to nothing, and without sharing
+    there is no second decode kernel in the graph.
+    """
+    room = 0
+    while room < num_shared:
+        room = max(64, 4 * room)
+    return room
+
+
 def padded_batch(num_sequences: int) -> int:
     """Rows of the graph for so many decodes: rows of padding are computed in vain."""
     return next_power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
@@ -62,10 +76,20 @@ def next_power(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def ladder(max_sequences: int, num_tokens: int, max_tokens: int, block_size: int) -> list[GraphKey]:
+def ladder(
+    max_sequences: int,
+    num_tokens: int,
+    max_tokens: int,
+    block_size: int,
+    *,
+    window: int = 0,
+    most_members: int = 1,
+) -> list[GraphKey]:
     """The shapes to record, largest batch first: every batch up to the largest that a graph has, with tables of each
     width up to that of a sequence of `max_tokens`, and with as many work items as such contexts have. `num_tokens`: of
     the device pool, which bounds the items, so that steps whose sequences share more than that have no shape.
+    `window`: the widest of any layer. `most_members`: rows that may share a read; above 1 each shape with several
+    splits comes a second time, with room for what a common prefix is read by.
     """
     counts = range(1, min(max_sequences, MAX_GRAPH_BATCH) + 1)
     widest = graph_width(-(-max_tokens // block_size))
@@ -73,9 +97,14 @@ def ladder(max_sequences: int, num_tokens: int, max_tokens: int, block_size: int
     for batch in sorted({padded_batch(count) for count in counts}, reverse=True):
         width = graph_width(1)
         while width <= widest and batch * width <= MAX_TABLE_ENTRIES:
-            splits = -(-min(width * block_size, max_tokens) // SPLIT_TOKENS)
-            items = min(batch * splits, num_tokens // SPLIT_TOKENS + batch)
-            keys.append(GraphKey(batch, width, batch if splits == 1 else max(2 * batch, next_power(items))))
+            splits = max(most_partials(min(width * block_size, max_tokens), window), 1)
+            bound = num_tokens // LEAST_SPLIT + 2 * batch
+            items = batch if splits == 1 else max(2 * batch, next_power(min(batch * splits, bound)))
+            keys.append(GraphKey(batch, width, items))
+            if splits > 1 and min(batch, most_members) > 1:
+                shared = graph_shared(-(-batch // most_members) * splits)
+                items = max(2 * batch, next_power(min(batch * splits, MOST_SHARERS * bound)))
+                keys.append(GraphKey(batch, width, items, shared))
             width *= 4
     return keys
 
@@ -123,7 +152,7 @@ class GraphCache:
     def find(self, needed: GraphKey) -> GraphKey | None:
         """The smallest shape with a graph that a step of shape `needed` fits; None where there is none."""
         fitting = [key for key in self._of_batch[needed.batch] if fits(needed, key)]
-        return min(fitting, key=lambda key: (key.items, key.table_width), default=None)
+        return min(fitting, key=lambda key: (key.wide_items, key.items, key.table_width), default=None)
 
     def replay(self, key: GraphKey) -> torch.Tensor:
         """Enqueues the graph of a shape that has one, and returns what it computes."""

@@ -26,7 +26,7 @@ from pagekv.executor.cuda.step_sampling import StepSampling
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention_plan import GraphKey, HostPlan, StepBatch
-from pagekv.kernels.decode_plan import Ints, num_decode_items
+from pagekv.kernels.decode_plan import DecodeWork, Ints
 
 # int32 words of the buffer that inputs are uploaded to, at least; steps with more have one of their own.
 UPLOAD_WORDS = 2**20
@@ -67,7 +67,14 @@ class StepRunner:
         if not self.graphs.enabled:
             return
         pool_tokens = len(self.pools.device) * self.pools.block_size
-        keys = ladder(self.live.spare, pool_tokens, self._loaded.max_model_len, self.pools.block_size)
+        keys = ladder(
+            self.live.spare,
+            pool_tokens,
+            self._loaded.max_model_len,
+            self.pools.block_size,
+            window=self.attention.plan_window,
+            most_members=self.attention.most_members,
+        )
         words = max(self._empty_plan(key).words.size for key in keys)
         # As much again for what sampling needs.
         self._words = self._inputs = torch.zeros(
@@ -95,10 +102,10 @@ class StepRunner:
         """
         inputs = build_inputs(scheduled, self.live, self.pools.block_size)
         sampling = self._sampler(inputs.sampling, self._loaded.num_logits, self.live.penalties)
-        shape = self._graph_shape(inputs)
-        host = self._plan(inputs, sampling, shape)
+        work, shape = self._decodes(inputs)
+        host = self._plan(inputs, sampling, shape, work)
         if shape is not None and host.words.size > self._inputs.numel():
-            shape, host = None, self._plan(inputs, sampling, None)
+            shape, host = None, self._plan(inputs, sampling, None, work)
         tables = inputs.batch.block_tables
         self.pools.swapper.before_compute(tables[tables != NO_BLOCK])
         self._upload(host)
@@ -116,20 +123,34 @@ class StepRunner:
         logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
         return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
-    def _graph_shape(self, inputs: StepInputs) -> GraphKey | None:
-        if not self.graphs.enabled or not inputs.decodes_only:
-            return None
+    def _decodes(self, inputs: StepInputs) -> tuple[DecodeWork, GraphKey | None]:
+        """The work of the step's decodes, and the shape of the graph that does it."""
         batch = inputs.batch
-        items = num_decode_items(batch.context_lens, self.attention.plan_window)
-        needed = graph_key(len(batch.context_lens), batch.block_tables.shape[1], items)
+        work = self.attention.plan_decodes(batch)
+        if not self.graphs.enabled or not inputs.decodes_only:
+            return work, None
+        shape = self._graph_shape(batch, work)
+        if shape is None and len(work.wide_items) and not work.all_wide:
+            # Reading a prefix once saves less than a graph.
+            alone = self.attention.plan_decodes(batch, share=False)
+            if (shape := self._graph_shape(batch, alone)) is not None:
+                work = alone
+        return work, shape
+
+    def _graph_shape(self, batch: StepBatch, work: DecodeWork) -> GraphKey | None:
+        shared = 0 if work.all_wide else len(work.wide_items)
+        needed = graph_key(len(batch.context_lens), batch.block_tables.shape[1], work.num_splits, shared)
         return None if needed is None else self.graphs.find(needed)
 
-    def _plan(self, inputs: StepInputs, sampling: StepSampling | None, key: GraphKey | None) -> HostPlan:
+    def _plan(
+        self, inputs: StepInputs, sampling: StepSampling | None, key: GraphKey | None, work: DecodeWork | None = None
+    ) -> HostPlan:
         """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
         rows = key.batch if key is not None else len(inputs.input_ids)
         return self.attention.plan(
             inputs.batch,
             graph=key,
+            work=work,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
                 "device_indices": _padded(inputs.device_indices, rows, self.live.spare),

@@ -238,6 +238,7 @@ class PageHub:
             self._rates.add(now, stats, self._durations())
             requests, live = request_rows(self._engine)
             totals = {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live}
+            totals["executor_rank_us"] = list(stats.executor_rank_us)
         else:
             requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):

@@ -104,7 +104,7 @@ def two_more(fewer: Counter[str], more: Counter[str]) -> int:
 @pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("olmo2", 10, 11)])
 def test_launches_of_a_layer(tmp_path: Path, name: str, decodes: int, mixed: int) -> None:
     assert of_a_layer(tmp_path, name) == (decodes, mixed)
-    # The merge of contexts above 4,096 keys is a launch of its own.
+    # The merge of contexts above 8,192 keys is a launch of its own.
     assert max(decodes, mixed) + 1 <= MOST_LAUNCHES
 
 

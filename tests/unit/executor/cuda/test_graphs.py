@@ -9,15 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, ladder, padded_batch
-from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_step
-from pagekv.kernels.decode_plan import SPLIT_TOKENS, num_decode_items
+from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_decodes, plan_step
+from pagekv.kernels.decode_plan import decode_work
+from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import Variant
 
 
-@settings(max_examples=300)
-@given(data=st.data(), count=st.integers(1, MAX_GRAPH_BATCH), window=st.sampled_from([0, 1, 300, 5000]))
-def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int) -> None:
-    """Any number of sequences with any contexts, all of one length or each its own, with the rows that fill it up."""
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    count=st.integers(1, MAX_GRAPH_BATCH),
+    window=st.sampled_from([0, 1, 300, 5000]),
+    shared=st.booleans(),
+    num_heads=st.sampled_from([8, 64]),
+)
+def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int, shared: bool, num_heads: int) -> None:
+    """Any number of sequences with any contexts, all of one length or each its own, with the rows that fill it up,
+    whether or not they share blocks, with groups of 4 and of 32 heads."""
     lengths = data.draw(
         st.one_of(
             st.integers(1, 20_000).map(lambda length: [length] * count),
@@ -26,31 +34,41 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     )
     block_size, context_lens = 256, np.array(lengths, np.int32)
     width = -(-max(lengths) // block_size)
-    items = num_decode_items(context_lens, window)
-    key = graph_key(count, width, items)
+    tables = np.zeros((count, width), np.int32) + (0 if shared else np.arange(count, dtype=np.int32)[:, None])
+    batch = StepBatch(np.arange(count + 1, dtype=np.int32), context_lens, tables, np.ones(count, np.bool_))
+    variant = Variant("bfloat16", "bfloat16", 64)
+    work = plan_decodes(
+        batch, block_size=block_size, num_heads=num_heads, num_kv_heads=2, variant=variant, window=window
+    )
+    key = graph_key(count, width, work.num_splits, 0 if work.all_wide else len(work.wide_items))
     assert key is not None
     assert count <= key.batch <= max(2 * count, 32 * -(-count // 32))
     # Raises where anything does not fit.
     host = plan_step(
-        StepBatch(
-            np.arange(count + 1, dtype=np.int32),
-            context_lens,
-            np.zeros((count, width), np.int32),
-            np.ones(count, np.bool_),
-        ),
-        num_blocks=1,
+        batch,
+        num_blocks=count,
         block_size=block_size,
-        num_heads=8,
+        num_heads=num_heads,
         num_kv_heads=2,
-        variant=Variant("bfloat16", "bfloat16", 64),
+        variant=variant,
         window=window,
         graph=key,
+        work=work,
     )
-    first = host.offsets["decode_items"]
-    found = host.words[first : first + 4 * key.items].reshape(-1, 4)
-    # Every row of the graph is computed, and none twice unless it has several splits.
-    assert set(found[found[:, 0] >= 0, 0].tolist()) == set(range(key.batch))
-    assert int((found[:, 0] >= 0).sum()) == items + key.batch - count
+
+    def section(name: str) -> Ints:
+        first, count = host.offsets[name], host.counts[f"num_{name}"]
+        found = host.words[first : first + 4 * count].reshape(-1, 4)
+        return found[found[:, 0] >= 0]
+
+    # Every split of every row of the graph is computed once.
+    alone, wide = section("decode_items"), section("wide_items")
+    first = host.offsets["members"]
+    members = host.words[first:].reshape(-1, 4)
+    rows = alone[:, 0].tolist()
+    rows += [int(members[at, 0]) for begin, _, _, many in wide.tolist() for at in range(begin, begin + many)]
+    assert set(rows) == set(range(key.batch))
+    assert len(rows) == work.num_splits + key.batch - count
 
 
 def test_batches_beyond_the_largest_graph_have_none() -> None:
@@ -79,13 +97,31 @@ def test_every_decode_step_has_a_shape_of_the_ladder(max_sequences: int, num_tok
         count = int(rng.integers(1, min(max_sequences, MAX_GRAPH_BATCH) + 1))
         longest = min(max_tokens, num_tokens // count)
         lens = rng.integers(1, longest + 1, count).astype(np.int32) if longest else np.ones(count, np.int32)
-        needed = graph_key(count, -(-int(lens.max()) // 16), int((-(-lens // SPLIT_TOKENS)).sum()))
+        none = np.zeros(count, np.int32)
+        work = decode_work(rows=none, sequences=none, context_lens=lens)
+        needed = graph_key(count, -(-int(lens.max()) // 16), work.num_splits)
         assert needed is not None
         key = cache.find(needed)
         assert key is not None, needed
         assert key.batch == needed.batch
         assert key.table_width >= needed.table_width
         assert key.items >= needed.items
+
+
+def test_steps_that_share_a_prefix_have_shapes_of_their_own() -> None:
+    """64 sequences, 16 to an item, over 2,048 tokens; others take a graph without a second kernel."""
+    keys = ladder(64, 64 * 512 + 2048, 2560, 16, most_members=16)
+    assert {key.wide_items for key in keys if key.batch == 64} == {0, 64}
+    cache = GraphCache(Recorder())  # type: ignore[arg-type]  # a device that only records
+    cache.record(keys, lambda key: lambda: torch.zeros(key.batch))
+    shared = cache.find(graph_key(64, 160, 64 * 10, 4 * 8) or keys[0])
+    alone = cache.find(graph_key(64, 40, 64 * 2) or keys[0])
+    assert shared is not None
+    assert shared.wide_items >= 4 * 8
+    assert alone is not None
+    assert alone.wide_items == 0
+    assert cache.find(graph_key(64, 160, 64 * 10, 4 * 100) or keys[0]) is None
+    assert all(not key.wide_items for key in ladder(64, 10**6, 2560, 16))
 
 
 class Recorder:

@@ -236,3 +236,19 @@ def test_charts_have_the_durations_of_requests(monkeypatch: pytest.MonkeyPatch) 
         assert all(f'id="tile-{name}"' in html for name in shown)
 
     engine_harness.run(monkeypatch, body)
+
+
+def test_the_work_of_ranks_is_among_the_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        now = 0.0
+        hub = PageHub(engine, lambda: now)
+        hub.look()
+        assert hub.frame is not None
+        assert hub.frame.fields["totals"]["executor_rank_us"] == []
+        engine._state.totals.executor_rank_us[:] = [7, 9]
+        now = 1.0
+        hub.look()
+        assert hub.frame.fields["totals"]["executor_rank_us"] == [7, 9]
+        assert json.dumps(hub.frame.fields["totals"])
+
+    engine_harness.run(monkeypatch, body)
