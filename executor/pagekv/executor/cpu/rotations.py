@@ -6,8 +6,8 @@ import torch
 
 from pagekv.executor.model.decoder import Decoder
 
-# Positions that are looked up: 16 MiB for each kind of layers where heads have 128 rotated elements. Those behind are
-# computed, as all are of models whose rotations depend on more than the position.
+# Positions that are looked up: 16 MiB for each kind of layers where heads have 128 rotated elements. Positions behind
+# are computed, as all are of models whose rotations depend on more than the position.
 POSITIONS = 2**14
 
 
