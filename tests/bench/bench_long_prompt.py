@@ -138,10 +138,10 @@ async def measure(executor: str, port_file: Path, repeats: int, write_back: bool
         while not any(sequence.num_output for sequence in running):  # noqa: ASYNC110  # nothing tells of a first token
             await asyncio.sleep(0.01)
         turns.begin()
-        before = queries.stats().swapped_out_blocks_total
+        before = manager.engine.statistics.stats().swapped_out_blocks_total
         asyncio.get_running_loop().call_soon(manager.engine._state.serving().preempt_all)
         took = await sending
-        assert queries.stats().swapped_out_blocks_total - before >= BLOCKS
+        assert manager.engine.statistics.stats().swapped_out_blocks_total - before >= BLOCKS
         return took
 
     queries = manager.engine.queries
@@ -154,7 +154,7 @@ async def measure(executor: str, port_file: Path, repeats: int, write_back: bool
             found.setdefault(name, []).append(await sent(3 * number + which, call))
         if not write_back:
             found.setdefault("a sequence swapped out, and back", []).append(await swapped(3 * number + 2))
-    stats = queries.stats()
+    stats = manager.engine.statistics.stats()
     assert stats.cached_tokens_total >= repeats * (LENGTH - 1) // 16 * 16, "not cached"
     assert stats.evicted_blocks_total >= repeats * (BLOCKS - 1000)
     stop.set()

@@ -93,8 +93,8 @@ class _Link:
             sampler="bench-1",
         )
 
-    async def attach(self, *_: Any) -> None:
-        pass
+    async def attach(self, *_: Any) -> pb.AttachResponse:
+        return pb.AttachResponse(epoch=1)
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
         await self._runner.step()

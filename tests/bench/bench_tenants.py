@@ -61,9 +61,11 @@ class Cell:
     gaps_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    # Of everybody: steps, and their milliseconds at the executor.
+    # Of everybody: steps, their milliseconds at the executor, and output tokens in so many seconds.
     steps: int = 0
     steps_ms: float = 0.0
+    output_tokens: int = 0
+    seconds: float = 0.0
 
     @property
     def first_ms(self) -> float:
@@ -180,10 +182,12 @@ class Quiet:
     def measure(self, cell: Cell, requests: int) -> None:
         """So many requests, behind one that is not measured."""
         self.ask(Cell())
-        before = self.stats()
+        before, begin = self.stats(), time.perf_counter()
         for _ in range(requests):
             self.ask(cell)
         after = self.stats()
+        cell.seconds += time.perf_counter() - begin
+        cell.output_tokens += after.generated_tokens_total - before.generated_tokens_total
         cell.steps += after.steps_total - before.steps_total
         cell.steps_ms += (after.executor_busy_us_total - before.executor_busy_us_total) / 1000
 
@@ -197,6 +201,7 @@ def row(setup: str, flooders: int, cell: Cell, alone: Cell) -> list[str]:
         *(setup, str(flooders), f"{cell.first_ms:.0f}", f"{1000 * ordered[int(0.9 * len(ordered))]:.0f}"),
         *(f"{ratio:.2f}", f"{cell.hit_rate:.3f}", f"{hits:.2f}"),
         *(f"{1000 * statistics.median(cell.gaps_s):.1f}", f"{cell.steps_ms / max(1, cell.steps):.1f}"),
+        f"{cell.output_tokens / cell.seconds:.0f}",
         f"MISSED: {', '.join(misses)}" if misses else "",
     ]
 
@@ -221,7 +226,10 @@ def main() -> int:
                 line = row(setup, flooders, cells[setup, flooders], cells[setup, 0])
                 print(f"  round {number + 1} of {ROUNDS}:", *line, file=sys.stderr, flush=True)
     rows = [row(*which, cell, cells[which[0], 0]) for which, cell in cells.items()]
-    header = ("", "flooders", "first token ms", "p90", "to alone", "hit rate", "to alone", "gap ms", "step ms", "bars")
+    header = (
+        *("", "flooders", "first token ms", "p90", "to alone", "hit rate", "to alone"),
+        *("gap ms", "step ms", "tokens/s", "bars"),
+    )
     print(table(rows, header, indent="  "))
     bars = ", ".join(f"{bar:g} beside {flooders}" for flooders, bar in BARS.items())
     print(f"bars: first token {bars} flooders; hit rate {HIT_BAR:g}. Load: {Path('/proc/loadavg').read_text().strip()}")

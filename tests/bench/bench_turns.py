@@ -23,7 +23,7 @@ from pagekv.executor.rpc import wire
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -46,7 +46,7 @@ def longest_ms(ask: Callable[[], Coroutine[Any, Any, object]]) -> float:
     return min(found) * 1e3
 
 
-def queries(prompts: list[array[int]]) -> EngineQueries:
+def snapshots(prompts: list[array[int]]) -> EngineSnapshots:
     """Of a scheduler with these requests, the first of which run."""
     driver = Driver(num_blocks=70_000, block_size=16, depth=1, max_running=256, max_batch_tokens=2 * MILLION)
     cache = CacheAdmin(True, 1.0, lambda: None)
@@ -56,7 +56,7 @@ def queries(prompts: list[array[int]]) -> EngineQueries:
         command = GenerateCommand(str(number), prompt, SamplingParams(max_tokens=9))
         driver.scheduler.add(live.add(command, ROOT))
     driver.scheduler.schedule()
-    return EngineQueries(EngineState(config(), cache, live, scheduler=driver.scheduler))
+    return EngineSnapshots(EngineState(config(), cache, live, scheduler=driver.scheduler))
 
 
 def step_of(count: int, tokens: int) -> pb.StepRequest:
@@ -67,10 +67,10 @@ def step_of(count: int, tokens: int) -> pb.StepRequest:
 
 def rows() -> Iterator[tuple[str, str]]:
     """Rows of the table: what is asked, and milliseconds."""
-    asked = queries([array("I", range(MILLION))])
+    asked = snapshots([array("I", range(MILLION))])
     yield "GetBlockTable of a million tokens", f"{longest_ms(partial(asked.block_tables_in_slices, '0')):.1f}"
     for count in (1_280, 10_000):
-        asked = queries([array("I", [number]) for number in range(count)])
+        asked = snapshots([array("I", [number]) for number in range(count)])
         yield f"ListRequests of {count:,}", f"{longest_ms(partial(asked.list_requests_in_slices, 4096)):.1f}"
     for count, tokens in ((1, MILLION), (256, 4096), (4096, 16)):
         step = step_of(count, tokens)

@@ -129,7 +129,7 @@ def test_every_output_of_ten_thousand_random_requests_is_right() -> None:
         str(EOS),
     ]
     with running_executor(args) as executor:
-        stats = asyncio.run(run(executor.target)).queries.stats()
+        stats = asyncio.run(run(executor.target)).statistics.stats()
     print(f"\n{tally.completed} completed, {tally.cancelled} cancelled, {tally.tokens} tokens; {stats}")
     assert tally.completed + tally.cancelled == NUM_REQUESTS
     assert tally.cancelled > NUM_REQUESTS // 50

@@ -28,6 +28,7 @@ SAMPLE = (
     "test_params.py",
     "test_planted_faults.py",
     "test_prefill_plan.py",
+    "test_shared_splits.py",
     "test_sources.py",
     "test_swap.py",
     "test_variants.py",

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.kernels.bench_machine import HostMachine
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.bench import speed
 from pagekv.kernels.bench.machine import Arena
@@ -63,6 +64,21 @@ def test_decode_and_prefill_rows(machine: HostMachine, arena: Arena) -> None:
 )
 def test_other_types_and_block_sizes(machine: HostMachine, arena: Arena, case: AttentionCase) -> None:
     assert speed.attention_row(machine, arena, case, bandwidth=1.0)["case"] == str(case)
+
+
+def test_sequences_that_share_a_prefix_read_it_once(machine: HostMachine, arena: Arena) -> None:
+    """The row says how many times fewer bytes are read, and the emulated kernels copy just so many."""
+    case = AttentionCase(SMALL, 9, 300, shared=256)
+    assert case.kv_bytes == (256 + 9 * 44) * 2 * 128 * 2
+    row = speed.attention_row(machine, arena, case, bandwidth=1.0)
+    assert row["times_fewer_bytes"] == pytest.approx(9 * 300 / (256 + 9 * 44))
+    batch = speed.paged(machine, arena, case, num_layers=2)
+    assert isinstance(machine.launcher, HostLauncher)
+    before = machine.launcher.copied_bytes
+    batch.attend(1)
+    copied = machine.launcher.copied_bytes - before
+    # Queries are copied for the shared split and for each sequence's own.
+    assert copied == case.kv_bytes + 2 * 9 * 2 * 128 * 2
 
 
 def test_write_and_block_copy_rows(machine: HostMachine, arena: Arena) -> None:

@@ -68,6 +68,9 @@ class Case:
         angles = rng.uniform(0, 6, size=(50, self.rotary_dim // 2))
         rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 
+        # Every head has half the scale of the one before it.
+        halves = 0.5 ** np.arange(self.num_kv_heads)
+        scales = np.stack([self.k_scale * halves, self.v_scale * halves]).astype(np.float32)
         shape_ = launch_config.cache_write(self.num_tokens)
         kv_stride = self.block_size * self.num_kv_heads * size
         params = fill(
@@ -91,8 +94,7 @@ class Case:
             layer=self.layer,
             rotary_dim=self.rotary_dim,
             rope_interleaved=self.interleaved,
-            k_scale=self.k_scale,
-            v_scale=self.v_scale,
+            kv_scales=address(scales),
         )
         owned = np.unique(slots[slots >= 0] // self.block_size)
         foreign = [pool[block] for block in range(self.num_blocks) if block not in owned]
@@ -102,8 +104,8 @@ class Case:
         if self.rotary_dim:
             exact_key = twin.rotate(exact_key, rope, positions, interleaved=self.interleaved)
             exact_query = twin.rotate(exact_query, rope, positions, interleaved=self.interleaved)
-        scales = {"k_scale": self.k_scale, "v_scale": self.v_scale}
-        twin.write(expected, self.layer, exact_key, exact_value, slots, kv_dtype=kv_dtype, **scales)
+        of_heads = scales.astype(np.float64)[:, :, None] if kv_dtype == "float8_e4m3fn" else np.ones((2, 1, 1))
+        twin.write(expected, self.layer, exact_key / of_heads[0], exact_value / of_heads[1], slots, kv_dtype=kv_dtype)
         # Only rotation and inexact scales compute in float32 before the rounding.
         powers_of_two = np.frexp([self.k_scale, self.v_scale])[0].tolist() == [0.5, 0.5]
         exact = not self.rotary_dim and (kv_dtype != "float8_e4m3fn" or powers_of_two)
@@ -205,7 +207,7 @@ FAULTS = [
         "one element too many turned", NAME, "p.rotary_dim - first, 0", "p.rotary_dim + 1 - first, 0", check_rotation
     ),
     Fault("fp8 scaled the wrong way", NAME, "1.0f / scale", "scale", check_fp8),
-    Fault("values with the keys' scale", NAME, "values, p.v_scale", "values, p.k_scale", check_fp8),
+    Fault("values with the keys' scale", NAME, "value_scale = kv_scale(p, 1", "value_scale = kv_scale(p, 0", check_fp8),
     Fault("fp8 truncated", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "", check_fp8),
     Fault("fp8 ties upwards", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "+ 0x80000u", check_fp8),
     Fault("skipped rows written", NAME, "if (slot < 0) return;", "", check_rotation, sanitizer=True),

@@ -5,6 +5,8 @@ Unused slots of every pool hold NaN, and tables name blocks outside of the pool 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from support.kernels import twin
 from support.kernels.decode_cases import run_decode, worst_error
 from support.kernels.host_build import HostLauncher
-from support.kernels.stored_sequences import PLAIN, TOLERANCE, Features, Sequences, random_sequences, store
+from support.kernels.stored_sequences import PLAIN, TOLERANCE, Features, Sequences, random_sequences, same_bits, store
 
 from pagekv.kernels.variants import Variant
 
@@ -38,7 +40,7 @@ VARIANTS = [
 SMALL = [variant for variant in VARIANTS if variant.head_size == 64]
 # Every pair of types, in sizes that the emulation is quick with.
 DRAWN = [variant for variant in VARIANTS if variant.features and variant.head_size <= 128]
-ALL_FEATURES = Features(window=300, soft_cap=5.0)
+ALL_FEATURES = Features(window=300, soft_cap=5.0, sinks=True)
 
 
 def check(
@@ -50,10 +52,11 @@ def check(
     shared: int = 0,
     fused: bool = True,
     tolerance: float = 1.0,
+    plan_window: int | None = None,
 ) -> None:
-    """`tolerance`: multiplies the usual one."""
+    """`tolerance`: multiplies the usual one. `plan_window`: the widest window of any layer, where that is another."""
     cache = store(np.random.default_rng(1), sequences, block_size, shared=shared)
-    result = run_decode(launcher, sequences, cache, features, fused=fused)
+    result = run_decode(launcher, sequences, cache, features, fused=fused, plan_window=plan_window)
     error = worst_error(sequences, result, features)
     assert error <= tolerance * TOLERANCE[sequences.variant.dtype], f"differs from the twin by {error}"
 
@@ -90,6 +93,7 @@ def test_nothing_else_is_read(launcher: HostLauncher, variant: Variant) -> None:
         Features,
         window=st.sampled_from([0, 1, 16, 100, 700]),
         soft_cap=st.sampled_from([0.0, 3.0]),
+        sinks=st.booleans(),
     ),
     fused=st.booleans(),
     seed=st.integers(0, 99),
@@ -146,9 +150,7 @@ def test_huge_logits_neither_overflow_nor_lose_the_largest(launcher: HostLaunche
     query = np.zeros(sequences.query.shape)
     query[:, :, 0] = 1.0
     sequences.query[...] = twin.encode(query, variant.dtype)
-    huge = Sequences(
-        variant, sequences.query, sequences.keys, sequences.values, 1e4, sequences.k_scale, sequences.v_scale
-    )
+    huge = replace(sequences, scale=1e4)
     check(launcher, huge, 16)
     check(launcher, huge, 16, fused=False)
 
@@ -183,6 +185,40 @@ def test_every_fp8_code_is_read_exactly(launcher: HostLauncher, dtype: str, size
     one = twin.encode(np.random.default_rng(6).uniform(-1, 1, keys.shape), "float8_e4m3fn")
     for scale in (1 / 64, 32.0):  # large codes, small codes
         check(launcher, Sequences(variant, twin.encode(query, dtype), [keys], [one], scale), 16)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_hardwares_conversion_of_fp8_changes_no_bit(launcher: HostLauncher, dtype: str) -> None:
+    """From compute capability 8.9 on, as the PTX manual defines it; no GPU has run it."""
+    variant = Variant(dtype, "float8_e4m3fn", 64, True)
+    sequences = random_sequences(np.random.default_rng(7), variant, [300, 17, 1], group=4)
+    cache = store(np.random.default_rng(1), sequences, 16)
+    hardware = HostLauncher(edit=lambda text: "#define PAGEKV_E4M3_CVT\n" + text)
+    same_bits(run_decode(hardware, sequences, cache), run_decode(launcher, sequences, cache))
+
+
+LONG_ROWS = [5000, 4096, 16384 + 300, 300]
+"""Splits of 512, 256, 1024 and 256 keys: blocks of a split are looked up in several portions."""
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 256])
+@pytest.mark.parametrize("features", [PLAIN, Features(window=700), Features(window=5000, sinks=True)], ids=str)
+def test_long_rows_have_longer_splits(launcher: HostLauncher, features: Features, block_size: int) -> None:
+    """In a model some of whose layers see everything, so that a window may begin within a split of any length."""
+    variant = Variant("float16", "float16", 64, True)
+    sequences = random_sequences(np.random.default_rng(8), variant, LONG_ROWS, kv_heads=1)
+    check(launcher, sequences, block_size, features, plan_window=0)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [Variant("float32", "float32", 64, True), Variant("bfloat16", "float8_e4m3fn", 256, True)],
+    ids=str,
+)
+def test_the_longest_splits(launcher: HostLauncher, variant: Variant) -> None:
+    """Of 2,048 keys, most of which a window leaves out."""
+    sequences = random_sequences(np.random.default_rng(9), variant, [65536 + 2100], kv_heads=1)
+    check(launcher, sequences, 128, Features(window=5000), plan_window=0)
 
 
 def test_no_sequence_sees_another_ones_nan(launcher: HostLauncher) -> None:

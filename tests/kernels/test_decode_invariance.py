@@ -16,7 +16,7 @@ VARIANTS = [
     Variant("float16", "float8_e4m3fn", 128, True),
 ]
 LENGTHS = [600, 1, 257, 90, 0, 512]
-FEATURES = Features(window=400, soft_cap=5.0)
+FEATURES = Features(window=400, soft_cap=5.0, sinks=True)
 
 pytestmark = pytest.mark.parametrize("variant", VARIANTS, ids=str)
 
@@ -35,6 +35,16 @@ def test_whatever_else_is_in_the_batch(launcher: HostLauncher, variant: Variant)
     for order in ([0], [2, 0], [5, 4, 3, 2, 1, 0], [3, 3, 0, 0]):
         some = sequences.pick(order)
         same_bits(run_decode(launcher, some, cache_of(some), FEATURES), whole[order])
+
+
+def test_long_rows_beside_short_ones(launcher: HostLauncher, variant: Variant) -> None:
+    """Rows whose splits have three lengths, in blocks of any size, however many partial results the merge waits for."""
+    sequences = random_sequences(np.random.default_rng(3), variant, [4097, 4096, 16500, 30], group=2, kv_heads=1)
+    features = Features(window=4200, sinks=True)
+    whole = run_decode(launcher, sequences, cache_of(sequences), features)
+    alone = [run_decode(launcher, one, cache_of(one, 1), features) for one in (sequences.pick([i]) for i in range(4))]
+    same_bits(np.concatenate(alone), whole)
+    same_bits(run_decode(launcher, sequences, cache_of(sequences, 256), features, fused=False, blocks=3), whole)
 
 
 def test_whichever_blocks_of_whatever_size(launcher: HostLauncher, variant: Variant) -> None:

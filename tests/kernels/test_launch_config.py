@@ -17,18 +17,18 @@ HALF = Variant("float16", "float16", 128)
 
 
 @pytest.mark.parametrize(
-    ("items", "heads", "kv_heads", "blocks"),
+    ("items", "heads", "kv_heads", "wide", "blocks"),
     [
-        (5, 32, 8, 40),  # a thread block an item and KV head
-        (5, 64, 1, 5),  # 64 query heads fit one thread block
-        (5, 71, 1, 10),  # more do not
-        (MAX_BLOCKS, 32, 8, MAX_BLOCKS),
+        (5, 32, 8, False, 40),  # a thread block an item and KV head
+        (5, 64, 1, True, 5),  # 64 query heads fit one wide thread block
+        (5, 71, 1, True, 10),  # more do not
+        (MAX_BLOCKS, 32, 8, False, MAX_BLOCKS),
     ],
 )
 def test_a_decode_has_a_thread_block_for_each_item_kv_head_and_tile_of_heads(
-    items: int, heads: int, kv_heads: int, blocks: int
+    items: int, heads: int, kv_heads: int, wide: bool, blocks: int
 ) -> None:
-    assert launch_config.decode(HALF, items, heads, kv_heads).grid == (blocks, 1, 1)
+    assert launch_config.decode(HALF, items, heads, kv_heads, wide=wide).grid == (blocks, 1, 1)
 
 
 def test_other_grids() -> None:

@@ -11,17 +11,36 @@ from compile_gate.jobs import COMPILERS
 
 from pagekv.kernels import sources
 from pagekv.kernels.nvrtc import Nvrtc
-from pagekv.kernels.params import ADD_NORM, BLOCK_COPY, CACHE_WRITE, DECODE, GATED, MERGE, PREFILL, fill
+from pagekv.kernels.params import (
+    ADD_NORM,
+    ADJUST,
+    ADJUSTMENT,
+    BLOCK_COPY,
+    CACHE_WRITE,
+    CHOICE,
+    DECODE,
+    EDIT,
+    GATED,
+    MERGE,
+    PREFILL,
+    SAMPLE,
+    fill,
+)
 from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
 
 PLAIN = Variant("float16", "float16", 128)
-HEADERS = ("params.cuh", "row_params.cuh")
+HEADERS = ("params.cuh", "row_params.cuh", "sample_params.cuh")
 # Name of the C++ structure -> its mirror.
 STRUCTS = {
     "CacheWriteParams": CACHE_WRITE,
     "AddNormParams": ADD_NORM,
     "GatedParams": GATED,
+    "Choice": CHOICE,
+    "SampleParams": SAMPLE,
+    "Adjustment": ADJUSTMENT,
+    "Edit": EDIT,
+    "AdjustParams": ADJUST,
     "BlockCopyParams": BLOCK_COPY,
     "DecodeParams": DECODE,
     "MergeParams": MERGE,
@@ -47,11 +66,11 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
     nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
     # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
     plain = re.sub(r"^#(include|pragma).*$", "", "".join(map(sources.read, HEADERS)), flags=re.M)
-    text = (
-        f"#include <cstddef>\ntypedef int i32;\ntypedef unsigned u32;\ntypedef long long i64;\n{plain}\n"
-        + "\n".join(sizes + offsets)
-    )
-    command = ["g++", "-std=c++17", "-fsyntax-only", "-x", "c++", "-"]
+    types = "typedef int i32; typedef unsigned u32; typedef long long i64; "
+    types += "typedef unsigned char u8; typedef unsigned long long u64;"
+    text = f"#include <cstddef>\n{types}\n{plain}\n" + "\n".join(sizes + offsets)
+    device = ["-D__device__=", "-D__forceinline__=inline", *macros]
+    command = ["g++", "-std=c++17", "-fsyntax-only", *device, "-x", "c++", "-"]
     result = subprocess.run(command, input=text, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 

@@ -32,7 +32,7 @@ PAIRS = [(dtype, kv_dtype) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dt
 # One of each way through the source.
 SANITIZED = [("float16", "float16"), ("float32", "float32"), ("float16", "float8_e4m3fn")]
 HALF = Variant("float16", "float16", 128)
-ALL_FEATURES = Features(window=90, soft_cap=5.0)
+ALL_FEATURES = Features(window=90, soft_cap=5.0, sinks=True)
 
 
 # --- results
@@ -83,7 +83,9 @@ def test_features_that_are_off_change_nothing_but_roundings(launcher: HostLaunch
     check(launcher, prompts, Features(window=10_000, soft_cap=200.0))
 
 
-@pytest.mark.parametrize("features", [Features(window=1), Features(window=40), Features(soft_cap=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "features", [Features(window=1), Features(window=40), Features(soft_cap=1.0), Features(sinks=True)], ids=str
+)
 def test_each_feature(launcher: HostLauncher, features: Features) -> None:
     check(launcher, mixed_batch(replace(HALF, features=True)), features)
 
@@ -163,7 +165,7 @@ def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, int, int, int]
     ("variant", "features"),
     [
         (HALF, PLAIN),
-        (Variant("bfloat16", "float8_e4m3fn", 64, features=True), Features(window=70, soft_cap=5.0)),
+        (Variant("bfloat16", "float8_e4m3fn", 64, features=True), Features(window=70, soft_cap=5.0, sinks=True)),
         (Variant("float32", "float32", 64, features=True), Features(window=70)),
     ],
     ids=str,

@@ -31,6 +31,10 @@ def of_window(launcher: HostLauncher) -> None:
     check(launcher, mixed_batch(Variant("float16", "float16", 64, features=True), group=2), Features(window=40))
 
 
+def of_sinks(launcher: HostLauncher) -> None:
+    check(launcher, mixed_batch(Variant("float16", "float16", 64, features=True), group=2), Features(sinks=True))
+
+
 def of_bits(launcher: HostLauncher) -> None:
     """A chunk whose rows share warps otherwise than in the whole."""
     rng = np.random.default_rng(6)
@@ -93,6 +97,21 @@ FAULTS = [
         of_mixed_batch(FULL),
     ),
     fault("the window is a key too wide", "d < oldest", "d < oldest - 1", of_window),
+    fault(
+        "rows have their neighbour's sink",
+        "head + first + row - (position",
+        "head + first + (row ^ 1) - (position",
+        of_sinks,
+    ),
+    fault(
+        "the sink counts beside the sum, not beside the maximum", "weight(sink, common)", "weight(sink, 0.0f)", of_sinks
+    ),
+    fault(
+        "values have the first head's scale",
+        "kv_scale(p, 1, rows.head / rows.group)",
+        "kv_scale(p, 1, 0)",
+        of_mixed_batch(Variant("float16", "float8_e4m3fn", 64)),
+    ),
     fault("masks of the window are forgotten", "|| begin < logits.first_visible(last)", "", of_window),
     fault(
         "a tile without visible keys is not quite nothing",

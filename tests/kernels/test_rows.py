@@ -97,6 +97,22 @@ def check_heads(launcher: HostLauncher) -> None:
     np.testing.assert_array_equal(exact(rows[:, 5:]), before[:, 5:])
 
 
+def check_parts(launcher: HostLauncher) -> None:
+    """All heads of either kind, of which there are not equally many, in one launch."""
+    for first in (520, 88):
+        rows = random_rows(12, "bfloat16", 3, 704)[:, :608]
+        before, norm = exact(rows), random_norm(13, 608)
+        assert isinstance(norm.weight, torch.Tensor)
+        kernels(launcher, "bfloat16").norm_parts(rows, first, norm)
+        for part in (slice(first), slice(first, None)):
+            assert_close(rows[:, part], normed(before[:, part], Norm(norm.weight[part], norm.eps)), "bfloat16")
+
+
+@pytest.mark.sanitize
+def test_parts_of_rows_are_normed_in_place(launcher: HostLauncher) -> None:
+    check_parts(launcher)
+
+
 @pytest.mark.sanitize
 def test_heads_are_normed_in_place(launcher: HostLauncher) -> None:
     check_heads(launcher)
@@ -145,6 +161,10 @@ def test_rows_that_no_kernel_reads_are_refused() -> None:
         made.add_norm(rows, norm=norm, out=torch.empty_like(rows))
     with pytest.raises(ValueError, match=r"norm: needs a weight \(2, 40\)"):
         made.norm_heads(rows.view(3, 2, 40), norm)
+    with pytest.raises(ValueError, match=r"norm: needs a weight \(80,\)"):
+        made.norm_parts(rows, 40, norm)
+    with pytest.raises(ValueError, match="first_size: must be of whole 16 bytes and below 80, got 84"):
+        made.norm_parts(rows, 84, random_norm(1, 80))
     with pytest.raises(ValueError, match="gate_up: must be bfloat16"):
         made.gated(rows.float(), torch.empty(3, 40, dtype=torch.bfloat16), "silu")
     with pytest.raises(ValueError, match="activation: must be silu or gelu_tanh, got 'relu'"):
@@ -180,6 +200,7 @@ FAULTS = [
     Fault("no epsilon", ADD_NORM, "+ p.eps", "+ 1.0f", check_norm),
     Fault("weights of the first head", ADD_NORM, "p.weight[first + chunk", "p.weight[chunk", check_heads),
     Fault("the first head again", ADD_NORM, "+ row * p.stream_stride + first", "+ row * p.stream_stride", check_heads),
+    Fault("the first group's size", ADD_NORM, "? p.last_size : p.size", "? p.size : p.size", check_parts),
     Fault("rows side by side", ADD_NORM, "row * p.stream_stride", "row * p.size", check_heads),
     Fault(
         "gate and gated exchanged",

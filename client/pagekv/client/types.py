@@ -87,6 +87,8 @@ class Stats:
     executor_threads: int
     executor_rank_us: tuple[int, ...]
     executor_rank_differences_total: int
+    executor_graphs: int
+    executor_failed_graphs: int
     published_blocks: int
     pinned_blocks: int
     pins: int

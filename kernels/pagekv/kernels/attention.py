@@ -16,13 +16,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_step
-from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, Ints
+from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_decodes, plan_step
+from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork, every_item_is_wide, most_members
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
+from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
@@ -43,6 +44,16 @@ class Tensor(Protocol):
     def dtype(self) -> Any: ...
     def stride(self) -> Sequence[int]: ...
     def data_ptr(self) -> int: ...
+
+
+class _Planned(TypedDict):
+    """Arguments of `plan_step` and `plan_decodes`."""
+
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    variant: Variant
+    window: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +79,17 @@ class PagedAttention:
         scale: float | None = None,
         windows: Sequence[int] = (),
         soft_cap: float = 0.0,
+        sinks: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> None:
         """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
 
         `scale`: multiplies the logits; default 1 / sqrt(head_size). `windows`: per layer, how many keys a query sees,
         itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
+        `sinks`: float32 [num_layers, num_heads] on the device, contiguous: a logit of each head that takes part in the
+        softmax and has no value, minus infinity where a layer has none.
+        `kv_scales`: of an fp8 pool, float32 [num_layers, 2, num_kv_heads] on the device, contiguous: what stored keys,
+        and stored values, of a head are multiplied by; default 1.
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
         that does not match the variant.
@@ -101,16 +118,25 @@ class PagedAttention:
             raise ValueError(f"windows: must have {self.num_layers} entries, one a layer, got {len(windows)}")
         if any(window < 0 for window in windows):
             raise ValueError(f"windows: must be at least 0, got {list(windows)}")
-        if (any(windows) or soft_cap) and not variant.features:
-            raise UnsupportedVariant("features: window and soft cap need a variant with features")
+        if sinks is not None and (tuple(sinks.shape), dtype_name(sinks)) != ((self.num_layers, num_heads), "float32"):
+            raise ValueError(
+                f"sinks: must be float32 {(self.num_layers, num_heads)}, got {dtype_name(sinks)} {tuple(sinks.shape)}"
+            )
+        of_heads = (self.num_layers, 2, self.num_kv_heads)
+        if kv_scales is not None and (tuple(kv_scales.shape), dtype_name(kv_scales)) != (of_heads, "float32"):
+            raise ValueError(
+                f"kv_scales: must be float32 {of_heads}, got {dtype_name(kv_scales)} {tuple(kv_scales.shape)}"
+            )
+        if (any(windows) or soft_cap or sinks is not None) and not variant.features:
+            raise UnsupportedVariant("features: window, soft cap and sinks need a variant with features")
         self.variant = variant
         self.num_heads = num_heads
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.soft_cap = soft_cap
         self._windows = tuple(windows) or (0,) * self.num_layers
         self._launcher = launcher
-        # Keeps the memory behind the address below.
-        self._pool = pool
+        # Keep the memory behind the addresses below.
+        self._pool, self._sinks, self._kv_scales = pool, sinks, kv_scales
         kv_stride = self.block_size * self.num_kv_heads * head_size
         # Fields that the kernels of cache write, decode and prefill all have.
         self._fields: dict[str, float] = {
@@ -120,8 +146,6 @@ class PagedAttention:
             "num_heads": num_heads,
             "num_kv_heads": self.num_kv_heads,
             "block_size_log2": self.block_size.bit_length() - 1,
-            "k_scale": 1.0,
-            "v_scale": 1.0,
         }
 
     @property
@@ -129,21 +153,42 @@ class PagedAttention:
         """`window` for `plan_step`: the widest window of any layer, 0 if any layer sees everything."""
         return 0 if 0 in self._windows else max(self._windows)
 
+    @property
+    def _planned(self) -> _Planned:
+        """Arguments that all planners have."""
+        return {
+            "block_size": self.block_size,
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "variant": self.variant,
+            "window": self.plan_window,
+        }
+
     def plan(
-        self, batch: StepBatch, *, graph: GraphKey | None = None, extra: Mapping[str, Ints] | None = None
+        self,
+        batch: StepBatch,
+        *,
+        graph: GraphKey | None = None,
+        work: DecodeWork | None = None,
+        extra: Mapping[str, Ints] | None = None,
     ) -> HostPlan:
         """`plan_step` for this model and pool."""
-        return plan_step(
-            batch,
-            num_blocks=self.num_blocks,
-            block_size=self.block_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            variant=self.variant,
-            window=self.plan_window,
-            graph=graph,
-            extra=extra,
-        )
+        return plan_step(batch, num_blocks=self.num_blocks, graph=graph, work=work, extra=extra, **self._planned)
+
+    def plan_decodes(self, batch: StepBatch, *, share: bool = True) -> DecodeWork:
+        """The decode items of a batch, which `plan` makes where it is not given them. `share`: rows may share reads."""
+        return plan_decodes(batch, share=share, **self._planned)
+
+    @property
+    def most_members(self) -> int:
+        """Rows that may share a read; 1 where every item is a wide one, shared or not."""
+        group = self.num_heads // self.num_kv_heads
+        return 1 if every_item_is_wide(self.variant, group) else most_members(self.variant, group)
+
+    def decode_bytes(self, work: DecodeWork) -> int:
+        """Bytes of keys and values that the decode items of one layer read."""
+        row = self.num_kv_heads * self.variant.head_size * self.variant.kv_element_bytes
+        return 2 * work.keys_read * row
 
     def scratch_bytes(self, num_partials: int) -> int:
         """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
@@ -175,10 +220,15 @@ class PagedAttention:
                 value_stride=value.stride()[0],
                 num_tokens=plan.num_rows,
                 layer=layer,
+                kv_scales=self._kv_scales_of(layer),
                 **rope,
                 **self._fields,
             ),
         )
+
+    def _kv_scales_of(self, layer: int) -> int:
+        """The address of a layer's scales; 0: all are 1."""
+        return 0 if self._kv_scales is None else self._kv_scales.data_ptr() + 8 * layer * self.num_kv_heads
 
     def _rope(self, rotation: Rotation, plan: AttentionPlan) -> dict[str, int]:
         self._check_rows("query", rotation.query, plan, self.num_heads)
@@ -215,9 +265,11 @@ class PagedAttention:
             "window": self._windows[layer],
             "scale": self.scale,
             "soft_cap": self.soft_cap,
+            "kv_scales": self._kv_scales_of(layer),
+            "sinks": 0 if self._sinks is None else self._sinks.data_ptr() + 4 * layer * self.num_heads,
             **self._fields,
         }
-        if plan.num_decode_items:
+        if plan.num_decode_items or plan.num_wide_items:
             self._decode(values, plan)
         if plan.num_prefill_items:
             self._launcher.launch(
@@ -238,21 +290,30 @@ class PagedAttention:
         fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out = plan.scratch
         partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
-        self._launcher.launch(
-            "pagekv_decode",
-            self.variant,
-            launch_config.decode(self.variant, plan.num_decode_items, self.num_heads, self.num_kv_heads),
-            fill(
-                DECODE,
-                items=plan.at["decode_items"],
-                merges=plan.at["merge_items"],
-                merge_counters=plan.at["merge_counters"] if fused else 0,
-                partial_out=partial_out,
-                partial_state=partial_state,
-                num_items=plan.num_decode_items,
-                **values,
-            ),
+        kinds = (
+            ("pagekv_decode_wide", plan.num_wide_items, "wide_items"),
+            ("pagekv_decode", plan.num_decode_items, "decode_items"),
         )
+        for kernel, num_items, items in kinds:
+            if not num_items:
+                continue
+            wide = kernel == "pagekv_decode_wide"
+            self._launcher.launch(
+                kernel,
+                self.variant,
+                launch_config.decode(self.variant, num_items, self.num_heads, self.num_kv_heads, wide=wide),
+                fill(
+                    DECODE,
+                    items=plan.at[items],
+                    members=plan.at["members"] if wide else 0,
+                    merges=plan.at["merge_items"],
+                    merge_counters=plan.at["merge_counters"] if fused else 0,
+                    partial_out=partial_out,
+                    partial_state=partial_state,
+                    num_items=num_items,
+                    **values,
+                ),
+            )
         if plan.num_merge_items and not fused:
             self._launcher.launch(
                 "pagekv_merge",
@@ -263,6 +324,7 @@ class PagedAttention:
                     out=values["out"],
                     partial_out=partial_out,
                     partial_state=partial_state,
+                    sinks=values["sinks"],
                     items=plan.at["merge_items"],
                     out_stride=values["out_stride"],
                     num_heads=self.num_heads,

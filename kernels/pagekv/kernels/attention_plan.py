@@ -21,8 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from pagekv.kernels.decode_plan import Ints, decode_work, merge_counters, most_partials
+from pagekv.kernels.decode_plan import (
+    DecodeWork,
+    decode_work,
+    every_item_is_wide,
+    merge_counters,
+    most_members,
+    most_partials,
+)
 from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
+from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import Variant
 
 ALIGN = 4
@@ -57,7 +65,9 @@ class GraphKey:
     """Sequences, and rows."""
     table_width: int
     items: int
-    """Decode items: `batch` where no sequence has more than one split."""
+    """Splits of all rows: `batch` where no sequence has more than one."""
+    wide_items: int = 0
+    """Decode items of several rows, which there are where sequences share blocks; 0: none."""
 
     @property
     def partials(self) -> int:
@@ -73,6 +83,8 @@ class GraphKey:
             "slots": (self.batch,),
             "positions": (self.batch,),
             "decode_items": (self.items, 4),
+            "wide_items": (self.wide_items, 4),
+            "members": (self.batch if self.wide_items else 0, 4),
             "merge_items": (self.batch if self.partials else 0, 4),
             "prefill_items": (0, 4),
         }
@@ -85,6 +97,7 @@ class AttentionPlan:
     num_rows: int
     table_stride: int
     num_decode_items: int
+    num_wide_items: int
     num_merge_items: int
     num_prefill_items: int
     num_partials: int
@@ -119,7 +132,33 @@ class HostPlan:
         return AttentionPlan(**self.counts, at=at, scratch=scratch)
 
 
-SKIPPED_BELOW_ZERO = ("slots", "decode_items", "merge_items", "prefill_items")
+SKIPPED_BELOW_ZERO = ("slots", "decode_items", "wide_items", "merge_items", "prefill_items")
+
+
+def plan_decodes(
+    batch: StepBatch,
+    *,
+    block_size: int,
+    num_heads: int,
+    num_kv_heads: int,
+    variant: Variant,
+    window: int = 0,
+    share: bool = True,
+) -> DecodeWork:
+    """The work of a batch's decodes; of the batch's lengths and ids nothing is checked. Arguments as of `plan_step`;
+    `share`: rows may share reads."""
+    sequences = np.flatnonzero(np.asarray(batch.decodes, bool)).astype(np.int32)
+    group = num_heads // num_kv_heads
+    return decode_work(
+        rows=np.asarray(batch.query_start, np.int32)[sequences],
+        sequences=sequences,
+        context_lens=np.asarray(batch.context_lens, np.int32)[sequences],
+        window=window,
+        tables=np.asarray(batch.block_tables, np.int32)[sequences],
+        block_size=block_size,
+        most_members=most_members(variant, group) if share else 1,
+        all_wide=every_item_is_wide(variant, group),
+    )
 
 
 def plan_step(
@@ -132,13 +171,14 @@ def plan_step(
     variant: Variant,
     window: int = 0,
     graph: GraphKey | None = None,
+    work: DecodeWork | None = None,
     extra: Mapping[str, Ints] | None = None,
 ) -> HostPlan:
     """Validates a batch and lays out its work.
 
     `variant`: of the kernels, for their tiles. `window`: the widest window of any layer (0 if any layer sees
-    everything). `graph`: sizes of the sections. `extra`: more int32 arrays for the same upload. Raises ValueError
-    naming the field and the first offending entry.
+    everything). `graph`: sizes of the sections. `work`: the batch's `plan_decodes`, where it is known.
+    `extra`: more int32 arrays for the same upload. Raises ValueError naming the field and the first offending entry.
     """
     query_start, context_lens, tables = (
         np.ascontiguousarray(array, np.int32) for array in (batch.query_start, batch.context_lens, batch.block_tables)
@@ -147,15 +187,18 @@ def plan_step(
     positions = row_positions(query_start, context_lens, counts)
     slots = row_slots(tables, positions, counts, block_size)
     decodes = np.asarray(batch.decodes, bool)
-    decode_sequences = np.flatnonzero(decodes).astype(np.int32)
+    if work is None:
+        work = plan_decodes(
+            batch,
+            block_size=block_size,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            variant=variant,
+            window=window,
+        )
     # The first sequence beyond the step's has no keys.
     padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
-    work = decode_work(
-        rows=np.concatenate([query_start[decode_sequences], padding]),
-        sequences=np.concatenate([decode_sequences, np.full_like(padding, len(context_lens))]),
-        context_lens=np.concatenate([context_lens[decode_sequences], np.zeros_like(padding)]),
-        window=window,
-    )
+    work = work.with_empty_rows(padding, len(context_lens))
     prefills = prefill_items(
         query_start,
         context_lens,
@@ -171,6 +214,8 @@ def plan_step(
         "slots": slots,
         "positions": positions,
         "decode_items": work.items,
+        "wide_items": work.wide_items,
+        "members": work.members,
         "merge_items": work.merges,
         "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
         "prefill_items": prefills,
@@ -183,8 +228,10 @@ def plan_step(
             raise ValueError(f"partials: {num_partials} do not fit the {graph.partials} of the graph")
         if len(padding) and graph.batch == len(context_lens):
             raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
-        num_partials, longest = graph.partials, most_partials(graph.table_width * block_size)
+        num_partials, longest = graph.partials, most_partials(graph.table_width * block_size, window)
         shapes |= graph.shapes()
+        if work.all_wide:
+            shapes |= {"decode_items": (0, 4), "wide_items": (graph.items, 4), "members": (graph.batch, 4)}
         shapes["merge_counters"] = (shapes["merge_items"][0], *shapes["merge_counters"][1:])
     words, offsets = pack(arrays, shapes)
     return HostPlan(
@@ -194,6 +241,7 @@ def plan_step(
             "num_rows": shapes["slots"][0],
             "table_stride": shapes["block_tables"][1],
             "num_decode_items": shapes["decode_items"][0],
+            "num_wide_items": shapes["wide_items"][0],
             "num_merge_items": shapes["merge_items"][0],
             "num_prefill_items": shapes["prefill_items"][0],
             "num_partials": num_partials,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from pagekv.kernels.shared_splits import Ints as Ints
+from pagekv.kernels.shared_splits import SharedSplits, shared_splits
 from pagekv.kernels.variants import Variant
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+LEAST_SPLIT = 256
+"""Keys of an item of a short row. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
 
-SPLIT_TOKENS = 256
-"""Keys of an item: a row's keys are cut at absolute multiples of this, so that the bits of its result depend on the row
-alone and on no other row of the batch. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
+LONGER_SPLITS_BEYOND = (4096, 16384, 65536)
+"""Numbers of visible keys beyond each of which a row's splits are twice as long: partial results are then few beside
+the keys, and a thread block's beginning and end are short beside its work. A row's keys are cut at absolute multiples
+of a length that follows from its own context, so that the bits of its result depend on the row alone and on no other of
+the batch."""
 
 MOST_FUSED_PARTIALS = 16
 """Rows of at most this many splits are merged by the decode kernel itself, which saves a launch; a row's last thread
@@ -22,6 +26,9 @@ block merges alone, which takes too long for more. The choice changes no bit."""
 MAX_BLOCKS = 4096
 """Thread blocks of a launch, at most: some ten for each one that an H200 runs at a time. Beyond that a block takes
 several items, so that the padding of a captured graph costs nothing."""
+
+MOST_MEMBERS = 64
+"""Rows of a batch in a wide thread block, at most."""
 
 CHUNK_BYTES = 16
 MIN_ROWS = 16
@@ -35,29 +42,41 @@ class KernelTile:
     keys: int
     """Tiles of keys begin at multiples of this."""
     rows: int
-    """Decode: most query heads of a thread block; several blocks share a KV head with more. Prefill: query rows; a row
-    is one (query, query head) pair of a KV head's group."""
+    """Most query rows of a thread block; a row is one (query, query head) pair of a KV head's group."""
     threads: int
     shared_bytes: int
     """Dynamic shared memory of the thread block."""
 
 
-def decode_tile(variant: Variant) -> KernelTile:
-    """The tile of a variant's decode kernel, with the sizes of `src/decode.cuh` and the headers below it."""
+def decode_tile(variant: Variant, *, wide: bool = False) -> KernelTile:
+    """The tile of a variant's decode kernel, or of the `wide` one, with the sizes of `src/decode.cuh` and the headers
+    below it."""
     head_size, fp32 = variant.head_size, variant.dtype == "float32"
     row_bytes = head_size * variant.kv_element_bytes
     tokens = 64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16
-    warps = 4 if fp32 else tokens // 16
-    rows = 16 if fp32 else warps * 16 if head_size <= 128 else 32
+    row_tiles = (4 if head_size <= 128 else 2) if wide and not fp32 else 1
+    warps = 4 if fp32 else tokens // 16 * row_tiles
+    rows = 16 * row_tiles
     tile_bytes = 2 * tokens * padded_row(row_bytes)
     stages = min(65536 // (2 * tokens * row_bytes), 4)
     if fp32:
         behind_ring = rows * (head_size + tokens) * 4
     else:
         behind_ring = rows * padded_row(head_size * 2)
-        if head_size <= 128 and behind_ring <= tile_bytes:
+        if head_size <= 128 and not wide and behind_ring <= tile_bytes:
             behind_ring = 0  # queries are in the ring until they are in registers
-    return KernelTile(tokens, rows, warps * 32, SPLIT_TOKENS * 4 + stages * tile_bytes + behind_ring)
+    before_ring = 2 * LEAST_SPLIT * 4 + (MOST_MEMBERS * 16 if wide else 0)
+    return KernelTile(tokens, rows, warps * 32, before_ring + stages * tile_bytes + behind_ring)
+
+
+def most_members(variant: Variant, group: int) -> int:
+    """Rows whose `group` query heads a wide thread block has room for."""
+    return decode_tile(variant, wide=True).rows // group
+
+
+def every_item_is_wide(variant: Variant, group: int) -> bool:
+    """Whether groups have more query heads than the other kernel's thread blocks, so that the wide one does it all."""
+    return group > decode_tile(variant).rows and variant.dtype != "float32"
 
 
 def padded_row(row_bytes: int) -> int:
@@ -65,10 +84,18 @@ def padded_row(row_bytes: int) -> int:
     return (row_bytes // CHUNK_BYTES | 1) * CHUNK_BYTES
 
 
-def most_partials(context_len: int) -> int:
-    """The most partial results of a row of at most this many keys."""
-    splits = -(-context_len // SPLIT_TOKENS)
+def most_partials(context_len: int, window: int = 0) -> int:
+    """The most partial results of a row of at most this many keys, of which it sees a window's; 0: all."""
+    visible = min(context_len, window or context_len)
+    bounds = (*(bound for bound in LONGER_SPLITS_BEYOND if bound < visible), visible)
+    splits = max(-(-bound // (LEAST_SPLIT << longer)) for longer, bound in enumerate(bounds))
+    splits += visible < context_len  # a window may begin and end within a split
     return splits if splits > 1 else 0
+
+
+def splits_longer(visible: Ints) -> Ints:
+    """How often the splits of rows with so many visible keys are doubled: they have LEAST_SPLIT << this keys."""
+    return np.searchsorted(LONGER_SPLITS_BEYOND, visible).astype(np.int32)
 
 
 def merge_counters(num_heads: int, num_kv_heads: int) -> int:
@@ -78,56 +105,122 @@ def merge_counters(num_heads: int, num_kv_heads: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Items of a step's decode rows."""
+    """Items of a step's decode rows: every split of every row in one item, of either kind."""
 
     items: Ints
-    """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out)."""
+    """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out). The split in
+    units of its own length, with `splits_longer` from bit 24 on."""
+    wide_items: Ints
+    """[w, 4]: first member, sequence whose table names the blocks, split (as in `items`), number of members."""
+    members: Ints
+    """[R, 4] where there may be wide items, else [0, 4]: row, sequence, merge, 0."""
     merges: Ints
     """[m, 4]: row, first partial, number of partials, split of the first partial. A row's partials are neighbours."""
+    num_splits: int
+    """Of all rows: the items there would be if each had one row."""
     num_partials: int
     most_partials: int
     """Of one row."""
+    keys_read: int
+    """Keys that all items read, of each KV head: those of a wide item once for all members."""
+    all_wide: bool
+    """Whether every item is a wide one, whatever the rows: groups have more heads than other thread blocks."""
+
+    def with_empty_rows(self, rows: Ints, sequence: int) -> DecodeWork:
+        """The same work, and rows whose `sequence` has no keys: each has an item, which writes zeros."""
+        zeros, none = np.zeros_like(rows), np.full_like(rows, -1)
+        items, wide_items, members = self.items, self.wide_items, self.members
+        if self.all_wide:
+            at = len(members) + np.arange(len(rows), dtype=np.int32)
+            wide_items = np.concatenate([wide_items, _columns(at, zeros + sequence, zeros, zeros + 1)])
+            members = np.concatenate([members, _columns(rows, zeros + sequence, none, zeros)])
+        else:
+            items = np.concatenate([items, _columns(rows, zeros + sequence, zeros, none)])
+        return replace(
+            self, items=items, wide_items=wide_items, members=members, num_splits=self.num_splits + len(rows)
+        )
 
 
-def decode_work(*, rows: Ints, sequences: Ints, context_lens: Ints, window: int = 0) -> DecodeWork:
+def decode_work(
+    *,
+    rows: Ints,
+    sequences: Ints,
+    context_lens: Ints,
+    window: int = 0,
+    tables: Ints | None = None,
+    block_size: int = 1,
+    most_members: int = 1,
+    all_wide: bool = False,
+) -> DecodeWork:
     """Items of the given decode rows (parallel arrays [R]), the longest first, so that thread blocks that start last
     are short.
 
     `window`: splits wholly before it are left out; 0: none. A row without keys still has an item, which writes zeros.
+    `tables` [R, W]: block ids of each row's sequence; up to `most_members` rows share a split of the same blocks.
+    `all_wide`: every item is a wide one, as for groups of more query heads than the other kernel takes.
     """
     lens = np.asarray(context_lens, np.int32)
-    oldest, first, splits = _splits(lens, window)
-    end = lens // SPLIT_TOKENS
+    longer = splits_longer(np.minimum(lens, window) if window else lens)
+    length = LEAST_SPLIT << longer
+    oldest, first, splits = _splits(lens, length, window)
+    end = lens // length
     merged = splits > 1
     partials = splits * merged
-    merge = np.where(merged, np.cumsum(merged) - 1, -1)
+    merge = np.where(merged, np.cumsum(merged) - 1, -1).astype(np.int32)
     merges = _columns(rows, np.cumsum(partials) - partials, splits, first)[merged]
 
-    # Whole splits come first; the others are at most two a row: cut short by the window, or by the row's end.
-    begin = -(-oldest // SPLIT_TOKENS)
+    # Whole splits; the others are at most two a row: cut short by the window, or by the row's end.
+    begin = -(-oldest // length)
+    shared = SharedSplits.none(len(lens))
+    if tables is not None and most_members > 1:
+        shared = shared_splits(tables, begin, end, blocks_per_split=length // block_size, most=most_members)
     count = np.maximum(end - begin, 0)
-    whole = np.repeat(_columns(rows, sequences, begin - np.cumsum(count) + count, merge), count, axis=0)
-    whole[:, 2] += np.arange(len(whole), dtype=np.int32)
-    by_window = oldest % SPLIT_TOKENS > 0
-    by_end = ((lens % SPLIT_TOKENS > 0) | (lens == 0)) & ~(by_window & (end == first))
-    owner = np.concatenate([np.flatnonzero(by_window), np.flatnonzero(by_end)])
-    split = np.concatenate([first[by_window], end[by_end]])
-    keys = np.minimum((split + 1) * SPLIT_TOKENS, lens[owner]) - np.maximum(split * SPLIT_TOKENS, oldest[owner])
-    order = np.argsort(-keys, kind="stable")
-    short = _columns(rows[owner], sequences[owner], split, merge[owner])[order]
-    return DecodeWork(np.concatenate([whole, short]), merges, int(partials.sum()), int(partials.max(initial=0)))
+    whole_of = np.repeat(np.arange(len(lens)), count)
+    whole_split = np.arange(len(whole_of)) - np.repeat(np.cumsum(count) - count, count) + begin[whole_of]
+    if len(shared.runs):
+        depth = shared.covered.shape[1]
+        alone = ~((whole_split < depth) & shared.covered[whole_of, np.minimum(whole_split, depth - 1)])
+        whole_of, whole_split = whole_of[alone], whole_split[alone]
+    by_window = oldest % length > 0
+    by_end = ((lens % length > 0) | (lens == 0)) & ~(by_window & (end == first))
+    owner = np.concatenate([whole_of, np.flatnonzero(by_window), np.flatnonzero(by_end)])
+    split = np.concatenate([whole_split, first[by_window], end[by_end]])
+    at = split * length[owner]
+    keys = np.minimum(at + length[owner], lens[owner]) - np.maximum(at, oldest[owner])
+    longest = np.argsort(-keys, kind="stable")
+    owner, split = owner[longest], split[longest]
+
+    order, runs = shared.order, shared.runs
+    leader = order[runs[:, 0]]
+    wide_items = _columns(runs[:, 0], sequences[leader], runs[:, 2] | longer[leader] << 24, runs[:, 1])
+    split_of_item = split | longer[owner] << 24
+    items = _columns(rows[owner], sequences[owner], split_of_item, merge[owner])
+    keys_read = int(keys.sum()) + int(length[leader].sum())
+    if all_wide:
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order), dtype=np.int32)
+        one = np.ones_like(owner)
+        wide_items = np.concatenate([wide_items, _columns(place[owner], sequences[owner], split_of_item, one)])
+        items = items[:0]
+    members = _columns(rows[order], sequences[order], merge[order], np.zeros_like(order))
+    return DecodeWork(
+        items=items,
+        wide_items=wide_items,
+        members=members if all_wide or len(wide_items) else members[:0],
+        merges=merges,
+        num_splits=int(splits.sum()),
+        num_partials=int(partials.sum()),
+        most_partials=int(partials.max(initial=0)),
+        keys_read=keys_read,
+        all_wide=all_wide,
+    )
 
 
-def num_decode_items(context_lens: Ints, window: int = 0) -> int:
-    """The number of items that `decode_work` makes of rows with these many keys."""
-    return int(_splits(np.asarray(context_lens, np.int32), window)[2].sum())
-
-
-def _splits(lens: Ints, window: int) -> tuple[Ints, Ints, Ints]:
-    """By row: its oldest visible key, its first split, and the number of its splits."""
+def _splits(lens: Ints, length: Ints, window: int) -> tuple[Ints, Ints, Ints]:
+    """By row, with splits of so many keys: its oldest visible key, its first split, and the number of its splits."""
     oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
-    first = oldest // SPLIT_TOKENS
-    return oldest, first, np.maximum(-(-lens // SPLIT_TOKENS) - first, 1)
+    first = oldest // length
+    return oldest, first, np.maximum(-(-lens // length) - first, 1)
 
 
 def _columns(*columns: Ints) -> Ints:

@@ -51,15 +51,25 @@ def gated(num_rows: int, row_bytes: int) -> LaunchConfig:
     return LaunchConfig((num_rows, -(-row_bytes // 4096), 1), 256, 0)
 
 
+def sample(num_rows: int) -> LaunchConfig:
+    """One thread block a row of logits."""
+    return LaunchConfig((num_rows, 1, 1), 512, 0)
+
+
+def adjust(num_rows: int, vocab_size: int) -> LaunchConfig:
+    """A thread block has 2,048 logits of a row; x walks over the rows."""
+    return LaunchConfig((num_rows, -(-vocab_size // 2048), 1), 256, 0)
+
+
 def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
     """A block of memory is cut into chunks of 16 KiB in y; x walks over the pairs."""
     return LaunchConfig((num_pairs, min(-(-block_bytes // 16384), 65535), 1), 128, 0)
 
 
-def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int) -> LaunchConfig:
+def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int, *, wide: bool = False) -> LaunchConfig:
     """One thread block an item, KV head and tile of its query heads; the KV heads of an item are neighbours. Beyond
-    MAX_BLOCKS a thread block goes on to further items."""
-    tile = decode_tile(variant)
+    MAX_BLOCKS a thread block goes on to further items. `wide`: of the wide kernel."""
+    tile = decode_tile(variant, wide=wide)
     blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
     return LaunchConfig((min(blocks, MAX_BLOCKS), 1, 1), tile.threads, tile.shared_bytes)
 

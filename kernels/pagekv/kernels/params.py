@@ -23,33 +23,42 @@ def _struct(*, pointers: str, i64: str = "", i32: str = "", f32: str = "") -> np
 
 
 CACHE_WRITE = _struct(
-    pointers="key value query pool slots rope positions",
+    pointers="key value query pool slots rope positions kv_scales",
     i64="block_stride kv_stride key_stride value_stride query_stride",
     i32="num_tokens num_heads num_kv_heads block_size_log2 layer rotary_dim rope_interleaved",
-    f32="k_scale v_scale",
 )
 
 ADD_NORM = _struct(
     pointers="stream added out added_weight weight",
     i64="stream_stride out_stride",
-    i32="size",
+    i32="size last_size",
     f32="factor added_eps eps",
 )
 GATED = _struct(pointers="gate_up out", i32="size gelu")
+
+SAMPLE = _struct(
+    pointers="logits adjusted choices tokens last_tokens counts seen", i64="logit_stride", i32="vocab_size"
+)
+ADJUST = _struct(pointers="logits out adjustments edits counts seen", i64="logit_stride", i32="vocab_size")
+# Elements of arrays that these two read.
+CHOICE = _struct(pointers="number top_p min_weight", i32="top_k adjusted last_token penalty_row", f32="scale scale_low")
+ADJUSTMENT = _struct(pointers="", i32="row edits num_edits penalty_row", f32="repetition presence frequency")
+EDIT = _struct(pointers="", i32="token", f32="value")
 
 BLOCK_COPY = _struct(pointers="pool pairs", i64="block_bytes")
 
 _ATTENTION = {
     "i64": "block_stride kv_stride query_stride out_stride",
     "i32": "num_items num_heads num_kv_heads block_size_log2 table_stride layer window",
-    "f32": "scale soft_cap k_scale v_scale",
+    "f32": "scale soft_cap",
 }
 DECODE = _struct(
-    pointers="query out pool block_tables context_lens items merges merge_counters partial_out partial_state",
+    pointers="query out pool block_tables context_lens items kv_scales sinks members merges merge_counters partial_out "
+    "partial_state",
     **_ATTENTION,
 )
-PREFILL = _struct(pointers="query out pool block_tables context_lens query_start items", **_ATTENTION)
-MERGE = _struct(pointers="out partial_out partial_state items", i64="out_stride", i32="num_heads")
+PREFILL = _struct(pointers="query out pool block_tables context_lens kv_scales sinks query_start items", **_ATTENTION)
+MERGE = _struct(pointers="out partial_out partial_state sinks items", i64="out_stride", i32="num_heads")
 
 
 @cache

@@ -23,7 +23,8 @@ class Norm:
     """`x / sqrt(mean(x * x) + eps) * weight`."""
 
     weight: Tensor
-    """float32, contiguous: [size], or [groups, size] where every group of a row's elements has its own."""
+    """float32, contiguous: [size], [groups, size] where every group of a row's elements has its own, or [elements] of
+    two groups of any size."""
     eps: float
 
 
@@ -66,6 +67,20 @@ class RowKernels:
             raise ValueError(f"norm: needs a weight {(groups, size)}, got {tuple(norm.weight.shape)}")
         self._launch_add_norm(heads, None, heads, 1.0, None, norm, size, groups)
 
+    def norm_parts(self, row_parts: Tensor, first_size: int, norm: Norm) -> None:
+        """Norms two groups of each row in place, the first of `first_size` elements, the other of the rest: `row_parts`
+        `[rows, elements]`, whose rows may be apart; `norm.weight` `[elements]`. Raises ValueError for rows that the
+        kernel cannot read.
+        """
+        rows, elements = map(int, row_parts.shape)
+        self._check("row_parts", row_parts, (rows, elements), (int(row_parts.stride()[0]), 1))
+        if tuple(norm.weight.shape) != (elements,):
+            raise ValueError(f"norm: needs a weight {(elements,)}, got {tuple(norm.weight.shape)}")
+        if not 0 < first_size < elements or first_size * self._element_bytes % ALIGN_BYTES:
+            raise ValueError(f"first_size: must be of whole {ALIGN_BYTES} bytes and below {elements}, got {first_size}")
+        last_size = elements - first_size
+        self._launch_add_norm(row_parts, None, row_parts, 1.0, None, norm, first_size, 2, last_size)
+
     def gated(self, gate_up: Tensor, out: Tensor, activation: str) -> None:
         """`out = activation(gate) * up`: `gate_up` `[rows, 2 * size]`, the gate first; `out` `[rows, size]`; both
         contiguous. `activation`: silu or gelu_tanh. Raises ValueError for rows that the kernel cannot read.
@@ -98,11 +113,13 @@ class RowKernels:
         norm: Norm | None,
         size: int,
         groups: int = 1,
+        last_size: int = 0,
     ) -> None:
+        """`last_size`: elements of the last group; 0: as the others."""
         self._launcher.launch(
             "pagekv_add_norm",
             self._variant,
-            launch_config.add_norm(int(stream.shape[0]), groups, size * self._variant.element_bytes),
+            launch_config.add_norm(int(stream.shape[0]), groups, max(size, last_size) * self._variant.element_bytes),
             fill(
                 ADD_NORM,
                 stream=stream.data_ptr(),
@@ -113,6 +130,7 @@ class RowKernels:
                 stream_stride=stream.stride()[0],
                 out_stride=0 if out is None else out.stride()[0],
                 size=size,
+                last_size=last_size or size,
                 factor=factor,
                 added_eps=0.0 if added_norm is None else added_norm.eps,
                 eps=0.0 if norm is None else norm.eps,

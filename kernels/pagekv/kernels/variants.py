@@ -41,7 +41,7 @@ class Variant:
     head_size: int
     """Elements of a head: 64, 80, 96, 128 or 256."""
     features: bool = False
-    """Whether sliding window and soft cap are compiled in; run-time parameters turn each on."""
+    """Whether sliding window, soft cap and sinks are compiled in; run-time parameters turn each on."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_PAIRS:
@@ -103,6 +103,9 @@ class Kernel:
     name: str
     source: str
     macros: tuple[str, ...]
+    contracts: bool = True
+    """Whether the compiler may round a product and a sum once. False for kernels that share rows, whose bits must not
+    depend on the kernel."""
 
     def macros_of(self, variant: Variant) -> dict[str, int]:
         """The variant's macros, with the plainest variant's values for those that this kernel does not depend on: equal
@@ -114,7 +117,9 @@ class Kernel:
     def options(self, variant: Variant) -> tuple[str, ...]:
         """Compiler options, the architecture apart."""
         # fp32 subnormals count as 0: tolerances and register budgets were judged with this option.
-        return ("--std=c++17", "-ftz=true", *(f"-D{name}={value}" for name, value in self.macros_of(variant).items()))
+        rounding = () if self.contracts else ("--fmad=false",)
+        macros = (f"-D{name}={value}" for name, value in self.macros_of(variant).items())
+        return ("--std=c++17", "-ftz=true", *rounding, *macros)
 
     def label(self, variant: Variant) -> str:
         """The part of the variant that this kernel depends on, in words."""
@@ -136,9 +141,12 @@ KERNELS: Mapping[str, Kernel] = {
         Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
         Kernel("pagekv_add_norm", "add_norm.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_gated", "gated.cu", ("PAGEKV_DTYPE",)),
+        Kernel("pagekv_adjust", "adjust.cu", ("PAGEKV_DTYPE",)),
+        Kernel("pagekv_sample", "sample.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_block_copy", "block_copy.cu", ()),
-        Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
-        Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE)),
+        Kernel("pagekv_decode", "decode.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), contracts=False),
+        Kernel("pagekv_decode_wide", "decode_wide.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), contracts=False),
+        Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
         Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
     )
 }

@@ -305,7 +305,7 @@ class Manager:
         collector = EngineCollector(
             self.engine, requests, prefix_cache=prefix_cache, insecure_listeners=len(self._config.open_listeners())
         )
-        tenants = TenantCollector(self.engine.queries, self.engine.accounts)
+        tenants = TenantCollector(self.engine.statistics, self.engine.accounts)
         metrics = metrics_routes(collector, AccessCollector(self._access), tenants)
         routes = [*metrics, *health_routes(self._not_ready), *self._page_routes(requests)]
         http = HttpServer(

@@ -22,7 +22,7 @@ class Ablation:
 
     old: str = ""
     new: str = ""
-    constant: tuple[ModuleType, str, int] | None = None
+    constant: tuple[ModuleType, str, object] | None = None
 
     def edit(self, text: str) -> str:
         """The text of a kernel, changed where it is the decode kernel's. Raises ValueError where that lacks `old`."""
@@ -33,17 +33,16 @@ class Ablation:
         return text.replace(self.old, self.new)
 
 
-SPLIT = "constexpr int SPLIT_TOKENS = {};"
 COPY_OF_THREAD = "i32 first_token = (i32)threadIdx.x / CHUNKS, first_chunk = (i32)threadIdx.x % CHUNKS;"
 ACROSS_ROWS = (
     "i32 first_token = (i32)threadIdx.x % (THREADS / CHUNKS), first_chunk = (i32)threadIdx.x / (THREADS / CHUNKS);"
 )
 START_NEXT = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);"
 
-# All but the first leave every bit of the result as it is. Splits of 1,024 keys still let three thread blocks share a
-# multiprocessor; a sequence of so many has one thread block for each KV head, as in the first PagedAttention kernel.
+# All but the first leave every bit of the result as it is. With splits of 1,024 keys a sequence of so many has one
+# thread block for each KV head, as in the first PagedAttention kernel.
 ABLATIONS = {
-    "longer_splits": Ablation(SPLIT.format(256), SPLIT.format(1024), (decode_plan, "SPLIT_TOKENS", 1024)),
+    "longer_splits": Ablation(constant=(decode_plan, "LONGER_SPLITS_BEYOND", (0, 0))),
     "merge_apart": Ablation(constant=(attention, "MOST_FUSED_PARTIALS", 0)),
     "copies_awaited": Ablation(START_NEXT, f"{START_NEXT} cp_async_wait<0>();"),
     "copies_across_rows": Ablation(COPY_OF_THREAD, ACROSS_ROWS),

@@ -54,8 +54,7 @@ def write(
         layer=layer,
         rotary_dim=rope.table.shape[1],
         rope_interleaved=int(rope.interleaved),
-        k_scale=1.0,
-        v_scale=1.0,
+        kv_scales=0,
     )
     shape = launch_config.cache_write(plan.num_rows)
     attention._launcher.launch("pagekv_cache_write", attention.variant, shape, params)

@@ -34,6 +34,7 @@ from gpu_first.step import Context
 from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.cuda.fused_decoder import FusedLayers
+from pagekv.executor.cuda.torch_sampler import TorchSampling
 
 MODEL_BYTES = 20 * 2**30
 """Room for the weights of Llama 3 8B, with a little to spare."""
@@ -52,9 +53,9 @@ def backend_of(context: Context, directory: Path, **options: Any) -> CudaBackend
     if context.small:
         from support.executor import cuda_stub
 
-        return CudaBackend(
-            directory, "bench", cuda_stub.device(), **{"dtype": "float32", "kv_memory": 2**26, **options}
-        )
+        # Recording graphs emulates each of them, and twice.
+        stubbed = {"dtype": "float32", "kv_memory": 2**26, "max_sequences": 8}
+        return CudaBackend(directory, "bench", cuda_stub.device(), **{**stubbed, **options})
     from pagekv.executor.cuda.device import CudaDevice
 
     return CudaBackend(directory, "bench", CudaDevice(), **options)
@@ -88,6 +89,8 @@ def step_llama(context: Context) -> None:
             backend = backend_of(context, directory, dtype=dtype, graphs=graphs, kv_memory=2**26)
             # Judged against transformers' model at start: where they disagree, that model serves.
             context.log.check(f"{dtype}: layers are fused", isinstance(backend.forward, FusedLayers), graphs=graphs)
+            by_kernel = backend.sampler is not TorchSampling
+            context.log.check(f"{dtype}: tokens are sampled by the kernel", by_kernel, graphs=graphs)
             allocate(backend, sizes)
             outputs = [_tokens(backend, batch, sizes, sampling) for sampling in (GREEDY, TOP_P)]
             answers.append(outputs)

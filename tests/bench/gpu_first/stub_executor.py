@@ -16,7 +16,9 @@ from pagekv.executor.world import ALONE, World
 
 def load(config: ExecutorConfig, world: World = ALONE) -> Backend:
     """The backend that the flags ask for, on CPU tensors."""
-    return CudaBackend(Path(config.model), "bench", cuda_stub.device(), dtype="float32", kv_memory=2**26)
+    return CudaBackend(
+        Path(config.model), "bench", cuda_stub.device(), dtype="float32", kv_memory=2**26, max_sequences=8
+    )
 
 
 if __name__ == "__main__":

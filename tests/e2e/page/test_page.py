@@ -272,6 +272,22 @@ def test_tenants_are_shown_where_there_are_some(site: Site) -> None:
     wait(lambda: site.browser.run("return document.getElementById('tenants').hidden"))
 
 
+def test_ranks_are_shown_by_their_work_where_there_are_some(site: Site) -> None:
+    assert site.browser.run("return document.getElementById('ranks').hidden")
+    site.browser.run("pagekv.ranks.show([1500, 2250, 900])")
+    assert "rank 1 the slowest, skew 1.4 ms" in site.browser.text("#ranks")
+    rows = site.browser.run("return Array.from(document.querySelectorAll('#rank-list li'), (row) => row.innerText)")
+    assert [" ".join(row.split()) for row in rows] == [
+        "rank 1 2.3 ms a step", "rank 0 1.5 ms a step", "rank 2 900 µs a step"
+    ]  # fmt: skip  # several entries a line
+    site.browser.run("pagekv.ranks.show(Array.from({ length: 64 }, (_, rank) => 1000 + rank))")
+    assert "the slowest 16 of 64, rank 63 the slowest, skew 63 µs" in site.browser.text("#ranks")
+    assert site.browser.run("return document.documentElement.scrollWidth <= innerWidth")
+    # As the manager tells it, there are none.
+    site.client.generate(TEXT, max_tokens=4, ignore_eos=True)
+    wait(lambda: site.browser.run("return document.getElementById('ranks').hidden"))
+
+
 def test_a_lost_manager_is_shown_and_the_page_comes_back_by_itself(site: Site) -> None:
     with running_stack([*ORACLE, "--kv-memory", "1MiB", PLAIN], ["--http-listen", "127.0.0.1:0", PLAIN]) as stack:
         address = stack.manager.http

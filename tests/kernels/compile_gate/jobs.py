@@ -85,10 +85,16 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
                 shapes.append(launch_config.add_norm(1, 1, 1 << 14))
             case "pagekv_gated":
                 shapes.append(launch_config.gated(1, 1 << 14))
+            case "pagekv_sample":
+                shapes.append(launch_config.sample(1))
+            case "pagekv_adjust":
+                shapes.append(launch_config.adjust(1, 1 << 17))
             case "pagekv_block_copy":
                 shapes.append(launch_config.block_copy(1, 1 << 20))
             case "pagekv_decode":
                 shapes.append(launch_config.decode(variant, 1, group_size, 1))
+            case "pagekv_decode_wide":
+                shapes.append(launch_config.decode(variant, 1, group_size, 1, wide=True))
             case "pagekv_merge":
                 shapes.append(launch_config.merge(variant, 1, group_size))
             case "pagekv_prefill":

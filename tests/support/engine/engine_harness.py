@@ -66,6 +66,8 @@ class Bench:
         self.bend: Callable[[StepResult], StepResult] = lambda result: result
         # Every step is refused.
         self.broken = False
+        # Shapes that the executor cannot record when it is attached.
+        self.failed_graphs = 0
         # A step with a sequence that begins like one of these ends the link, which says whose fault that was.
         self.poison: dict[tuple[int, ...], Fault] = {}
         self.attaches: list[float] = []
@@ -88,10 +90,11 @@ class Link:
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
         return self._bench.description
 
-    async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
+    async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> pb.AttachResponse:
         self._bench.attaches.append(asyncio.get_running_loop().time())
         self.epoch = len(self._bench.attaches)
         self._executor = FakeExecutor(model.num_device_blocks, model.block_size, VOCAB, model.num_host_blocks)
+        return pb.AttachResponse(epoch=self.epoch, graphs=5, failed_graphs=self._bench.failed_graphs)
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
         self._bench.plans.append(plan)
@@ -174,7 +177,7 @@ def run(
         assert test.done(), "the test hangs"
         await test
         check_engine(engine.queries)
-        assert engine.queries.stats().active_blocks == 0
+        assert engine.statistics.stats().active_blocks == 0
         await engine.stop(1)
         await task
 

@@ -8,6 +8,8 @@ from pagekv.common.errors import AlreadyExists, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.events.batch import Stored
@@ -34,13 +36,15 @@ MODEL = EngineInfo(
 )
 
 
-class FakeEngine(EngineLoop, EngineQueries):
-    """An engine without a loop, and its queries. The test pushes deltas with `push`; nothing happens by itself."""
+class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
+    """An engine without a loop, and all that is asked of it. Tests push deltas with `push`; nothing else happens."""
 
     model: EngineInfo | None = MODEL
 
     def __init__(self, model: EngineInfo | None = MODEL) -> None:
         self.queries: EngineQueries = self
+        self.snapshots: EngineSnapshots = self
+        self.statistics: EngineStatistics = self
         self.model = model
         self.accounts = Accounts()
         self.live: dict[str, RequestStream] = {}

@@ -23,6 +23,7 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]
@@ -96,6 +97,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.scheduler.set_tenants(
             weights, {tenant: int(share * num_blocks) for tenant, share in floors.items()}
         )
+
+    @rule(tokens=st.integers(1, 40), decode=st.sampled_from([0.0, 0.5, 1.0, 3.0]))
+    def set_bound(self, tokens: int, decode: float) -> None:
+        """Steps for which tenants compete are short from now on."""
+        self.driver.scheduler.set_bound(StepBound(tokens, decode))
 
     def sampling(self, data: st.DataObject, beam_width: int, max_tokens: int) -> dict[str, Any]:
         """Further fields of SamplingParams."""

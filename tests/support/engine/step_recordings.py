@@ -97,7 +97,7 @@ async def busy(engine: EngineLoop, bench: Bench) -> None:
         assert pin.pinned_tokens == 8
         await read(engine.submit(command("beside", [40, 41, 42], 20)))
         engine.queries.unpin_prefix(pin.pin_id)
-    stats = engine.queries.stats()
+    stats = engine.statistics.stats()
     assert min(stats.preemptions_total, stats.swapped_out_blocks_total, stats.written_back_blocks_total) > 0
 
 

@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     PreTrainedConfig,
@@ -20,7 +21,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Launch, Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import (
+    BlockCopies,
+    CopyDirection,
+    GraphCounts,
+    Launch,
+    Sampling,
+    Scheduled,
+    SequenceState,
+)
 
 VOCAB = 256
 # Wide weights: flat logits would make near ties, and the same token over and over.
@@ -56,6 +65,10 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
             "query_pre_attn_scalar": 7,
             "attn_logit_softcapping": 5.0,
         }
+    ),
+    # Layers alternate likewise; heads have sinks, and the feed-forward part has experts.
+    "gpt-oss": lambda: GptOssConfig(
+        **{**_COMMON, "head_dim": 16, "sliding_window": WINDOW, "num_local_experts": 4, "num_experts_per_tok": 2}
     ),
     "gpt2": lambda: GPT2Config(
         vocab_size=VOCAB,
@@ -127,7 +140,7 @@ class Driven(Protocol):
 
     @property
     def cache(self) -> Pools: ...
-    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None: ...
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None: ...
     def copy_blocks(self, copies: BlockCopies) -> None: ...
     def launch(self, scheduled: list[Scheduled]) -> Launch: ...
 

@@ -73,9 +73,10 @@ class HostStreams(Streams):
 
 @dataclass
 class HostDevice(CudaDevice):
-    """A device without streams. Recording a graph notes the function, which must be `Recordable`; replaying runs it
-    with what it had bound when it was recorded. (Recording runs it too, as a GPU does not, which changes nothing: the
-    step that is recorded is the first to be replayed.)"""
+    """A device without streams. Recording a graph notes the function; replaying runs it, with what it had bound when it
+    was recorded. It must be `Recordable` when it is first replayed, since recording emulates nothing: many graphs are
+    recorded that no test replays.
+    """
 
     launcher: Launcher = field(default_factory=HostLauncher)
     versions: dict[str, str] = field(default_factory=lambda: {"gpu": "emulated"})
@@ -119,9 +120,17 @@ class HostDevice(CudaDevice):
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         if self.refuses_capture:
             raise RuntimeError("operation not permitted when stream is capturing")
-        with Recordable():
-            function()
-        return function
+        replayed = False
+
+        def replay() -> torch.Tensor:
+            nonlocal replayed
+            if replayed:
+                return function()
+            replayed = True
+            with Recordable():
+                return function()
+
+        return replay
 
 
 def _small(config: PreTrainedConfig) -> PreTrainedConfig:

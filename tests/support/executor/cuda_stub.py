@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_leaves
 from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
-from pagekv.kernels.variants import Variant
+from pagekv.kernels.variants import KERNELS, Variant
 
 FAULT = "CUDA error: an illegal memory access was encountered"
 _recording: list[Graph] = []
@@ -152,7 +152,7 @@ class StubLauncher:
             _recording[-1].work.append(run)
 
 
-SOURCES = ("cache_write.cu", "add_norm.cu", "gated.cu", "block_copy.cu", "decode.cu", "merge.cu", "prefill.cu")
+SOURCES = tuple(kernel.source for kernel in KERNELS.values())
 
 
 def _empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:

@@ -1,28 +1,41 @@
-"""The device's sampler as the runner uses it, on CPU tensors."""
+"""The device's samplers as the runner uses them, on CPU tensors."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 import torch
+from support.kernels.host_build import HostLauncher
 
 from pagekv.executor.backend.interface import Sampled, SequenceState
-from pagekv.executor.cuda.sampler import SamplingInputs, sample
-from pagekv.executor.cuda.step_inputs import DeviceSequences, PenaltyTable
+from pagekv.executor.cuda.choose_sampler import Sampler
+from pagekv.executor.cuda.kernel_sampler import KernelSampling
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.step_inputs import DeviceSequences
+from pagekv.executor.cuda.torch_sampler import TorchSampling
 from pagekv.kernels.attention_plan import pack
+
+# By name: the kernel in the emulation, and torch's operators.
+SAMPLERS: Mapping[str, Sampler] = {
+    "kernel": partial(KernelSampling, launcher=HostLauncher()),
+    "torch": TorchSampling,
+}
 
 
 class DeviceSampler:
     """Sampling over some steps."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, sampler: Sampler = SAMPLERS["torch"]) -> None:
+        self.sampler = sampler
+        self.last_tokens = torch.zeros(65, dtype=torch.int32)
         self.table = PenaltyTable(vocab_size, torch.device("cpu"))
         self.live = DeviceSequences(64, self.table)
 
     def sample(self, logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
-        inputs = SamplingInputs([self.live.get(state) for state in states], logits.shape[1], self.table)
+        inputs = self.sampler([self.live.get(state) for state in states], logits.shape[1], self.table)
         sections = inputs.sections()
         words, offsets = pack(sections, {name: array.shape for name, array in sections.items()})
         uploaded = torch.from_numpy(words)
@@ -31,7 +44,9 @@ class DeviceSampler:
             size = math.prod(shape) * dtype.itemsize // 4
             return uploaded[offsets[name] : offsets[name] + size].view(dtype).view(shape)
 
-        chosen, logprobs = sample(logits, inputs.chunks(find), self.table)
+        chosen, logprobs = inputs.sample(logits, find, self.last_tokens)
+        kept = [int(self.last_tokens[self.live.get(state).device_index]) for state in states]
+        assert kept == [max(token, 0) for token in chosen.tolist()]
         tokens = {state.seq_id: Sampled(token) for state, token in zip(states, chosen.tolist(), strict=True)}
         rows = [row for chunk in logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]
         for state, (logprob, ids, values) in zip(inputs.logprobs_of, rows, strict=True):

@@ -13,9 +13,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from support.clients.stack import ROOT, environment
+
+if TYPE_CHECKING:
+    from pagekv.executor.model.tensor_parallel import Shards
 
 WAIT_S = 300.0
 
@@ -36,17 +39,29 @@ class SplitRun:
 
 def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
     """Of each run `cold`, `preempted` and `hits`, the tokens of each prompt; and `kv_heads` of each rank, and whether
-    compiled loops computed it (`fused`). Raises AssertionError with the last words of a rank that failed.
+    compiled loops computed it (`fused`). Raises AssertionError as `rank_0_of` does.
+    """
+    output = rank_0_of(["-m", __name__, json.dumps([asdict(run) for run in runs])], ranks)
+    found: list[dict[str, Any]] = json.loads(output.rpartition("\nANSWERS ")[2])
+    return found
+
+
+def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
+    """The output of rank 0 of so many, which run Python with these arguments. Raises AssertionError with the last words
+    of a rank that failed.
     """
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
     env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    command = [sys.executable, "-m", __name__, json.dumps([asdict(run) for run in runs])]
     processes = [
         subprocess.Popen(
-            command, env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, *arguments],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(ranks)
     ]
@@ -57,8 +72,22 @@ def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
             process.kill()
     failed = [output[-3000:] for process, output in zip(processes, outputs, strict=True) if process.returncode]
     assert not failed, "\n---\n".join(failed)
-    found: list[dict[str, Any]] = json.loads(outputs[0].rpartition("\nANSWERS ")[2])
-    return found
+    return outputs[0]
+
+
+def shards_of_this_process() -> Shards:
+    """Of a process that is started as torchrun starts ranks, joined to the others."""
+    from pagekv.executor.model.tensor_parallel import Shards
+    from pagekv.executor.ranks.gathering import Meeting
+    from pagekv.executor.ranks.rendezvous import join_process_group, open_store
+    from pagekv.executor.ranks.watch import end_process
+    from pagekv.executor.world import read_world
+
+    world = read_world(os.environ)
+    join_process_group(open_store(world, WAIT_S), world, Meeting("", 0, "test"), WAIT_S)
+    shards = Shards(world, end_process)
+    shards.limit_waits(WAIT_S)
+    return shards
 
 
 def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
@@ -91,18 +120,8 @@ def main() -> None:
     """One rank."""
     import torch
 
-    from pagekv.executor.model.tensor_parallel import Shards
-    from pagekv.executor.ranks.gathering import Meeting
-    from pagekv.executor.ranks.rendezvous import join_process_group, open_store
-    from pagekv.executor.ranks.watch import end_process
-    from pagekv.executor.world import read_world
-
     torch.set_num_threads(1)
-    world = read_world(os.environ)
-    store = open_store(world, WAIT_S)
-    join_process_group(store, world, Meeting("", 0, "test"), WAIT_S)
-    shards = Shards(world, end_process)
-    shards.limit_waits(WAIT_S)
+    shards = shards_of_this_process()
     found = [_run(SplitRun(**run), shards) for run in json.loads(sys.argv[1])]
     torch.distributed.barrier()
     print("\nANSWERS " + json.dumps(found))

@@ -10,7 +10,7 @@ from support.kernels.host_build import SANITIZE, HostLauncher, address, aligned_
 from support.kernels.stored_sequences import PLAIN, Array, Cache, Features, Rows, Sequences, attention_values
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.decode_plan import decode_work, merge_counters
+from pagekv.kernels.decode_plan import decode_tile, decode_work, merge_counters
 from pagekv.kernels.params import DECODE, MERGE, fill
 
 
@@ -25,11 +25,12 @@ def run_decode(
     padding: int = 0,
     plan_window: int | None = None,
     launches: int = 1,
+    share: bool = False,
 ) -> Array:
     """[S, H, D]: the kernel's results, as stored elements. `fused`: merged by the decode kernel, not the merge kernel.
 
     `blocks`: size of the grid. `padding`: items that do nothing, as in a captured graph. `launches`: over the same
-    counters, as the layers of a model do.
+    counters, as the layers of a model do. `share`: splits of the same blocks are read once for several rows.
     """
     variant, (count, heads, size) = sequences.variant, sequences.query.shape
     kv_heads = cache.pool.shape[4]
@@ -38,29 +39,38 @@ def run_decode(
         sequences=np.arange(count, dtype=np.int32),
         context_lens=sequences.context_lens,
         window=features.window if plan_window is None else plan_window,
+        tables=cache.tables if share else None,
+        block_size=cache.pool.shape[3],
+        most_members=decode_tile(variant, wide=True).rows // (heads // kv_heads),
+        all_wide=heads // kv_heads > decode_tile(variant).rows and variant.dtype != "float32",
     )
-    items = np.concatenate([work.items, np.full((padding, 4), -1, np.int32)])
     rows, context_lens = Rows.of(sequences.query), sequences.context_lens
     partial_out = aligned_empty((max(work.num_partials, 1), heads, size), np.float32)
     partial_state = aligned_empty((max(work.num_partials, 1), heads, 2), np.float32)
     counters = np.zeros((len(work.merges), merge_counters(heads, kv_heads)), np.int32)
-    shape = launch_config.decode(variant, len(items), heads, kv_heads)
-    params = fill(
-        DECODE,
-        items=address(items),
-        merges=address(work.merges),
-        merge_counters=address(counters) if fused else 0,
-        partial_out=address(partial_out),
-        partial_state=address(partial_state),
-        num_items=len(items),
-        **attention_values(sequences, cache, rows, context_lens, features),
-    )
-    if blocks:
-        shape = replace(shape, grid=(blocks, 1, 1))
+    starts = []
+    for kernel, wide, found in (("pagekv_decode_wide", True, work.wide_items), ("pagekv_decode", False, work.items)):
+        if not len(found):
+            continue
+        items = np.concatenate([found, np.full((padding, 4), -1, np.int32)])
+        shape = launch_config.decode(variant, len(items), heads, kv_heads, wide=wide)
+        params = fill(
+            DECODE,
+            items=address(items),
+            members=address(work.members) if wide else 0,
+            merges=address(work.merges),
+            merge_counters=address(counters) if fused else 0,
+            partial_out=address(partial_out),
+            partial_state=address(partial_state),
+            num_items=len(items),
+            **attention_values(sequences, cache, rows, context_lens, features),
+        )
+        starts.append((kernel, replace(shape, grid=(blocks, 1, 1)) if blocks else shape, params, items))
     with launcher.forbidden(*(cache.unowned(context_lens) if SANITIZE else ())):
         for _ in range(launches):
             rows.clear()
-            launcher.launch("pagekv_decode", variant, shape, params)
+            for kernel, shape, params, _held in starts:
+                launcher.launch(kernel, variant, shape, params)
     if not fused and len(work.merges):
         shape = launch_config.merge(variant, len(work.merges), heads)
         merge = fill(
@@ -68,6 +78,7 @@ def run_decode(
             out=address(rows.out),
             partial_out=address(partial_out),
             partial_state=address(partial_state),
+            sinks=address(features.sinks_of(heads)),
             items=address(work.merges),
             out_stride=rows.out.shape[1],
             num_heads=heads,

@@ -90,6 +90,8 @@ class HostLauncher:
         self.reversed_order = reversed_order
         self.edit = edit
         self.seconds = seconds
+        self.copied_bytes = 0
+        """Bytes that asynchronous copies of all launches have read from memory."""
 
     def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         """Runs a kernel to its end. Raises HostKernelError, and HostBuildError where it does not compile."""
@@ -120,7 +122,9 @@ class HostLauncher:
             seconds=self.seconds,
         )
         with self._lock:
+            before = library.pagekv_host_copied()
             error = library.pagekv_host_launch(ctypes.byref(launch))
+            self.copied_bytes += library.pagekv_host_copied() - before
         if error:
             raise HostKernelError(f"{kernel}: {_with_line(error.decode(errors='replace'), library._name)}")
 
@@ -175,6 +179,7 @@ def load(text: str, kernel: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
     library = ctypes.CDLL(str(build(text, kernel, macros)))
     library.pagekv_host_launch.restype = ctypes.c_char_p
     library.pagekv_host_launch.argtypes = [ctypes.c_void_p]
+    library.pagekv_host_copied.restype = ctypes.c_uint64
     return library
 
 

@@ -90,6 +90,10 @@ inline unsigned __float_as_uint(float value) { return host_bits<unsigned>(value)
 inline int __float_as_int(float value) { return host_bits<int>(value); }
 inline float __uint_as_float(unsigned value) { return host_bits<float>(value); }
 inline float __int_as_float(int value) { return host_bits<float>(value); }
+inline float __fmul_rn(float a, float b) { return a * b; }  // -ffp-contract=off
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned __int128>(a) * b >> 64;
+}
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float rsqrtf(float a) { return 1.0f / sqrtf(a); }
@@ -157,6 +161,31 @@ inline unsigned floats_to_bf16x2(float low, float high) {
     return float_to_bf16(low) | static_cast<unsigned>(float_to_bf16(high)) << 16;
 }
 
+// PAGEKV_E4M3_CVT: what the hardware's conversions of e4m3 do; the kernels have integer operations besides.
+inline unsigned short e4m3_to_f16(unsigned char bits) {
+    const unsigned magnitude = bits & 0x7f, sign = (bits & 0x80u) << 8;
+    if (magnitude == 0x7f) return 0x7fff;
+    const float value = magnitude < 8 ? ldexpf(magnitude, -9) : ldexpf(8 + magnitude % 8, static_cast<int>(magnitude / 8) - 10);
+    return sign | float_to_f16(value);
+}
+
+inline unsigned e4m3x2_to_f16x2(unsigned short two) {
+    return e4m3_to_f16(two & 0xff) | static_cast<unsigned>(e4m3_to_f16(two >> 8)) << 16;
+}
+
+inline unsigned short float_to_e4m3x2(float value) {
+    const float magnitude = fabsf(value);
+    if (value != value) return 0x7f;
+    // The nearest of all codes, the even one of two that are equally near.
+    unsigned best = 0;
+    for (unsigned code = 1; code < 0x7f; ++code) {
+        const double distance = fabs(f16_to_float(e4m3_to_f16(code)) - static_cast<double>(magnitude));
+        const double before = fabs(f16_to_float(e4m3_to_f16(best)) - static_cast<double>(magnitude));
+        if (distance < before || (distance == before && code % 2 == 0)) best = code;
+    }
+    return best | (host_bits<unsigned>(value) >> 24 & 0x80u);
+}
+
 inline float bf16_to_float(unsigned short bits) { return host_bits<float>(static_cast<unsigned>(bits) << 16); }
 
 inline float exp2_approx(float x) { return exp2f(x); }
@@ -188,7 +217,10 @@ inline void cp_async_16(void* shared, const void* global, bool valid = true, PAG
     if (reinterpret_cast<uintptr_t>(global) % 16)  // ignored or not
         PAGEKV_HOST_FAIL("%s:%d: cp.async: source not aligned to 16 bytes: %p", file, line, global);
     host_run::AsyncCopy copy = {static_cast<char*>(shared), {}};
-    if (valid) memcpy(copy.bytes, global, 16);
+    if (valid) {
+        memcpy(copy.bytes, global, 16);
+        host_run::run.copied += 16;
+    }
     memset(shared, 0xff, 16);
     host_run::run.current->groups.back().push_back(copy);
 }

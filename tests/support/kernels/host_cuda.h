@@ -260,4 +260,5 @@ template <typename Params> const char* launch(void (*kernel)(Params), const Laun
 
 // At the end of a kernel's text: what host_build.py calls. Returns what went wrong, or an empty string.
 #define PAGEKV_HOST_KERNEL(name) \
-    extern "C" const char* pagekv_host_launch(const host_run::Launch* launch) { return host_run::launch(name, *launch); }
+    extern "C" const char* pagekv_host_launch(const host_run::Launch* launch) { return host_run::launch(name, *launch); } \
+    extern "C" u_int64_t pagekv_host_copied() { return host_run::run.copied; }

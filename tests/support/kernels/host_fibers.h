@@ -47,6 +47,7 @@ struct Run {
     pthread_t owner;
     volatile bool running = false;
     char error[4096] = "";
+    u_int64_t copied = 0;  // bytes that cp.async has read, of all launches
 };
 static Run run;
 

@@ -5,6 +5,7 @@ decode and the prefill kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,16 @@ NOWHERE = 0x7FFFFFFF
 class Features:
     window: int = 0
     soft_cap: float = 0.0
+    sinks: bool = False
+
+    def sinks_of(self, heads: int) -> Array | None:
+        """[H] float32: a sink of each head, some below and some above usual logits; None without."""
+        return _sinks(heads) if self.sinks else None
+
+
+@cache
+def _sinks(heads: int) -> Array:
+    return np.linspace(-2, 5, heads).astype(np.float32)
 
 
 PLAIN = Features()
@@ -42,8 +53,21 @@ class Sequences:
     """Of each sequence [length, G, D] of `variant.kv_dtype`."""
     values: list[Array]
     scale: float
-    k_scale: float = 1.0
-    v_scale: float = 1.0
+    kv_scales: Array | None = None
+    """[2, G] float32: factors of stored keys, and of stored values, of each KV head; None: 1."""
+
+    @property
+    def exact(self) -> list[tuple[Array, Array]]:
+        """Of each sequence, keys and values in float64."""
+        factors = np.ones((2, 1, 1)) if self.kv_scales is None else self.kv_scales.astype(np.float64)[:, :, None]
+        stored = zip(self.keys, self.values, strict=True)
+        return [
+            (
+                twin.decode(keys, self.variant.kv_dtype) * factors[0],
+                twin.decode(values, self.variant.kv_dtype) * factors[1],
+            )
+            for keys, values in stored
+        ]
 
     @property
     def context_lens(self) -> Array:
@@ -80,10 +104,10 @@ def random_sequences(
         [np.concatenate([part[:length], stored(max(length - shared, 0))]) for length in lengths] for part in prefix
     )
     fp8 = variant.kv_element_bytes == 1
-    k_scale, v_scale = (0.8, 1.25) if fp8 else (1.0, 1.0)
+    scales = np.stack([np.linspace(0.8, 0.7, kv_heads), np.linspace(1.25, 1.1, kv_heads)]).astype(np.float32)
     query = twin.encode(rng.uniform(-1, 1, (len(lengths), heads, size)), variant.dtype)
     # Dot products of such vectors are around sqrt(size) / 3.
-    return Sequences(variant, query, keys, values, logit_size * 3 / np.sqrt(size) / k_scale, k_scale, v_scale)
+    return Sequences(variant, query, keys, values, logit_size * 3 / np.sqrt(size), scales if fp8 else None)
 
 
 @dataclass(frozen=True)
@@ -190,24 +214,24 @@ def attention_values(
         "window": features.window,
         "scale": sequences.scale,
         "soft_cap": features.soft_cap,
-        "k_scale": sequences.k_scale,
-        "v_scale": sequences.v_scale,
+        "sinks": address(features.sinks_of(rows.shape[1])),
+        "kv_scales": address(sequences.kv_scales),
     }
 
 
 def expected(sequences: Sequences, queries: list[Array], features: Features = PLAIN) -> twin.Float64:
     """[T, H, D] by the twin; `queries`: of each sequence [n, H, D], its last n tokens."""
     parts = []
-    for s, query in enumerate(queries):
-        keys, values = (twin.decode(part[s], sequences.variant.kv_dtype) for part in (sequences.keys, sequences.values))
+    for query, (keys, values) in zip(queries, sequences.exact, strict=True):
         parts.append(
             twin.attention(
                 twin.decode(query, sequences.variant.dtype),
-                keys * sequences.k_scale,
-                values * sequences.v_scale,
+                keys,
+                values,
                 scale=sequences.scale,
                 window=features.window,
                 soft_cap=features.soft_cap,
+                sinks=features.sinks_of(query.shape[1]),
             )
         )
     return np.concatenate(parts)

@@ -99,17 +99,13 @@ def write(
     slots: Array,
     *,
     kv_dtype: str,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> None:
     """Stores `key` and `value` [T, G, D] in slots (block * block_size + offset, negative: nowhere) of one layer."""
     block_size = pool.shape[3]
     kept = np.flatnonzero(slots >= 0)
     blocks, offsets = np.divmod(slots[kept], block_size)
-    if kv_dtype != "float8_e4m3fn":
-        k_scale = v_scale = 1.0
-    pool[blocks, layer, 0, offsets] = encode(key[kept] / k_scale, kv_dtype)
-    pool[blocks, layer, 1, offsets] = encode(value[kept] / v_scale, kv_dtype)
+    pool[blocks, layer, 0, offsets] = encode(key[kept], kv_dtype)
+    pool[blocks, layer, 1, offsets] = encode(value[kept], kv_dtype)
 
 
 # --- attention
@@ -123,11 +119,12 @@ def attention(
     scale: float,
     window: int = 0,
     soft_cap: float = 0.0,
+    sinks: Array | None = None,
 ) -> Float64:
     """Attention of one sequence: `query` [n, H, D] are its last n tokens, `keys` and `values` [k, G, D] all of them.
 
     The query at position q sees keys 0..q, or (q - window, q]. Logits are scaled, then capped (cap * tanh(x / cap)). A
-    row that sees no key is zero.
+    row that sees no key is zero. `sinks` [H]: a logit of each head that takes part in the softmax and has no value.
     """
     (num_queries, num_heads, _), (num_keys, num_kv_heads, _) = query.shape, keys.shape
     per_head = num_heads // num_kv_heads
@@ -140,10 +137,12 @@ def attention(
         logits = soft_cap * np.tanh(logits / soft_cap)
     visible = (k <= q) & ((k > q - window) if window else True)
     logits = np.where(visible, logits, -np.inf)
+    beside = np.full(num_heads, -np.inf) if sinks is None else sinks.astype(np.float64)
+    logits = np.concatenate([logits, np.broadcast_to(beside[:, None, None], (*logits.shape[:2], 1))], axis=2)
     top = logits.max(axis=2, keepdims=True, initial=-np.inf)
-    weights = np.where(visible, np.exp(logits - np.where(np.isfinite(top), top, 0)), 0.0)
+    weights = np.exp(logits - np.where(np.isfinite(top), top, 0))
     total = weights.sum(axis=2, keepdims=True)
-    out: Float64 = np.einsum("hqk,khd->qhd", weights / np.where(total > 0, total, 1), values)
+    out: Float64 = np.einsum("hqk,khd->qhd", (weights / np.where(total > 0, total, 1))[:, :, :-1], values)
     return out
 
 
@@ -154,13 +153,9 @@ def gather(
     length: int,
     *,
     kv_dtype: str,
-    k_scale: float = 1.0,
-    v_scale: float = 1.0,
 ) -> tuple[Float64, Float64]:
     """A sequence's keys and values [length, G, D], through its block table."""
     block_size = pool.shape[3]
     positions = np.arange(length)
     stored = pool[block_table[positions // block_size], layer, :, positions % block_size]
-    if kv_dtype != "float8_e4m3fn":
-        k_scale = v_scale = 1.0
-    return decode(stored[:, 0], kv_dtype) * k_scale, decode(stored[:, 1], kv_dtype) * v_scale
+    return decode(stored[:, 0], kv_dtype), decode(stored[:, 1], kv_dtype)

@@ -48,7 +48,7 @@ def test_without_a_part_the_kernel_computes_the_same(part: str) -> None:
     else:
         assert torch.equal(lacking.out, whole.out)
     assert any(texts) == bool(ABLATIONS[part].old)
-    assert decode_plan.SPLIT_TOKENS == 256
+    assert decode_plan.LONGER_SPLITS_BEYOND[0] == 4096
 
 
 @pytest.mark.kernels

@@ -189,6 +189,14 @@ class Finished:
         return self.sampled
 
 
+@dataclass(frozen=True, slots=True)
+class GraphCounts:
+    """Shapes of steps that were recorded as CUDA graphs, and those that should have been and could not."""
+
+    recorded: int = 0
+    failed: int = 0
+
+
 class Backend(Protocol):
     """One device with a loaded model. Called from one thread at a time, but for `Launch.collect`.
 
@@ -200,9 +208,9 @@ class Backend(Protocol):
         """Identity and measured memory; runs the profiling pass once per (block size, token budget)."""
         ...
 
-    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Replaces the pools, after everything launched; old contents are gone. Raises MemoryError when they do not
-        fit.
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
+        """Replaces the pools, after everything launched; old contents are gone. A backend with CUDA graphs records
+        them here, and tells how many. Raises MemoryError when the pools do not fit.
         """
         ...
 

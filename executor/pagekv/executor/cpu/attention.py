@@ -40,11 +40,14 @@ class PagedStepAttention:
                 seen = [slots[: mask.shape[-1]].transpose(0, 1) for slots in self._cache.gather(layer, blocks)]
                 parts.append(_chunk(query[:, rows], seen[0], seen[1], scores, mask))
         out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
-        if plan.contexts:
+        if plan.contexts or scores.sinks is not None:
             lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts])
             for context in plan.contexts:
                 other = self._context(layer, query[:, context.rows], context, scores)
                 out[context.rows], lse[context.rows] = merge(out[context.rows], lse[context.rows], *other)
+            if scores.sinks is not None:
+                # The keys' share of the sum of weights when the sink's is one more term of it.
+                out = out * torch.sigmoid(lse - scores.sinks.to(lse.dtype))[..., None].to(out.dtype)
         return out
 
     def _decodes(self, layer: int, query: torch.Tensor, group: DecodeGroup, scores: Scores) -> Part:

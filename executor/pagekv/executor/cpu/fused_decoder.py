@@ -89,8 +89,8 @@ class FusedDecoder:
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
-            qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.down))
-            gate_up = product(layer.gate_up.weight, layer.gate_up.bias, decoder.activation)
+            qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.gated.down))
+            gate_up = product(layer.gated.gate_up.weight, layer.gated.gate_up.bias, decoder.activation)
             self._layers.append(
                 _Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), gate_up, self._summed(down))
             )

@@ -15,20 +15,23 @@ from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import (
     BackendDescription,
     BlockCopies,
+    GraphCounts,
     Launch,
     Sampling,
     Scheduled,
     SequenceState,
 )
 from pagekv.executor.cuda.choose_forward import load_forward
+from pagekv.executor.cuda.choose_sampler import choose_sampler
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import serving_variant
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.preflight import check_room, gib, served_dtypes
+from pagekv.executor.cuda.preflight import FP8, check_room, gib, served_dtypes
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.description import ModelBackendInfo, StepProfile, num_blocks, prompt_lengths, prompt_step
 from pagekv.executor.model.files import StoredModel, read_model_files
+from pagekv.executor.model.kv_scales import read_kv_scales
 from pagekv.executor.model.loading import LoadedModel, load_model
 
 log = Log(__name__)
@@ -70,11 +73,14 @@ class CudaBackend:
 
         def load() -> LoadedModel:
             loaded = _load(model_path, stored, weights, device)
+            if kept == FP8:
+                loaded = _with_scales(model_path, loaded, device)
             geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
             device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
             return loaded
 
         self._loaded, self.forward = load_forward(load, device, fused=fused)
+        self.sampler = choose_sampler(self._loaded.num_logits, self._loaded.geometry.dtype, device)
         self._graphs = graphs
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
@@ -126,7 +132,7 @@ class CudaBackend:
         lengths = prompt_lengths(token_budget, self._loaded.max_model_len, max_sequences)
         wide = [1] * min(token_budget, max_sequences)
         pools = KvPools(self._info.geometry, block_size, max(len(wide), num_blocks(lengths, block_size)), device)
-        runner = StepRunner(self._loaded, self.forward, pools, device, max_sequences, self._graphs)
+        runner = self._step_runner(pools)
 
         def run(prompts: list[int]) -> float:
             begin = time.perf_counter()
@@ -139,7 +145,11 @@ class CudaBackend:
         run(wide)
         return StepProfile(device.peak_bytes() + runner.graph_logits.nbytes, int(sum(lengths) / best))
 
-    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+    def _step_runner(self, pools: KvPools) -> StepRunner:
+        max_sequences = self._info.max_sequences
+        return StepRunner(self._loaded, self.forward, self.sampler, pools, self._device, max_sequences, self._graphs)
+
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts:
         """After an error there are no pools, and nothing is pinned."""
         self._device.synchronize()
         # The old pools are freed first: both at once might not fit.
@@ -155,7 +165,7 @@ class CudaBackend:
             )
         pools = KvPools(self._info.geometry, block_size, num_device_blocks, self._device)
         try:
-            runner = StepRunner(self._loaded, self.forward, pools, self._device, self._info.max_sequences, self._graphs)
+            runner = self._step_runner(pools)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
         # Last, since memory that is still pinned must not be freed.
@@ -172,7 +182,10 @@ class CudaBackend:
                     offering=self._host_bytes,
                 )
                 raise
+        runner.record_graphs()
         self._runner = runner
+        graphs = runner.graphs
+        return GraphCounts(graphs.num_captured, graphs.num_failed)
 
     @property
     def runner(self) -> StepRunner:
@@ -208,6 +221,16 @@ class CudaBackend:
         except RuntimeError:
             return True
         return False
+
+
+def _with_scales(model_path: Path, loaded: LoadedModel, device: CudaDevice) -> LoadedModel:
+    """The model with its checkpoint's scales of keys and values, on the device. Raises as `read_kv_scales`."""
+    scales = read_kv_scales(model_path, loaded.geometry.num_layers, loaded.geometry.num_kv_heads)
+    if scales is None:
+        log.info("keys and values in fp8 have scale 1: the checkpoint brings none")
+        return loaded
+    log.info("keys and values in fp8 have the checkpoint's scales")
+    return replace(loaded, kv_scales=scales.to(device.torch_device))
 
 
 def _load(model_path: Path, stored: StoredModel, dtype: str, device: CudaDevice) -> LoadedModel:

@@ -39,7 +39,7 @@ def load_forward(
     if not fused:
         return loaded, TransformersForward(loaded.model)
     reason = ""
-    if read_decoder(loaded.model) is None:
+    if read_decoder(loaded.model, experts=True) is None:
         reason = f"no fused layers for models of type {loaded.model.config.model_type}"
     else:
         found = _checked(loaded, device)
@@ -59,7 +59,7 @@ def _checked(loaded: LoadedModel, device: CudaDevice) -> DeviceForward | str:
     with phase("checking the fused layers"):
         expected = _logits(TransformersForward(loaded.model), loaded, device)
         try:
-            decoder = read_decoder(loaded.model)
+            decoder = read_decoder(loaded.model, experts=True)
             assert decoder is not None
             forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device)
             found = _logits(forward, loaded, device)

@@ -132,12 +132,14 @@ class CudaDevice:
         return int(COPY_BYTES / best)
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Records what `function` enqueues, without running it. Calling the result enqueues it all again, on the very
-        same memory, and returns the same tensor, which the next call overwrites.
+        """Records what `function` enqueues, on a stream of torch's for recordings. Calling the result enqueues it all
+        again, on the very same memory, and returns the same tensor, which the next call overwrites. Waits for the
+        device. Runs `function` once before, because what a first call sets up cannot be recorded.
 
         Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
         cannot be recorded.
         """
+        function()
         if not self._replays:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()

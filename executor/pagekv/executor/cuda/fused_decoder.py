@@ -1,5 +1,5 @@
 """A decoder of the Llama family in four matrix products a layer, with one kernel between two of them: add and RMSNorm,
-RoPE and cache write, attention, gated activation.
+RoPE and cache write, attention, gated activation. A mixture of experts is computed by transformers' module.
 """
 
 from __future__ import annotations
@@ -7,10 +7,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 from torch.nn.functional import linear
 
 from pagekv.executor.model.attention_interface import LogitRows
-from pagekv.executor.model.decoder import Decoder, DecoderLayer, Linear, RmsNorm
+from pagekv.executor.model.decoder import Decoder, DecoderLayer, GatedProducts, Linear, RmsNorm
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.kernels.attention import PagedAttention, Rotation
 from pagekv.kernels.attention_plan import AttentionPlan
@@ -20,27 +21,19 @@ from pagekv.kernels.variants import Variant
 
 
 @dataclass(frozen=True, slots=True)
-class _HeadNorms:
-    """Norms of queries and keys: of every head, in one launch, or of all heads of a kind together."""
-
-    # Weights [groups, size] of groups of neighbouring elements, from the first of a row on.
-    parts: tuple[Norm, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     """A layer, its norms as the kernels take them."""
 
     before_attention: Norm | None
-    heads: _HeadNorms
+    # Of queries and keys: weights [heads, head_size], or [elements] for all heads of either kind together.
+    heads: Norm | None
     after_attention: Norm | None
     before_feed_forward: Norm | None
     after_feed_forward: Norm | None
     rope: str | None
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    feed_forward: GatedProducts | nn.Module
 
 
 class FusedLayers:
@@ -82,7 +75,7 @@ class FusedLayers:
             normed = self._add_norm(
                 stream, _product(attended, layer.out), layer.after_attention, layer.before_feed_forward
             )
-            fed = _product(self._gated(_product(normed, layer.gate_up)), layer.down)
+            fed = self._feed_forward(layer.feed_forward, normed)
             normed = self._add_norm(stream, fed, layer.after_feed_forward, following)
         if isinstance(rows, torch.Tensor):
             stream = stream.index_select(0, rows)
@@ -99,12 +92,9 @@ class FusedLayers:
         self, index: int, layer: _Layer, qkv: torch.Tensor, attention: PagedAttention, plan: AttentionPlan
     ) -> torch.Tensor:
         """`qkv` `[T, elements of queries, keys and values]` to `[T, num_heads * head_size]`."""
-        first = 0
-        for norm in layer.heads.parts:
-            groups, size = norm.weight.shape
-            self._rows.norm_heads(qkv[:, first : first + groups * size].unflatten(1, (groups, size)), norm)
-            first += groups * size
         heads = qkv.view(len(qkv), -1, self._head_size)
+        if layer.heads is not None:
+            self._norm_heads(heads, qkv, layer.heads)
         query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
         rotation = None if layer.rope is None else Rotation(query, self._ropes[layer.rope])
         attention.write(index, key, value, plan, rotation)
@@ -121,6 +111,12 @@ class FusedLayers:
             factor = self._decoder.residual_factor
             self._rows.add_norm(stream, added, factor=factor, added_norm=after, norm=before, out=out)
         return stream if out is None else out
+
+    def _feed_forward(self, part: GatedProducts | nn.Module, normed: torch.Tensor) -> torch.Tensor:
+        if isinstance(part, GatedProducts):
+            return _product(self._gated(_product(normed, part.gate_up)), part.down)
+        fed: torch.Tensor = part(normed[None])
+        return fed[0].contiguous()
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         rows, size = gate_up.shape
@@ -139,21 +135,30 @@ class FusedLayers:
             rope=layer.rope,
             qkv=layer.qkv,
             out=layer.out,
-            gate_up=layer.gate_up,
-            down=layer.down,
+            feed_forward=layer.feed_forward,
         )
 
-    def _head_norms(self, query: RmsNorm | None, key: RmsNorm | None) -> _HeadNorms:
+    def _norm_heads(self, heads: torch.Tensor, qkv: torch.Tensor, norm: Norm) -> None:
+        """Norms queries and keys, which come first, in place."""
+        normed = self._num_heads + self._num_kv_heads
+        if len(norm.weight.shape) == 2:
+            self._rows.norm_heads(heads[:, :normed], norm)
+        else:
+            self._rows.norm_parts(qkv[:, : normed * self._head_size], self._num_heads * self._head_size, norm)
+
+    def _head_norms(self, query: RmsNorm | None, key: RmsNorm | None) -> Norm | None:
         if query is None or key is None:
             if query is not key:
                 raise ValueError("a layer norms queries or keys alone")
-            return _HeadNorms(())
+            return None
+        if query.eps != key.eps:
+            raise ValueError(f"norms of queries and keys add {query.eps} and {key.eps}")
         sizes = (len(query.weight), len(key.weight))
-        if sizes == (self._head_size, self._head_size) and query.eps == key.eps:
+        if sizes == (self._head_size, self._head_size):
             weights = [query.weight.expand(self._num_heads, -1), key.weight.expand(self._num_kv_heads, -1)]
-            return _HeadNorms((Norm(torch.cat(weights), query.eps),))
+            return Norm(torch.cat(weights), query.eps)
         if sizes == (self._num_heads * self._head_size, self._num_kv_heads * self._head_size):
-            return _HeadNorms((Norm(query.weight[None], query.eps), Norm(key.weight[None], key.eps)))
+            return Norm(torch.cat([query.weight, key.weight]), query.eps)
         raise ValueError(f"norms of queries and keys have {sizes} weights")
 
 

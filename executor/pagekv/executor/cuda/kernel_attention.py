@@ -52,15 +52,34 @@ def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) 
         raise UnsupportedVariant("scale, soft_cap: must be the same in all layers")
     scale, cap = kinds.pop()
     windows = [scores.window or 0 for scores in loaded.scores]
+    sinks = _sinks(loaded)
     variant = Variant(
         dtype=str(loaded.geometry.dtype).removeprefix("torch."),
         kv_dtype=str(pool.dtype).removeprefix("torch."),
         head_size=loaded.geometry.head_size,
-        features=bool(cap or any(windows)),
+        features=bool(cap or any(windows) or sinks is not None),
     )
     return PagedAttention(
-        launcher, pool, variant, num_heads=loaded.num_heads, scale=scale, windows=windows, soft_cap=cap or 0.0
+        launcher,
+        pool,
+        variant,
+        num_heads=loaded.num_heads,
+        scale=scale,
+        windows=windows,
+        soft_cap=cap or 0.0,
+        sinks=sinks,
+        kv_scales=loaded.kv_scales if variant.kv_element_bytes == 1 else None,
     )
+
+
+def _sinks(loaded: LoadedModel) -> torch.Tensor | None:
+    """`[num_layers, num_heads]` float32 on the model's device, minus infinity where a layer has none."""
+    found = [scores.sinks for scores in loaded.scores]
+    given = next((sinks for sinks in found if sinks is not None), None)
+    if given is None:
+        return None
+    none = torch.full_like(given, -torch.inf, dtype=torch.float32)
+    return torch.stack([none if sinks is None else sinks.detach().float() for sinks in found])
 
 
 def serving_variant(directory: Path, loaded: LoadedModel, geometry: BlockGeometry, launcher: Launcher) -> Variant:

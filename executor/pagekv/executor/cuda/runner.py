@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -10,20 +11,24 @@ from typing import ClassVar
 import numpy as np
 import torch
 
+from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Scheduled, SequenceState
+from pagekv.executor.cuda.choose_sampler import Sampler
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.forward import DeviceForward
-from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, next_power, padded_batch
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, ladder, next_power, padded_batch
 from pagekv.executor.cuda.kernel_attention import make_attention
+from pagekv.executor.cuda.logprobs import Logprobs
+from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.sampler import Logprobs, SamplingInputs, sample
-from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyTable, StepInputs, build_inputs
+from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, StepInputs, build_inputs
+from pagekv.executor.cuda.step_sampling import StepSampling
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
 from pagekv.executor.model.loading import LoadedModel
-from pagekv.kernels.attention_plan import GraphKey, HostPlan
-from pagekv.kernels.decode_plan import Ints, num_decode_items
+from pagekv.kernels.attention_plan import GraphKey, HostPlan, StepBatch
+from pagekv.kernels.decode_plan import DecodeWork, Ints
 
-# int32 words of the buffer that inputs are uploaded to, at first; it grows, and graphs are then recorded anew.
+# int32 words of the buffer that inputs are uploaded to, at least; steps with more have one of their own.
 UPLOAD_WORDS = 2**20
 
 
@@ -34,23 +39,61 @@ class StepRunner:
         self,
         loaded: LoadedModel,
         forward: DeviceForward,
+        sampler: Sampler,
         pools: KvPools,
         device: CudaDevice,
         max_sequences: int,
         graphs: bool = True,
     ) -> None:
-        self._loaded, self._model, self.pools, self._device = loaded, forward, pools, device
+        self._loaded, self._model, self._sampler = loaded, forward, sampler
+        self.pools, self._device = pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
         self.graphs = GraphCache(device, graphs)
         where = device.torch_device
         self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.num_logits, where))
         # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
-        # The latest step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
+        # Where graphs read a step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
         self._inputs = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
+        # The latest step's inputs: these, or a buffer of its own.
+        self._words = self._inputs
         # Every graph writes its logits here: no graph keeps memory for them.
         shape = padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) if graphs else 0, loaded.num_logits
         self.graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
+
+    @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Records the graphs that steps replay; before the first step."""
+        if not self.graphs.enabled:
+            return
+        pool_tokens = len(self.pools.device) * self.pools.block_size
+        keys = ladder(
+            self.live.spare,
+            pool_tokens,
+            self._loaded.max_model_len,
+            self.pools.block_size,
+            window=self.attention.plan_window,
+            most_members=self.attention.most_members,
+        )
+        words = max(self._empty_plan(key).words.size for key in keys)
+        # As much again for what sampling needs.
+        self._words = self._inputs = torch.zeros(
+            max(UPLOAD_WORDS, next_power(2 * words)), dtype=torch.int32, device=self._device.torch_device
+        )
+        with phase(f"recording {len(keys)} CUDA graphs"):
+            self.graphs.record(keys, self._recordable)
+
+    def _empty_plan(self, key: GraphKey) -> HostPlan:
+        """The inputs of a step of this shape without a sequence."""
+        none = np.zeros(0, np.int32)
+        batch = StepBatch(np.zeros(1, np.int32), none, np.zeros((0, key.table_width), np.int32), np.zeros(0, bool))
+        return self._plan(StepInputs(batch, none, none, [], none), None, key)
+
+    def _recordable(self, key: GraphKey) -> Callable[[], torch.Tensor]:
+        """The forward pass of a shape, over inputs that compute nothing."""
+        host = self._empty_plan(key)
+        self._upload(host)
+        return partial(self._graph_forward, host, key.batch)
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled]) -> StepOnDevice:
@@ -58,67 +101,79 @@ class StepRunner:
         is out of its bounds.
         """
         inputs = build_inputs(scheduled, self.live, self.pools.block_size)
-        sampling = SamplingInputs(inputs.sampling, self._loaded.num_logits, self.live.penalties)
-        shape = self._graph_shape(inputs)
-        host = self._plan(inputs, sampling, shape)
+        sampling = self._sampler(inputs.sampling, self._loaded.num_logits, self.live.penalties)
+        work, shape = self._decodes(inputs)
+        host = self._plan(inputs, sampling, shape, work)
+        if shape is not None and host.words.size > self._inputs.numel():
+            shape, host = None, self._plan(inputs, sampling, None, work)
         tables = inputs.batch.block_tables
         self.pools.swapper.before_compute(tables[tables != NO_BLOCK])
         self._upload(host)
         if shape is not None:
-            logits = self.graphs.run(shape, partial(self._graph_forward, host, shape.batch))[: len(inputs.sampling)]
+            logits = self.graphs.replay(shape)[: len(inputs.sampling)]
         else:
             rows = self._input(host, "sampled_rows", (len(inputs.sampling),)).long() if inputs.sampling else LAST_ROW
             logits = self._forward(host, len(inputs.input_ids), rows)
         if not inputs.sampling:
             return StepOnDevice(self._device.mark(), [], torch.empty(0), [], [])
-        chunks = sampling.chunks(lambda *where: self._input(host, *where))
-        tokens, logprobs = sample(logits, chunks, self.live.penalties)
-        device_indices = self._input(host, "sampled_indices", (len(inputs.sampling),))
         # A sequence whose logits are not numbers goes on with token 0, as the epoch will find out and do.
-        self._last_tokens.index_copy_(0, device_indices.long(), tokens.clamp(min=0).int())
+        tokens, logprobs = sampling.sample(logits, lambda *where: self._input(host, *where), self._last_tokens)
         # The step's only copies to the host.
         tokens = self._to_host(tokens)
         logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
         return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
-    def _graph_shape(self, inputs: StepInputs) -> GraphKey | None:
-        if not self.graphs.enabled or not inputs.decodes_only:
-            return None
+    def _decodes(self, inputs: StepInputs) -> tuple[DecodeWork, GraphKey | None]:
+        """The work of the step's decodes, and the shape of the graph that does it."""
         batch = inputs.batch
-        items = num_decode_items(batch.context_lens, self.attention.plan_window)
-        return graph_key(len(batch.context_lens), batch.block_tables.shape[1], items)
+        work = self.attention.plan_decodes(batch)
+        if not self.graphs.enabled or not inputs.decodes_only:
+            return work, None
+        shape = self._graph_shape(batch, work)
+        if shape is None and len(work.wide_items) and not work.all_wide:
+            # Reading a prefix once saves less than a graph.
+            alone = self.attention.plan_decodes(batch, share=False)
+            if (shape := self._graph_shape(batch, alone)) is not None:
+                work = alone
+        return work, shape
 
-    def _plan(self, inputs: StepInputs, sampling: SamplingInputs, key: GraphKey | None) -> HostPlan:
+    def _graph_shape(self, batch: StepBatch, work: DecodeWork) -> GraphKey | None:
+        shared = 0 if work.all_wide else len(work.wide_items)
+        needed = graph_key(len(batch.context_lens), batch.block_tables.shape[1], work.num_splits, shared)
+        return None if needed is None else self.graphs.find(needed)
+
+    def _plan(
+        self, inputs: StepInputs, sampling: StepSampling | None, key: GraphKey | None, work: DecodeWork | None = None
+    ) -> HostPlan:
         """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
         rows = key.batch if key is not None else len(inputs.input_ids)
         return self.attention.plan(
             inputs.batch,
             graph=key,
+            work=work,
             extra={
                 "input_ids": _padded(inputs.input_ids, rows, 0),
                 "device_indices": _padded(inputs.device_indices, rows, self.live.spare),
                 "sampled_rows": inputs.sampled_rows,
-                "sampled_indices": inputs.sampled_indices,
-                **sampling.sections(),
+                **({} if sampling is None or not inputs.sampling else sampling.sections()),
             },
         )
 
     def _upload(self, host: HostPlan) -> None:
         """The step's only copy to the device. In stream order, so the step before has read its inputs by then."""
-        size = host.words.size
-        if size > self._inputs.numel():
-            self.graphs.clear()
-            self._inputs = torch.zeros(next_power(size), dtype=torch.int32, device=self._device.torch_device)
+        size, where = host.words.size, self._device.torch_device
+        fits = size <= self._inputs.numel()
+        self._words = self._inputs if fits else torch.empty(size, dtype=torch.int32, device=where)
         pinned = self._device.pinned((size,), torch.int32)
         pinned.numpy()[:] = host.words
-        self._inputs[:size].copy_(pinned, non_blocking=True)
+        self._words[:size].copy_(pinned, non_blocking=True)
 
     def _input(
         self, host: HostPlan, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32
     ) -> torch.Tensor:
         """A section of the step's inputs, on the device."""
         first, size = host.offsets[name], math.prod(shape) * dtype.itemsize // 4
-        return self._inputs[first : first + size].view(dtype).view(shape)
+        return self._words[first : first + size].view(dtype).view(shape)
 
     def _graph_forward(self, host: HostPlan, num_rows: int) -> torch.Tensor:
         """The logits of a batch of decodes. All inputs are on the device, so a recording of it serves every step of the
@@ -135,7 +190,7 @@ class StepRunner:
         num_partials = host.counts["num_partials"]
         size = self.attention.scratch_bytes(num_partials)
         scratch = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
-        plan = host.bind(self._inputs.data_ptr(), scratch.data_ptr() if num_partials else 0)
+        plan = host.bind(self._words.data_ptr(), scratch.data_ptr() if num_partials else 0)
         ids = self._input(host, "input_ids", (num_rows,))
         fed = self._last_tokens[self._input(host, "device_indices", (num_rows,)).long()]
         positions = self._input(host, "positions", (num_rows,))

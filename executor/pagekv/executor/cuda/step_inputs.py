@@ -1,5 +1,5 @@
-"""One step's inputs as arrays, and the live sequences they are taken from: a device index each, the block table as an
-array, and counts of the tokens a sequence has had where its sampling needs them.
+"""One step's inputs as arrays, and the live sequences they are taken from: a device index each, and the block table as
+an array.
 """
 
 from __future__ import annotations
@@ -8,57 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled, SequenceState
+from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.kernels.attention_plan import StepBatch
 from pagekv.kernels.decode_plan import Ints
 
 # Table entry without a block: the kernels' plan refuses a step that reads it.
 NO_BLOCK = -1
-
-
-class PenaltyTable:
-    """One row of the vocabulary per sequence: how often each token was generated, and whether it was there at all.
-
-    Tokens that steps sample are counted on the device, so that the host need not know them. Rows are given out by the
-    host at once; the device sees each change in the order of the stream.
-    """
-
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._device = device
-        self._free: list[int] = []
-        # int32 [rows, vocab_size]: times generated. bool, as large: in the prompt or generated.
-        self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
-        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-
-    def allocate(self) -> int:
-        """A row for one sequence; `begin` must be the first to use it."""
-        if not self._free:
-            rows, vocab_size = self.outputs.shape
-            added = max(4, rows)
-            self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(added, vocab_size)])
-            self.seen = torch.cat([self.seen, self.seen.new_zeros(added, vocab_size)])
-            self._free = list(range(rows + added - 1, rows - 1, -1))
-        return self._free.pop()
-
-    def free(self, row: int) -> None:
-        """Frees a row; steps already launched still find it as it was."""
-        self._free.append(row)
-
-    def begin(self, rows: torch.Tensor, of_row: torch.Tensor, tokens: torch.Tensor, generated: torch.Tensor) -> None:
-        """Fills fresh rows `[n]`: sequence of row `of_row[i]` has had token `tokens[i]`, `generated[i]` (0 or 1) times
-        more among its output. Index tensors are int64, `generated` int32.
-        """
-        self.outputs[rows] = 0
-        self.seen[rows] = False
-        self.outputs.index_put_((of_row, tokens), generated, accumulate=True)
-        self.seen[of_row, tokens] = True
-
-    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """The sequence of each row, all different, has generated one more token."""
-        self.outputs[rows, tokens] += 1
-        self.seen[rows, tokens] = True
 
 
 @dataclass(slots=True)
@@ -140,10 +97,9 @@ class StepInputs:
     input_ids: Ints
     # int32 [T]: the device index of each row's sequence.
     device_indices: Ints
-    # The sequences that sample, and int32 [R]: the row and the device index of each.
+    # The sequences that sample, and int32 [R]: the row of each.
     sampling: list[DeviceSequence]
     sampled_rows: Ints
-    sampled_indices: Ints
 
     @property
     def decodes_only(self) -> bool:
@@ -189,5 +145,4 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
         device_indices=np.repeat(own_indices, counts),
         sampling=[entry for entry, sampled in zip(entries, samples, strict=True) if sampled],
         sampled_rows=sampled_rows,
-        sampled_indices=own_indices[samples],
     )

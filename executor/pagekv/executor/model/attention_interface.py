@@ -7,7 +7,7 @@ but the function itself.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -33,6 +33,8 @@ class Scores:
     scale: float
     cap: float | None = None
     window: int | None = None
+    # [num_heads]: a logit of each head that takes part in the softmax and has no value; None: there are none.
+    sinks: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
 class StepAttention(Protocol):
@@ -60,6 +62,7 @@ def paged_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     paged: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -73,14 +76,16 @@ def paged_attention(
         raise UnsupportedAttention("the model brings an attention mask of its own")
     if not getattr(module, "is_causal", True):
         raise UnsupportedAttention("the model's attention is not causal")
-    for name in ("position_bias", "s_aux", "block_sequence_ids"):
+    for name in ("position_bias", "block_sequence_ids"):
         if kwargs.get(name) is not None:
             raise UnsupportedAttention(f"the model's attention uses {name}")
+    if s_aux is not None and s_aux.shape != (query.shape[1],):
+        raise UnsupportedAttention(f"the model's attention has sinks of shape {tuple(s_aux.shape)}, not one a head")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise UnsupportedAttention("the model's attention layers have no number")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    out = paged.attend(layer, query[0], key[0], value[0], Scores(scale, softcap, sliding_window))
+    out = paged.attend(layer, query[0], key[0], value[0], Scores(scale, softcap, sliding_window, s_aux))
     return out.unsqueeze(0), None
 
 

@@ -20,6 +20,8 @@ FAMILIES = frozenset(
         *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"),
     )
 )
+# Families whose layers, all or some, have a mixture of experts for a feed-forward part.
+EXPERT_FAMILIES = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"))
 # Activations by the name that configurations have for them.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Families whose norms multiply by one more than the weight.
@@ -63,17 +65,32 @@ class DecoderNorms:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedProducts:
+    """A feed-forward part: `gate_up` gives the gate, then what is gated, and `down` takes it."""
+
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other; `gate_up` the gate, then what
-    is gated. `rope` names the rotation: a type of layers, "" where the model has one for all, None for no rotation.
+    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other. `rope` names the rotation: a
+    type of layers, "" where the model has one for all, None for no rotation. A mixture of experts is transformers' own
+    module, from `[1, T, hidden_size]` to the same.
     """
 
     norms: DecoderNorms
     rope: str | None
     qkv: Linear
     out: Linear
-    gate_up: Linear
-    down: Linear
+    feed_forward: GatedProducts | nn.Module
+
+    @property
+    def gated(self) -> GatedProducts:
+        """The feed-forward part. Raises TypeError for a mixture of experts."""
+        if isinstance(self.feed_forward, GatedProducts):
+            return self.feed_forward
+        raise TypeError("the feed-forward part is a mixture of experts")
 
 
 class Decoder:
@@ -123,8 +140,7 @@ class Decoder:
             rope=self._ropes[index] if getattr(attention, "use_rope", True) else None,
             qkv=_joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
             out=_linear(attention.o_proj),
-            gate_up=_joined(feed_forward, "gate_up_proj", ("gate_proj", "up_proj")),
-            down=_linear(feed_forward.down_proj),
+            feed_forward=feed_forward if hasattr(feed_forward, "experts") else _gated(feed_forward),
         )
         self._layers[index] = nn.Identity()
         return layer
@@ -163,15 +179,22 @@ class Decoder:
         return cos[0].contiguous(), sin[0].contiguous()
 
 
-def read_decoder(model: PreTrainedModel) -> Decoder | None:
-    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here."""
-    if model.config.get_text_config().model_type not in FAMILIES:
+def read_decoder(model: PreTrainedModel, *, experts: bool = False) -> Decoder | None:
+    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here.
+    `experts`: families with mixtures of experts are asked for too.
+    """
+    text = model.config.get_text_config()
+    if text.model_type not in (FAMILIES | EXPERT_FAMILIES if experts else FAMILIES):
         return None
     inner = _inner(model)
-    if not hasattr(inner, "rotary_emb"):
+    # Some of OLMoE's models cut queries, keys and values off at a bound.
+    if not hasattr(inner, "rotary_emb") or getattr(text, "clip_qkv", None) is not None:
         return None
     # Some configurations name a second activation, which their family does not use.
-    feed_forward = inner.layers[0].mlp
+    feed_forward = next((layer.mlp for layer in inner.layers if not hasattr(layer.mlp, "experts")), None)
+    if feed_forward is None:
+        # Experts compute their own.
+        return Decoder(model, ACTIVATIONS["silu"])
     module = feed_forward.act_fn if hasattr(feed_forward, "act_fn") else feed_forward.activation_fn
     activation = next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is type(module)), None)
     return None if activation is None else Decoder(model, activation)
@@ -191,6 +214,10 @@ def _linear(module: Any) -> Linear:
     # Of a model that is split over ranks: this rank's.
     module = getattr(module, "shard", module)
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
+
+
+def _gated(module: Any) -> GatedProducts:
+    return GatedProducts(_joined(module, "gate_up_proj", ("gate_proj", "up_proj")), _linear(module.down_proj))
 
 
 def _joined(module: Any, whole: str, parts: tuple[str, ...]) -> Linear:

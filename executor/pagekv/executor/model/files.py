@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,14 @@ def read_model_files(directory: Path) -> StoredModel:
     )
 
 
+def tensors(directory: Path) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
+    """Of every tensor of the weights: its file, its name, and its header with `dtype` and `shape`."""
+    for path in _weight_files(directory):
+        for name, header in _read_object(path).items():
+            if name != "__metadata__" and isinstance(header, dict):
+                yield path, name, header
+
+
 def _head_size(text: Mapping[str, Any], heads: int | None) -> int | None:
     if "kv_lora_rank" in text or "per_layer_config" in text:
         return None
@@ -89,19 +97,18 @@ def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, 
     if config.get("quantization_config") is not None:
         return None
     layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0
-    for path in _weight_files(directory):
-        for name, tensor in _read_object(path).items():
-            # Towers that see or hear are not loaded with the language model; a tied output is the embedding again.
-            if text is not config and "language_model" not in name:
-                continue
-            if "lm_head" in name and text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is not False:
-                continue
-            # Layers beyond the model's own predict further tokens.
-            layer = re.search(r"\blayers\.(\d+)\.", name)
-            if layer and layers is not None and int(layer[1]) >= layers:
-                continue
-            if isinstance(tensor, dict) and tensor.get("dtype") in FLOATS:
-                counted += _size(tensor.get("shape"))
+    for _, name, tensor in tensors(directory):
+        # Towers that see or hear are not loaded with the language model; a tied output is the embedding again.
+        if text is not config and "language_model" not in name:
+            continue
+        if "lm_head" in name and text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is not False:
+            continue
+        # Layers beyond the model's own predict further tokens.
+        layer = re.search(r"\blayers\.(\d+)\.", name)
+        if layer and layers is not None and int(layer[1]) >= layers:
+            continue
+        if tensor.get("dtype") in FLOATS:
+            counted += _size(tensor.get("shape"))
     return counted or None
 
 

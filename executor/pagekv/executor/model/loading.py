@@ -14,6 +14,8 @@ from transformers.utils import logging as transformers_logging
 
 from pagekv.common.phases import Phase, phase
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
+from pagekv.executor.model.files import tensors
+from pagekv.executor.model.kv_scales import scales_alone
 from pagekv.executor.model.tensor_parallel import Shards, split_plan, take_shards
 from pagekv.executor.model.transformers_import import without_compiler
 
@@ -51,6 +53,8 @@ class LoadedModel:
     num_logits: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    # [num_layers, 2, num_kv_heads] float32: factors of keys and values that are stored in fp8; None: 1.
+    kv_scales: torch.Tensor | None = None
 
 
 def load_model(
@@ -167,8 +171,7 @@ def _refuse_unsupported(directory: Path, config: Any) -> None:
     """Refuses what the configuration shows, before gigabytes are read. Raises ValueError."""
     text = config.get_text_config()
     kind = f"{directory}: models of type {config.model_type!r}"
-    if getattr(config, "quantization_config", None) is not None:
-        raise ValueError(f"{directory}: quantised weights are not supported; use the model's unquantised release")
+    _refuse_quantised(directory, config)
     if config.is_encoder_decoder:
         raise ValueError(f"{kind} have an encoder; PageKV serves decoder-only models")
     if getattr(text, "num_kv_shared_layers", 0):
@@ -186,6 +189,27 @@ def _refuse_unsupported(directory: Path, config: Any) -> None:
             f"{directory}: {classes[0].__name__} cannot be served: it does not take its attention from transformers' "
             "attention interface; use a model that does"
         )
+
+
+def _refuse_quantised(directory: Path, config: Any) -> None:
+    """Leaves nothing in the configuration of a checkpoint whose keys and values alone are quantised: its weights are
+    plain. Raises ValueError.
+    """
+    quantised = getattr(config, "quantization_config", None)
+    if quantised is not None:
+        if not (isinstance(quantised, dict) and scales_alone(quantised)):
+            method = quantised.get("quant_method") if isinstance(quantised, dict) else type(quantised).__name__
+            raise ValueError(
+                f"{directory}: weights quantised by {method!r} are not supported; use the model's unquantised release"
+            )
+        del config.quantization_config
+    # Without a word in the configuration transformers would read them as numbers, without their scales.
+    for _, name, header in tensors(directory):
+        if str(header.get("dtype")).startswith("F8_"):
+            raise ValueError(
+                f"{directory}: {name} is stored as {header['dtype']}: fp8 weights are not supported; use the model's "
+                "bfloat16 or float16 release"
+            )
 
 
 class _LayerCall(NamedTuple):

@@ -66,17 +66,25 @@ def find_leader(store: Store) -> Meeting:
 
 
 def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: float) -> None:
-    """The process group of all ranks that met there, on gloo. A collective that takes `timeout_s` seconds fails."""
+    """The process group of all ranks that met there, on gloo. A collective that takes `timeout_s` seconds fails. Raises
+    NoGroup when ranks cannot connect to each other.
+    """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore(f"pagekv/{meeting.secret}", store),
-        rank=world.rank,
-        world_size=world.size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(f"pagekv/{meeting.secret}", store),
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+    except RuntimeError as error:
+        words = (
+            "gloo cannot connect the ranks; is GLOO_SOCKET_IFNAME the network between them, and every port open there?"
+        )
+        raise NoGroup(f"{words} {str(error).partition(chr(10))[0]}") from error
 
 
 def _read(store: Store) -> Meeting:

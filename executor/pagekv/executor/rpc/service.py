@@ -43,7 +43,9 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         )
 
     async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
-        return pb.AttachResponse(epoch=await self._session.attach(wire.attach_order(request)))
+        epoch = await self._session.attach(wire.attach_order(request))
+        graphs = self._session.graphs
+        return pb.AttachResponse(epoch=epoch, graphs=graphs.recorded, failed_graphs=graphs.failed)
 
     async def Run(  # type: ignore[override]  # the server's interceptor hands on the bytes of several requests
         self, request_iterator: AsyncIterator[bytes], context: Any

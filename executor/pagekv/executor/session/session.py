@@ -34,7 +34,7 @@ from pagekv.common.errors import (
 )
 from pagekv.common.logs import Log
 from pagekv.common.phases import phase
-from pagekv.executor.backend.interface import Backend, BackendDescription
+from pagekv.executor.backend.interface import Backend, BackendDescription, GraphCounts
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, OtherRanks
 from pagekv.executor.session.state_digest import StateDigest
@@ -78,6 +78,8 @@ class Session:
         # Streams that have not ended.
         self._streams: set[StepStream] = set()
         self._attaching = asyncio.Lock()
+        # CUDA graphs of the latest epoch.
+        self.graphs = GraphCounts()
         # Set when the device is lost to this process, after which nothing is answered; and why.
         self.lost = asyncio.Event()
         self.lost_reason = ""
@@ -115,7 +117,7 @@ class Session:
             if self._current is not None:
                 which = "this" if order.manager_id == self._current.manager_id else "another"
                 self._end_epoch(self._current, StaleEpoch(f"{which} manager attached: the epoch is over"))
-            await self._allocate(backend, order)
+            self.graphs = await self._allocate(backend, order)
             return self._open_epoch(backend, order, description)
 
     def _refuse_if_held(self, order: AttachOrder) -> None:
@@ -130,17 +132,18 @@ class Session:
                 "manager_id",
             )
 
-    async def _allocate(self, backend: Backend, order: AttachOrder) -> None:
+    async def _allocate(self, backend: Backend, order: AttachOrder) -> GraphCounts:
         """Runs after the step under way, if any: the worker thread takes one job at a time."""
         try:
             with phase(f"allocating {order.num_device_blocks + order.num_host_blocks} blocks"):
-                await self._ask(
+                graphs = await self._ask(
                     backend, lambda: backend.allocate(order.block_size, order.num_device_blocks, order.num_host_blocks)
                 )
         except MemoryError as error:
             raise OutOfMemory(
                 f"num_device_blocks {order.num_device_blocks}, num_host_blocks {order.num_host_blocks}: {error}"
             ) from error
+        return graphs or GraphCounts()
 
     def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:

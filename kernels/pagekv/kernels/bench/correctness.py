@@ -19,9 +19,12 @@ from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
 ALLOWED = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest error of a weighted mean of values of size about 1: rounding of weights and of the result."""
-LENGTHS = (1, 16, 255, 256, 257, 700, 2049, 5000)
-"""The last length has 20 partial results, which the merge kernel merges; the others have at most 9."""
+LENGTHS = (1, 16, 255, 256, 257, 700, 2049, 5000, 9000)
+"""The last length has 18 partial results, which the merge kernel merges; the others have at most 10. The last two have
+splits of 512 keys."""
 SHORT_LENGTHS = (1, 17, 300, 1100)
+SHARERS = 19
+"""Sequences that share all blocks: more than the rows of one thread block, and no multiple of them."""
 CHUNK = 100
 """Rows of the prompt that are computed apart when chunking is checked."""
 MOST_PREFILL = 2049
@@ -106,6 +109,10 @@ def checks(machine: CudaMachine, setup: Setup) -> Iterator[Check]:
     apart = everyone if not setup.decodes_only else range(0, len(setup.lengths), max(1, len(setup.lengths) // 8))
     alone = torch.cat([scene.decode([sequence]) for sequence in apart])
     yield Check(f"{setup}: decode does not depend on the batch", differing(alone, decoded[list(apart)]), 0)
+    longest = int(np.argmax(scene.lengths))
+    together = scene.decode([longest] * SHARERS)
+    one = decoded[longest].expand_as(together)
+    yield Check(f"{setup}: decode of {SHARERS} sequences with the same blocks", differing(together, one), 0)
     scene.place(np.random.default_rng(1).permutation(scene.num_blocks))
     again = scene.decode(everyone)
     yield Check(f"{setup}: decode does not depend on the blocks", differing(again, decoded), 0)

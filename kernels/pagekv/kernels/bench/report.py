@@ -18,6 +18,7 @@ COLUMNS = (
     ("share_of_copy", "of copy", ">9.1%"),
     ("gb_per_s", "GB/s", ">7.0f"),
     ("tflop_per_s", "TFLOP/s", ">9.0f"),
+    ("times_fewer_bytes", "fewer bytes", ">12.2f"),
     ("sm_mhz", "MHz", ">6.0f"),
 )
 

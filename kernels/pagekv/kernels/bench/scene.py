@@ -72,6 +72,11 @@ class Scene:
             made = made.clamp(-448, 448).to(self.kv_dtype).float()
         return made.to(self.dtype)
 
+    def sinks(self) -> torch.Tensor:
+        """float32 [NUM_LAYERS, H]: a sink of each head, below and above usual logits; each layer has others."""
+        of_layers = torch.arange(NUM_LAYERS, device=self.machine.device)[:, None]
+        return torch.linspace(-2, 5, self.setup.num_heads, device=self.machine.device) - of_layers
+
     def place(self, blocks: np.ndarray) -> None:
         """A fresh pool of NaN, the sequences written into these blocks."""
         setup, variant = self.setup, self.setup.variant
@@ -80,7 +85,9 @@ class Scene:
         bits = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.machine.device)  # NaN in every element type
         self.pool = bits.view(self.kv_dtype).view(shape)
         self.tables = blocks.reshape(-1, self.width).astype(np.int32)
-        features: dict[str, Any] = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP} if variant.features else {}
+        features: dict[str, Any] = {}
+        if variant.features:
+            features = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP, "sinks": self.sinks()}
         self.attention = PagedAttention(
             self.machine.launcher, self.pool, variant, num_heads=setup.num_heads, **features
         )
@@ -157,7 +164,11 @@ class Scene:
         hidden = position[None, :] > position[start:, None]
         if setup.variant.features:
             hidden = hidden | (position[None, :] <= position[start:, None] - WINDOW)
-        return torch.einsum("hqk,khd->qhd", logits.masked_fill(hidden, -torch.inf).softmax(-1), value)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        if setup.variant.features:
+            sinks = self.sinks()[LAYER].double()[:, None, None].expand(*logits.shape[:2], 1)
+            logits = torch.cat([logits, sinks], 2)
+        return torch.einsum("hqk,khd->qhd", logits.softmax(-1)[:, :, :length], value)
 
     def expected_last(self) -> torch.Tensor:
         """[n, H, D] in float64: the last token of every sequence."""

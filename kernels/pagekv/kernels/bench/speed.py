@@ -46,6 +46,8 @@ class Paged:
     """Of one graph."""
     held: tuple[torch.Tensor, ...]
     """Tensors that the plan has addresses of."""
+    fewer_bytes: float
+    """Keys and values that decodes would read each for itself, in multiples of what they read."""
 
     def attend(self, index: int) -> None:
         """Enqueues round `index`: attention of the whole batch on one layer, into `out`."""
@@ -82,8 +84,7 @@ def paged(
     random order, else each sequence's blocks in order and side by side.
     """
     variant = Variant("bfloat16", case.kv_dtype, HEAD_SIZE)
-    width = -(-int(case.contexts.max()) // case.block_size)
-    num_blocks, rows = case.batch * width, case.batch * case.new
+    num_blocks, rows = case.num_blocks, case.batch * case.new
     slab = 2 * case.block_size * case.heads.num_kv_heads * HEAD_SIZE * variant.kv_element_bytes
     layers, rounds = layers_and_rounds(num_blocks * slab, arena.size, machine.most_rounds)
     layers = num_layers or layers
@@ -94,13 +95,15 @@ def paged(
     step = StepBatch(
         query_start=np.arange(0, rows + 1, case.new, dtype=np.int32),
         context_lens=case.contexts,
-        block_tables=blocks.reshape(case.batch, width).astype(np.int32),
+        block_tables=case.tables(blocks),
         decodes=np.full(case.batch, case.new == 1),
     )
     query = torch.randn(rows, case.heads.num_heads, HEAD_SIZE, device=machine.device).to(torch.bfloat16)
     bound, held = upload(machine, attention, step)
     rounds = max(rounds, layers) if case.new == 1 else min(layers, PREFILL_ROUNDS)
-    return Paged(attention, bound, query, torch.empty_like(query), layers, rounds, (*held, pool))
+    work = attention.plan_decodes(step)
+    apart = work.num_splits and int(case.contexts.sum()) / max(work.keys_read, 1)
+    return Paged(attention, bound, query, torch.empty_like(query), layers, rounds, (*held, pool), apart)
 
 
 def copy_bandwidth(machine: CudaMachine, arena: Arena) -> float:
@@ -128,6 +131,8 @@ def attention_row(machine: CudaMachine, arena: Arena, case: AttentionCase, bandw
     batch = paged(machine, arena, case)
     timing = machine.timed(batch.attend, batch.num_rounds)
     row = memory_row(case, timing, bandwidth)
+    if case.shared:
+        row["times_fewer_bytes"] = batch.fewer_bytes
     return {**row, "tflop_per_s": case.flops / timing.seconds / 1e12} if case.new > 1 else row
 
 

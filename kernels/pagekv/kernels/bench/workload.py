@@ -43,6 +43,8 @@ class AttentionCase:
     new: int = 1
     block_size: int = BLOCK_SIZE
     kv_dtype: str = "bfloat16"
+    shared: int = 0
+    """First tokens, whole blocks, that all sequences have in the same blocks."""
 
     @property
     def contexts(self) -> np.ndarray:
@@ -50,10 +52,28 @@ class AttentionCase:
         return np.full(self.batch, self.context, np.int32)
 
     @property
+    def num_blocks(self) -> int:
+        """Blocks of all sequences, shared ones once."""
+        width, shared = -(-int(self.contexts.max()) // self.block_size), self.shared // self.block_size
+        return shared + self.batch * (width - shared)
+
+    def tables(self, blocks: np.ndarray) -> np.ndarray:
+        """int32 [batch, width]: block tables over `blocks` [num_blocks]."""
+        shared = self.shared // self.block_size
+        own = blocks[shared:].reshape(self.batch, -1)
+        return np.concatenate([np.tile(blocks[:shared], (self.batch, 1)), own], axis=1).astype(np.int32)
+
+    @property
     def kv_bytes(self) -> int:
-        """Keys and values of one layer."""
+        """Keys and values of one layer, shared ones once."""
         element_bytes = 1 if self.kv_dtype == "float8_e4m3fn" else ELEMENT_BYTES
-        return self.batch * self.context * 2 * self.heads.num_kv_heads * HEAD_SIZE * element_bytes
+        return (
+            (self.shared + self.batch * (self.context - self.shared))
+            * 2
+            * self.heads.num_kv_heads
+            * HEAD_SIZE
+            * element_bytes
+        )
 
     @property
     def pool_bytes(self) -> int:
@@ -76,6 +96,7 @@ class AttentionCase:
         if 1 < self.new < self.context:
             words[0] += f" behind {count(self.context - self.new)}"
         words += ["fp8"] if self.kv_dtype != "bfloat16" else []
+        words += [f"{count(self.shared)} shared"] if self.shared else []
         words += [f"block size {self.block_size}"] if self.block_size != BLOCK_SIZE else []
         return ", ".join(words)
 
@@ -123,7 +144,8 @@ def count(number: int) -> str:
 
 
 def decode_cases() -> Iterator[AttentionCase]:
-    """Batch 1 to 256, context 256 to 64k, every head ratio; then fp8, and other block sizes."""
+    """Batch 1 to 256, context 256 to 64k, every head ratio; then fp8, other block sizes, and prefixes that all
+    sequences share."""
     for heads in RATIOS:
         for batch in (1, 8, 64, 256):
             for context in (256, 1024, 4096, 16384, 65536):
@@ -132,6 +154,8 @@ def decode_cases() -> Iterator[AttentionCase]:
         yield AttentionCase(GQA4, batch, context, kv_dtype="float8_e4m3fn")
     for block_size in (1, 64, 256):
         yield AttentionCase(GQA4, 64, 4096, block_size=block_size)
+    for heads in (MHA, GQA4, GQA8):
+        yield AttentionCase(heads, 64, 2560, shared=2048)
 
 
 def prefill_cases() -> Iterator[AttentionCase]:

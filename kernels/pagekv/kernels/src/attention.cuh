@@ -51,6 +51,15 @@ __device__ __forceinline__ float weight(float maximum, float common) { return ex
 // 1 / sum, and 0 where no key was seen: the output of a row without keys is 0.
 __device__ __forceinline__ float normaliser(float sum) { return sum > 0.0f ? 1.0f / sum : 0.0f; }
 
+// The same where a head has a sink, a logit that takes part in the softmax and has no value (`sinks` by head; null: none):
+// over the maximum that includes the sink, its weight is one more term of the sum.
+__device__ __forceinline__ float normaliser(const Softmax& state, const float* sinks, i32 head) {
+    if (sinks == nullptr) return normaliser(state.sum);
+    const float sink = sinks[head] * LOG2_E, common = fmaxf(state.maximum, sink);
+    const float w = weight(state.maximum, common), sum = fmaf(w, state.sum, weight(sink, common));
+    return sum > 0.0f ? w / sum : 0.0f;
+}
+
 // ---- logits ----
 
 struct Logits {

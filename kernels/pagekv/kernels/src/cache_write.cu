@@ -100,12 +100,13 @@ extern "C" __global__ void __launch_bounds__(128) pagekv_cache_write(const Cache
     const Element* const key = static_cast<const Element*>(p.key) + token * p.key_stride;
     const Element* const value = static_cast<const Element*>(p.value) + token * p.value_stride;
     for (i32 head = first_head; at_work && head < p.num_kv_heads; head += heads_at_once) {
+        const float key_scale = kv_scale(p, 0, head), value_scale = kv_scale(p, 1, head);
         float keys[kChunk], values[kChunk];
         load_chunk(key + head * kHeadSize, chunk, keys);
         load_chunk(value + head * kHeadSize, chunk, values);
         if (rotates) rotation.rotate(key + head * kHeadSize, keys);
-        store_chunk(key_out + head * kHeadSize, chunk, keys, p.k_scale);
-        store_chunk(value_out + head * kHeadSize, chunk, values, p.v_scale);
+        store_chunk(key_out + head * kHeadSize, chunk, keys, key_scale);
+        store_chunk(value_out + head * kHeadSize, chunk, values, value_scale);
     }
 
     if (!rotates || p.query == nullptr) return;

@@ -6,25 +6,28 @@
 // each) and each keeps a tile of 64 tokens on its way, 32 KB of bf16 at head size 128, while it works on another.
 //
 // Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
-// Work: one (row, split, KV head); a split is SPLIT_TOKENS keys. All query heads of the KV head are in one thread block,
-// so that keys and values are read once (more than BLOCK_ROWS heads: several neighbouring blocks, which find them in L2).
+// Work: one (row, split, KV head); a split is 256 keys, more of long rows (decode_plan.py). All query heads of the KV head
+// are in one thread block, so that keys and values are read once. Groups of more than BLOCK_ROWS heads, and splits that several rows share, are the
+// work of decode_wide.cu (f32: several neighbouring blocks, which find the keys in L2).
 // Grid: x walks over the work, KV head fastest, because the KV heads of a token are neighbours in memory and should be
 // read at the same time. Any grid size serves any amount of work: a block goes on to the work one grid further, until
 // there is none or a padded item comes (items behind one are not looked at), so that captured graphs need no exact size.
 // Threads: all copy tiles; decode_mma.cuh (16-bit and fp8) and decode_fma.cuh (f32) say how warps share the computation.
-// Shared memory: row indices of the split's blocks (a block id is read once; paging costs an add a row), then a ring of
-// STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
+// Shared memory: row indices of blocks, 256 keys at a time (a block id is read once; paging costs an add a row), then a ring
+// of STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
 // padded against bank conflicts (attention.cuh).
 //
-// Batch invariance. Keys are cut at absolute multiples of SPLIT_TOKENS and walked in tiles at absolute multiples of TILE
-// from position 0; the group size decides which warp has which tokens; partial results are merged in position order; a
+// Batch invariance. Keys are cut at absolute multiples of a length that follows from the row's own context, and walked in
+// tiles at absolute multiples of TILE from position 0; the group size decides which warp has which tokens; partial results are merged in position order; a
 // tile that is wholly masked is an exact no-op. So the bits of a row's result are a function of its own query, keys and
-// values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical blocks or
-// the block size.
+// values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical blocks,
+// the block size, or the kernel that has the split. Both decode kernels and the merge are compiled without contraction to
+// multiply-adds, so that the text alone says where a result is rounded.
 //
 // The mapping of the first PagedAttention kernel (thread group: query x key; warp: query x block; thread block: query x
 // sequence) is replaced: it reads keys and values once for each query head and leaves most of a GPU idle when there are
 // fewer sequences than SMs.
+constexpr bool WIDE = false;
 #include "types.cuh"
 #if PAGEKV_DTYPE == 0
 #include "decode_fma.cuh"

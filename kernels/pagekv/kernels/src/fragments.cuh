@@ -6,12 +6,13 @@
 //   weights  P = 2^(S - maximum), rounded to 16 bits, used in place: the two accumulators are one operand
 //   values   O[16, D] += P[16, 16] V[16, D]    accumulator n holds dims given by output_dim
 //
-// fp8 (e4m3) keys and values become 16-bit operands in registers by moving bits. A byte's sign, exponent and mantissa,
-// moved to where f16 has them, read 2^-8 of the value, subnormals included, and the factor goes into the scales. bf16's
-// exponent is wider: bits moved read 2^-120 of the value, and an exact multiplication brings it back. Two bytes at even
-// places of a word are moved with one shift, and the odd two with another, so the order of dims within a fragment is
-// (0, 2), (1, 3): Q is loaded in that order, and output_dim says which dims the accumulators hold. Weights meet fp8
-// values as f16 whatever the model's type is. Code 0x7f (NaN) is not preserved; slots that were never written are zeros.
+// fp8 (e4m3) keys and values become 16-bit operands in registers. f16: by the hardware where it can; else by moving bits,
+// since a byte's sign, exponent and mantissa, moved to where f16 has them, read 2^-8 of the value, subnormals included, and
+// the factor goes into the scales. bf16's exponent is wider: bits moved read 2^-120 of the value, and an exact
+// multiplication brings it back. Two bytes at even places of a word are moved with one shift, and the odd two with another,
+// so the order of dims within a fragment is (0, 2), (1, 3): Q is loaded in that order, and output_dim says which dims the
+// accumulators hold. Weights meet fp8 values as f16 whatever the model's type is. Code 0x7f (NaN) is preserved by the
+// hardware alone; slots that were never written are zeros.
 #pragma once
 #include "attention.cuh"
 
@@ -26,15 +27,23 @@ constexpr int OUT_FRAGMENTS = HEAD_SIZE / 8;  // accumulators of 16 rows
 constexpr int Q_ROW_STRIDE = padded_row(HEAD_SIZE * 2);
 
 // Factors of products over stored fp8 bytes, beside the layer's scale.
-constexpr float STORED_KEY_SCALE = FP8_KV && !BF16 ? 256.0f : 1.0f;
-constexpr float STORED_VALUE_SCALE = FP8_KV ? 256.0f : 1.0f;
+constexpr float STORED_KEY_SCALE = FP8_KV && !BF16 ? E4m3Widening<f16>::scale : 1.0f;
+constexpr float STORED_VALUE_SCALE = FP8_KV ? E4m3Widening<f16>::scale : 1.0f;
 
 // ---- operands ----
 
-// Bytes 0 and 2 of a word of e4m3 as f16 pair, times 2^-8; shift the word right by 8 for bytes 1 and 3.
-__device__ __forceinline__ u32 e4m3_to_f16x2(u32 x) { return ((x << 8) & 0x80008000u) | ((x << 7) & 0x3f803f80u); }
+// Bytes `odd` and `odd` + 2 of a word of e4m3 as f16 pair, over E4m3Widening<f16>::scale.
+template <int odd> __device__ __forceinline__ u32 e4m3_to_f16x2(u32 x) {
+#ifdef PAGEKV_E4M3_CVT
+    return e4m3x2_to_f16x2((u16)byte_permute(x, 0u, odd ? 0x4431u : 0x4420u));
+#else
+    if (odd) x >>= 8;
+    return ((x << 8) & 0x80008000u) | ((x << 7) & 0x3f803f80u);
+#endif
+}
 
-__device__ __forceinline__ u32 e4m3_to_bf16x2(u32 x) {
+template <int odd> __device__ __forceinline__ u32 e4m3_to_bf16x2(u32 x) {
+    if (odd) x >>= 8;
     u32 scaled = ((x << 8) & 0x80008000u) | ((x << 4) & 0x07f007f0u);
     return bf16x2_multiply(scaled, 0x7b807b80u);  // 2^120, exact
 }
@@ -68,8 +77,8 @@ __device__ __forceinline__ void load_keys(const u8* tile, int token, int step, u
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             u32 x = *(const u32*)(source + half * 8 * KV_ROW_STRIDE);
-            b[2 * half] = BF16 ? e4m3_to_bf16x2(x) : e4m3_to_f16x2(x);
-            b[2 * half + 1] = BF16 ? e4m3_to_bf16x2(x >> 8) : e4m3_to_f16x2(x >> 8);
+            b[2 * half] = BF16 ? e4m3_to_bf16x2<0>(x) : e4m3_to_f16x2<0>(x);
+            b[2 * half + 1] = BF16 ? e4m3_to_bf16x2<1>(x) : e4m3_to_f16x2<1>(x);
         }
     }
 }
@@ -94,8 +103,8 @@ __device__ __forceinline__ void load_values(const u8* tile, int token, int group
         ldmatrix_x4_trans(x, row + group * 32 + (whole ? lane / 16 * 16 : 0));
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            b[i / 2 * 2][i % 2] = e4m3_to_f16x2(x[i]);
-            b[i / 2 * 2 + 1][i % 2] = e4m3_to_f16x2(x[i] >> 8);
+            b[i / 2 * 2][i % 2] = e4m3_to_f16x2<0>(x[i]);
+            b[i / 2 * 2 + 1][i % 2] = e4m3_to_f16x2<1>(x[i]);
         }
     }
 }

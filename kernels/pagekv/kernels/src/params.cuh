@@ -18,6 +18,7 @@ struct CacheWriteParams {
     const i32* slots;        // [T] block * block_size + offset; negative: the row is skipped
     const float* rope;       // [positions, rotary_dim]: cosines, then sines, of each position; null: nothing is rotated
     const i32* positions;    // [T] row of `rope`
+    const float* kv_scales;  // fp8 only: [2, G], of keys and of values: value = stored * scale; null: 1
     i64 block_stride;
     i64 kv_stride;
     i64 key_stride;
@@ -30,9 +31,12 @@ struct CacheWriteParams {
     i32 layer;
     i32 rotary_dim;          // even, at most D: the first rotary_dim elements of a head are rotated
     i32 rope_interleaved;    // 0: pairs (i, i + rotary_dim / 2); 1: pairs (2i, 2i + 1)
-    float k_scale;           // fp8 only: value = stored * scale
-    float v_scale;
 };
+
+// Factor of the stored keys (`part` 0) or values (1) of a KV head.
+template <class Params> __device__ __forceinline__ float kv_scale(const Params& p, i32 part, i32 kv_head) {
+    return PAGEKV_KV_DTYPE == 3 && p.kv_scales != nullptr ? p.kv_scales[part * p.num_kv_heads + kv_head] : 1.0f;
+}
 
 // Whole blocks, all layers: destination := source. No block is a destination and part of another pair.
 struct BlockCopyParams {
@@ -48,7 +52,11 @@ struct DecodeParams {
     const void* pool;
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S] visible keys, those of this step included
-    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on
+    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on.
+                                // pagekv_decode_wide: first member, sequence, split, members
+    const float* kv_scales;     // as CacheWriteParams
+    const float* sinks;         // [H] a logit beside those of the keys, without a value; null: none
+    const i32* members;         // pagekv_decode_wide: [members, 4]: row, sequence, merge, 0; else null
     const i32* merges;          // [merges, 4]: row, first partial, partials, split of the first partial
     u32* merge_counters;        // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
     float* partial_out;         // [partials, H, D] sums of weighted values
@@ -66,8 +74,6 @@ struct DecodeParams {
     i32 window;                 // keys in (q - window, q]; 0: all
     float scale;
     float soft_cap;             // 0: none
-    float k_scale;
-    float v_scale;
 };
 
 // Partial results of rows that were split, merged in position order.
@@ -75,6 +81,7 @@ struct MergeParams {
     void* out;                   // [T, H, D], rows out_stride apart
     const float* partial_out;    // as DecodeParams
     const float* partial_state;
+    const float* sinks;
     const i32* items;            // [grid in x, 4]: DecodeParams::merges; row < 0: nothing to do
     i64 out_stride;
     i32 num_heads;
@@ -87,6 +94,8 @@ struct PrefillParams {
     const void* pool;
     const i32* block_tables;    // [S, table_stride]
     const i32* context_lens;    // [S]
+    const float* kv_scales;     // as CacheWriteParams
+    const float* sinks;         // as DecodeParams
     const i32* query_start;     // [S + 1] first row of each sequence; its last query sees context_lens[s] keys
     const i32* items;           // [items, 4]: sequence (< 0: nothing to do), first row, unused, unused; see prefill_plan.py
     i64 block_stride;
@@ -102,6 +111,4 @@ struct PrefillParams {
     i32 window;
     float scale;
     float soft_cap;
-    float k_scale;
-    float v_scale;
 };

@@ -80,8 +80,10 @@ struct Parts {
 };
 
 template <class Params>
-__device__ __forceinline__ void store_merged(const Params& p, const Merge& merge, i32 head, i32 dim, const Merged& m) {
-    store_output((Element*)p.out + merge.row * p.out_stride + head * HEAD_SIZE + dim, m.out, normaliser(m.sum));
+__device__ __forceinline__ void store_merged(const Params& p, const Merge& merge, i32 head, i32 dim, float maximum,
+                                             const Merged& m) {
+    const float factor = normaliser({maximum, m.sum}, p.sinks, head);
+    store_output((Element*)p.out + merge.row * p.out_stride + head * HEAD_SIZE + dim, m.out, factor);
 }
 
 // Merges dims [dim, dim + 4) of a head by one thread, and stores them.
@@ -102,7 +104,7 @@ __device__ __forceinline__ void merge_alone(const Params& p, const Merge& merge,
     for (int distance = 1; distance < STRANDS; distance *= 2)
 #pragma unroll
         for (int s = 0; s < STRANDS; s += 2 * distance) strands[s].add(strands[s + distance]);
-    store_merged(p, merge, head, dim, strands[0]);
+    store_merged(p, merge, head, dim, maximum, strands[0]);
 }
 
 // `merge_alone` by STRANDS lanes of a warp, `apart` lanes from each other; this lane is `strand`. All lanes take part.
@@ -121,5 +123,5 @@ __device__ __forceinline__ void merge_together(const Params& p, const Merge& mer
 #pragma unroll 4
     for (i32 i = strand; i < merge.partials; i += STRANDS) parts.add(i, maximum, merged);
     for (int distance = 1; distance < STRANDS; distance *= 2) merged.add_strand(distance * apart);
-    if (strand == 0) store_merged(p, merge, head, dim, merged);
+    if (strand == 0) store_merged(p, merge, head, dim, maximum, merged);
 }

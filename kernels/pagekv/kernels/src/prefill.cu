@@ -26,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     const QueryRows rows = QueryRows::of(p, sequence);
     if (sequence < 0 || rows.count <= 0) return;
 
-    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, p.k_scale * STORED_SCALE);
+    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, kv_scale(p, 0, (i32)blockIdx.x % p.num_kv_heads) * STORED_SCALE);
     const i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
     const i32 first_tile = first_key / TILE_KEYS;
     KeyStream stream = {p, shared, 0, -1};
@@ -35,7 +35,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     if (threadIdx.x == 0) {
         const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
         const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
-        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale};
+        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale,
+                                   kv_scale(p, 1, rows.head / rows.group) * STORED_SCALE};
     }
     __syncthreads();
     load_queries(rows, positions, p.query, p.query_stride, shared);  // in one group with the first half
@@ -63,5 +64,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
     if (stream.keys().end_tile() <= first_tile) __syncthreads();
     // The query rows once more from memory, so that no register holds them all the time.
-    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, p.v_scale * STORED_SCALE);
+    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, stream.keys().value_factor, p.sinks);
 }

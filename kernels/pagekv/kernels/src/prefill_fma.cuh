@@ -98,14 +98,16 @@ struct WarpRows {
     }
 
     // Writes the rows that exist.
-    __device__ __forceinline__ void store(const QueryRows& all, u8*, void* to, i64 stride, float value_scale) {
+    __device__ __forceinline__ void store(const QueryRows& all, u8*, void* to, i64 stride, float value_scale,
+                                          const float* sinks) {
 #pragma unroll
         for (int i = 0; i < WARP_ROWS; ++i) {
             float total = sum[i];
 #pragma unroll
             for (int mask = 16; mask > 0; mask /= 2) total += __shfl_xor_sync(kFullWarp, total, mask);
-            const float scale = value_scale * normaliser(total);
             if (row_of_warp + i >= all.count) continue;
+            const i32 head = all.head_of(row_of_warp + i, positions[i]);
+            const float scale = value_scale * normaliser({maximum[i], total}, PAGEKV_FEATURES ? sinks : nullptr, head);
             float* const row = (float*)((u8*)to + all.offset(row_of_warp + i, positions[i], stride));
 #pragma unroll
             for (int n = 0; n < DIMS; ++n)

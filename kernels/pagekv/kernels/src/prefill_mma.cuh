@@ -182,14 +182,19 @@ struct WarpRows {
     }
 
     // Writes the rows that exist, through the warp's own rows of shared memory so that they leave 16 bytes at a time.
-    __device__ __forceinline__ void store(const QueryRows& all, u8* shared, void* to, i64 stride, float value_scale) {
+    __device__ __forceinline__ void store(const QueryRows& all, u8* shared, void* to, i64 stride, float value_scale,
+                                          const float* sinks) {
         u8* const staged = shared + row_of_warp * ROW_STRIDE;
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             float total = sum[i];
             total += __shfl_xor_sync(kFullWarp, total, 1);
             total += __shfl_xor_sync(kFullWarp, total, 2);
-            const float scale = value_scale * normaliser(total);
+            float factor = normaliser(total);
+            // With features, maxima are in base 2 as the sinks are.
+            if (PAGEKV_FEATURES && sinks != nullptr && row_of_warp + row(i) < all.count)
+                factor = normaliser({maximum[i], total}, sinks, all.head_of(row_of_warp + row(i), positions[row(i)]));
+            const float scale = value_scale * factor;
             u32* const mine = (u32*)(staged + row(i) * ROW_STRIDE) + lane() % 4;
 #pragma unroll
             for (int n = 0; n < HEAD_SIZE / 8; ++n) {

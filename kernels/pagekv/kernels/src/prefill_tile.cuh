@@ -69,6 +69,11 @@ struct QueryRows {
 
     __device__ __forceinline__ i32 position(i32 row) const { return past + (first + row) / group; }
 
+    // Query head of a row at `position`.
+    __device__ __forceinline__ i32 head_of(i32 row, i32 position) const {
+        return head + first + row - (position - past) * group;
+    }
+
     // Bytes to a row at `position` in a tensor [T, H, D] with `stride` elements from one token to the next.
     __device__ __forceinline__ i64 offset(i32 row, i32 position, i64 stride) const {
         const i32 query = position - past;
@@ -113,13 +118,14 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const i32* p
     }
 }
 
-// The keys that a thread block walks and the factor of their scores. Kept in shared memory like the positions.
+// The keys that a thread block walks and the factors of their scores and values. Kept in shared memory like the positions.
 struct alignas(8) Keys {
     i64 first_slot;  // address of the KV head's key in slot 0 of block 0
     const i32* table;
     i32 first;       // keys outside [first, end) are not looked up: zeros take their place
     i32 end;
     float factor;    // of a score, in the exponent
+    float value_factor;
 
     __device__ __forceinline__ i32 end_tile() const { return (end + TILE_KEYS - 1) / TILE_KEYS; }
 };

@@ -142,4 +142,23 @@ __device__ __forceinline__ u32 floats_to_bf16x2(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
     return result;
 }
+
+// e4m3 is converted by the hardware from compute capability 8.9 on, and by integer operations (types.cuh) below.
+#if __CUDA_ARCH__ >= 890
+#define PAGEKV_E4M3_CVT
+
+// Saturated; in the low byte, 0 in the other one.
+__device__ __forceinline__ u16 float_to_e4m3x2(float value) {
+    u16 result;
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(result) : "f"(0.0f), "f"(value));
+    return result;
+}
+
+// Two e4m3, exact.
+__device__ __forceinline__ u32 e4m3x2_to_f16x2(u16 two) {
+    u32 result;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(result) : "h"(two));
+    return result;
+}
+#endif
 #endif

@@ -9,10 +9,11 @@ struct AddNormParams {
     const void* added;          // [grid in x, size]; null: nothing is added
     void* out;                  // as stream, rows out_stride apart; may be stream
     const float* added_weight;  // [size]; null: what is added is not normed
-    const float* weight;        // [grid in y, size]; null: no out
+    const float* weight;        // [elements of all groups]; null: no out
     i64 stream_stride;
     i64 out_stride;
     i32 size;                   // a multiple of 16 bytes; where something is added, the grid in y is 1
+    i32 last_size;              // of the last group in y, likewise
     float factor;
     float added_eps;
     float eps;

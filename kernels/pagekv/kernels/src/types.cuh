@@ -1,7 +1,7 @@
 // Element types and their conversions, for device code compiled without any standard header.
 //
-// Storage types are plain bits; arithmetic happens in float. The 16-bit conversions are PTX instructions (ptx.cuh); fp8
-// conversions are integer operations that every supported GPU has, so that all GPUs give the same bytes.
+// Storage types are plain bits; arithmetic happens in float. Conversions are PTX instructions (ptx.cuh); where a GPU has
+// none for fp8 they are integer operations that give the same bytes.
 #pragma once
 #include "ptx.cuh"
 
@@ -50,6 +50,11 @@ __device__ __forceinline__ e4m3 float_to_e4m3(float value) {
     u32 result;
     if (magnitude > 0x7f800000u) {
         result = 0x7fu;
+#ifdef PAGEKV_E4M3_CVT
+    } else {
+        result = float_to_e4m3x2(value);
+    }
+#else
     } else if (magnitude >= 0x43e00000u) {  // 448
         result = 0x7eu;
     } else if (magnitude >= 0x3c800000u) {  // 2^-6, the smallest normal e4m3: round away 20 mantissa bits
@@ -58,6 +63,7 @@ __device__ __forceinline__ e4m3 float_to_e4m3(float value) {
         // Subnormals are multiples of 2^-9. Added to 2^14, whose last place is 2^-9, the sum is rounded to one.
         result = __float_as_uint(__uint_as_float(magnitude) + 16384.0f) - 0x46800000u;
     }
+#endif
     return e4m3{static_cast<u8>(sign | result)};
 }
 
@@ -73,21 +79,32 @@ template <> __device__ __forceinline__ u32 pack2<f16>(float low, float high) { r
 template <> __device__ __forceinline__ u32 pack2<bf16>(float low, float high) { return floats_to_bf16x2(low, high); }
 
 // Four e4m3, in their order in memory, as two registers of two T each. A factor of E4m3Widening<T>::scale is left out and
-// must be multiplied in elsewhere (into the softmax scale, into the outputs), where it costs nothing. NaN becomes a finite
-// number.
+// must be multiplied in elsewhere (into the softmax scale, into the outputs), where it costs nothing. Being a power of two
+// it changes no bit of a result. NaN becomes a finite number where the hardware has no conversion.
 //
-// f16: shifted into place, the exponent is 8 too small; f16 subnormals stand for those of e4m3 exactly.
+// f16 by integer operations: shifted into place, the exponent is 8 too small; f16 subnormals stand for those of e4m3
+// exactly.
 // bf16: the exponent is 120 too small, and multiplied in here, because sums of such products would leave float's range.
+// The hardware's conversion is to f16 only, and by way of that it would take as many instructions.
 template <typename T> struct E4m3Widening;
+#ifdef PAGEKV_E4M3_CVT
+template <> struct E4m3Widening<f16> { static constexpr float scale = 1.0f; };
+#else
 template <> struct E4m3Widening<f16> { static constexpr float scale = 256.0f; };
+#endif
 template <> struct E4m3Widening<bf16> { static constexpr float scale = 1.0f; };
 
 template <typename T> __device__ __forceinline__ void widen_e4m3x4(u32 four, u32& first, u32& second);
 template <> __device__ __forceinline__ void widen_e4m3x4<f16>(u32 four, u32& first, u32& second) {
+#ifdef PAGEKV_E4M3_CVT
+    first = e4m3x2_to_f16x2(static_cast<u16>(four));
+    second = e4m3x2_to_f16x2(static_cast<u16>(four >> 16));
+#else
     const u32 low = byte_permute(four, 0u, 0x1404u);   // bytes 0 and 1, each in the upper byte of a half
     const u32 high = byte_permute(four, 0u, 0x3424u);  // bytes 2 and 3
     first = (low & 0x80008000u) | ((low & 0x7f007f00u) >> 1);
     second = (high & 0x80008000u) | ((high & 0x7f007f00u) >> 1);
+#endif
 }
 template <> __device__ __forceinline__ void widen_e4m3x4<bf16>(u32 four, u32& first, u32& second) {
     const u32 low = byte_permute(four, 0u, 0x1404u);

@@ -25,18 +25,18 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
     """
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
-        self._queries = engine.queries
+        self._queries, self._snapshots, self._statistics = engine.queries, engine.snapshots, engine.statistics
         self._served_model = served_model
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
-        return self._queries.stats()
+        return self._statistics.stats()
 
     async def ListRequests(self, request: pb.ListRequestsRequest, context: Any) -> pb.ListRequestsResponse:
-        return await self._queries.list_requests_in_slices(read_page_size(request.page_size), request.page_token)
+        return await self._snapshots.list_requests_in_slices(read_page_size(request.page_size), request.page_token)
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
-        tables = await self._queries.block_tables_in_slices(request.request_id)
+        tables = await self._snapshots.block_tables_in_slices(request.request_id)
         if tables is None:
             raise NotFound(f"no request {request.request_id!r} is running or waiting", "request", request.request_id)
         return tables
@@ -45,10 +45,10 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         page_size = read_page_size(request.page_size)
         if request.state not in pb.BlockState.values():
             raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
-        answer = self._queries.list_blocks(min(page_size, LISTED_AT_ONCE), request.page_token, request.state)
+        answer = self._snapshots.list_blocks(min(page_size, LISTED_AT_ONCE), request.page_token, request.state)
         while answer.next_page_token and (left := page_size - len(answer.blocks)):
             await asyncio.sleep(0)
-            more = self._queries.list_blocks(min(left, LISTED_AT_ONCE), answer.next_page_token, request.state)
+            more = self._snapshots.list_blocks(min(left, LISTED_AT_ONCE), answer.next_page_token, request.state)
             answer.blocks.MergeFrom(more.blocks)
             answer.next_page_token = more.next_page_token
         if len(answer.blocks) > LISTED_AT_ONCE:
@@ -82,4 +82,4 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
             yield message
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:
-        return await self._queries.list_tenants()
+        return await self._snapshots.list_tenants()

@@ -94,7 +94,7 @@ class ExecutorLink:
         self._revision = min(CONTRACT_REVISION, answer.contract_revision)
         return answer
 
-    async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> None:
+    async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> pb.AttachResponse:
         """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
         AttachRefused.
         """
@@ -119,6 +119,7 @@ class ExecutorLink:
             metadata=((EPOCH_KEY, str(self.epoch)),)
         )
         self._reader = asyncio.create_task(self._read(self._call), name="executor results")
+        return answer
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, pb.StepResult]) -> None:
         try:

@@ -8,6 +8,7 @@ and wake it. The task never waits for a client.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import time
@@ -33,7 +34,10 @@ from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
 from pagekv.kvmanager.engine.sizing import size_limits, size_model, wanted_model_len
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState, draining
+from pagekv.kvmanager.engine.statistics import EngineStatistics
+from pagekv.kvmanager.engine.step_pace import StepPace
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.engine.tenant_books import TenantBooks
 from pagekv.kvmanager.engine.views import EngineInfo
@@ -93,7 +97,11 @@ class EngineLoop:
         self._tenants = TenantBooks(self._state)
         self._totals = self._state.totals
         self.queries = EngineQueries(self._state)
+        self.snapshots = EngineSnapshots(self._state)
+        self.statistics = EngineStatistics(self._state)
         self._in_flight = StepsInFlight()
+        depth, most = config.pipeline_depth, config.limits.max_batch_tokens
+        self._pace = StepPace(depth, most, self._in_flight)
         self._failed = FailedSteps(config.step_attempts)
         # Whether the latest step committed left work to do.
         self._work_left = False
@@ -140,7 +148,15 @@ class EngineLoop:
         check_description(description)
         self._totals.executor_rank_differences_total = description.rank_differences
         model = size_model(description, config)
-        await link.attach(self._manager_id, model, description.layout, config.take_over)
+        attached = await link.attach(self._manager_id, model, description.layout, config.take_over)
+        self._totals.executor_graphs = attached.graphs
+        self._totals.executor_failed_graphs = attached.failed_graphs
+        if attached.failed_graphs:
+            log.error(
+                "the executor runs steps without CUDA graphs, slower: its log says why it could not record them",
+                recorded=attached.graphs,
+                failed=attached.failed_graphs,
+            )
         limits = size_limits(description, config, model)
         self._fail_misfits(model, limits.max_running)
         order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
@@ -210,6 +226,7 @@ class EngineLoop:
                     committed = scheduler.commit(plan, result)
                     self._in_flight.pop()
                     self._count(result)
+                    self._pace.learn(scheduler, plan, result)
                     self._tenants.count_outputs()
                     self._failed.clear(plan, committed.sequences)
                     ended = deliver(committed, result)
@@ -219,7 +236,8 @@ class EngineLoop:
                     for request, reason in committed.failed:
                         self._fail_sequence(request, reason)
                     self._work_left = len(self._live) > 0
-                ahead = scheduler.schedule() if len(self._in_flight) < self._config.pipeline_depth else None
+                wait_s = self._pace.wait_s(scheduler)
+                ahead = scheduler.schedule() if not wait_s else None
                 self._state.cache.log.step_boundary(self._totals.steps_total)
                 if ahead is not None:
                     self._state.cache.count_admissions(ahead.admitted)
@@ -230,7 +248,10 @@ class EngineLoop:
                     continue
                 if watchdog.done():
                     watchdog.result()
+                due = asyncio.get_running_loop().call_later(wait_s, self._wake.set) if 0 < wait_s < math.inf else None
                 await self._wake.wait()
+                if due is not None:
+                    due.cancel()
         finally:
             watchdog.cancel()
 

@@ -19,8 +19,8 @@ class StepsInFlight:
         self._plans: deque[StepPlan] = deque()
         # Number of the oldest step, counted from 1 within an epoch.
         self._step = 1
-        # When the turn of the oldest step came, or its time was counted last; and the seconds counted.
-        self._since = self._waited = 0.0
+        # When the turn of the oldest step came; that, or when its time was counted last; and the seconds counted.
+        self._turn = self._since = self._waited = 0.0
         self._check = AnswerCheck(0)
 
     def __len__(self) -> int:
@@ -54,7 +54,13 @@ class StepsInFlight:
         self._begin_turn()
 
     def _begin_turn(self) -> None:
-        self._since, self._waited = self._clock(), 0.0
+        self._turn = self._since = self._clock()
+        self._waited = 0.0
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds since the turn of the oldest step came."""
+        return self._clock() - self._turn
 
     def count_wait(self, at_most_s: float) -> float:
         """Seconds that the oldest step has had its turn while this process ran; 0 when nothing is in flight. To be

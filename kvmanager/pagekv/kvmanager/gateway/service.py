@@ -99,7 +99,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Any) -> vllm.GetServerInfoResponse:
         served = self._served_model.served()
         model, asking = served.model, served.asking
-        stats = self._engine.queries.stats()
+        stats = self._engine.statistics.stats()
         everybodys = stats.running_sequences + stats.waiting_sequences
         return vllm.GetServerInfoResponse(
             # A tenant is told of its own.
@@ -111,7 +111,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         )
 
     async def GetLoads(self, request: vllm.GetLoadsRequest, context: Any) -> vllm.GetLoadsResponse:
-        stats, now = self._engine.queries.stats(), time.monotonic()
+        stats, now = self._engine.statistics.stats(), time.monotonic()
         (before, tokens), self._looked = self._looked, (now, stats.generated_tokens_total)
         load = vllm.SchedulerLoad(
             num_running_reqs=stats.running_sequences,

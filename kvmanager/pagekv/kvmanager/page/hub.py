@@ -72,7 +72,7 @@ class PoolFrame:
 
 def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
     """Up to MAX_REQUESTS live requests by request id, running ones first; and how many are live."""
-    found = engine.queries.list_requests(MAX_REQUESTS)
+    found = engine.snapshots.list_requests(MAX_REQUESTS)
     rows = {
         info.request_id: {name: getattr(info, name) for name in _ROW} | {"state": state_name(info.state)}
         for info in found.requests
@@ -224,8 +224,7 @@ class PageHub:
 
     def look(self) -> None:
         """Makes a frame of the present state, unless nothing has changed."""
-        queries = self._engine.queries
-        blocks = queries.block_map()
+        blocks = self._engine.snapshots.block_map()
         if blocks is None:
             return
         old = self.frame
@@ -234,11 +233,12 @@ class PageHub:
         host = block_states.host_bytes(blocks.host_ref_counts, blocks.host_keyed)
         if old is None or old.epoch != blocks.epoch or now - self._counted_at >= COUNT_S:
             self._counted_at = now
-            stats = queries.stats()
+            stats = self._engine.statistics.stats()
             self.feed.look(blocks)
             self._rates.add(now, stats, self._durations())
             requests, live = request_rows(self._engine)
             totals = {name: getattr(stats, name) for name in _TOTALS} | {"live_requests": live}
+            totals["executor_rank_us"] = list(stats.executor_rank_us)
         else:
             requests, totals = old.fields["requests"], old.fields["totals"]
             if old.events == self.feed.total and np.array_equal(old.device, device) and np.array_equal(old.host, host):

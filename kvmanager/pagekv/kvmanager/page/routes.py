@@ -96,11 +96,11 @@ class Page:
 
     async def _block(self, request: web.Request) -> web.Response:
         tokenizer = self._served_model.served().tokenizer if self._show_text else None
-        found = self._engine.queries.block_detail(int(request.match_info["block_id"]))
+        found = self._engine.snapshots.block_detail(int(request.match_info["block_id"]))
         return web.json_response(block_detail(found, tokenizer, with_tokens=self._show_text))
 
     async def _host_block(self, request: web.Request) -> web.Response:
-        block = self._engine.queries.host_block(int(request.match_info["block_id"]))
+        block = self._engine.snapshots.host_block(int(request.match_info["block_id"]))
         return web.json_response(
             {"block_id": block.block_id, "ref_count": block.ref_count, "block_hash": block.block_hash}
         )
@@ -114,11 +114,11 @@ class Page:
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
         # Requests end while somebody looks at them, so one that is not live is no error.
-        found = await self._engine.queries.block_tables_in_slices(request_id) or pb.GetBlockTableResponse()
+        found = await self._engine.snapshots.block_tables_in_slices(request_id) or pb.GetBlockTableResponse()
         return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
     async def _tenants(self, request: web.Request) -> web.Response:
-        return web.json_response(tenant_rows(await self._engine.queries.list_tenants()))
+        return web.json_response(tenant_rows(await self._engine.snapshots.list_tenants()))
 
     async def _explain(self, request: web.Request) -> web.Response:
         try:

@@ -30,6 +30,7 @@ from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
@@ -133,6 +134,7 @@ class _Replay:
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
             "tenants": self._set_tenants,
+            "bound": lambda tokens, decode: self._now().set_bound(StepBound(tokens, decode)),
         }
 
     def _set_tenants(self, weights: Any, floors: Any, caps: Any = ()) -> None:

@@ -70,6 +70,18 @@ class Admission:
         """
         return self._crowded_out
 
+    def next_prompt(self) -> Seq | None:
+        """The sequence whose prompt the next step computes first, if any, as far as is known before: of the tenant that
+        was served least, one under way or the head of the queue, where that one did not lack blocks or slots before.
+        """
+        served, head = self._waiting.served, self._waiting.head()
+        if self.refused is not None and self.refused.group[0] is head:
+            head = None
+        first = min(self._running.prefilling, key=lambda each: (served.place(each.tenant), each.key), default=None)
+        if head is None or (first is not None and not served.goes_before(head.tenant, first.tenant)):
+            return first
+        return head
+
     def plan_forks(self, step: StepBuilder) -> None:
         """Forks every request whose prompt has been computed by an earlier step. Where slots, budget, bytes or blocks
         do not suffice for all sequences of a request, they queue, and share the prompt's full blocks when they come in.
@@ -123,7 +135,7 @@ class Admission:
         served = self._waiting.served
         self._waiting.hold_back(self._running.order, self._tables.pool.block_size)
         if served.several:
-            under_way = sorted(under_way, key=lambda sequence: (served.of(sequence.tenant), sequence.key))
+            under_way = sorted(under_way, key=lambda sequence: (served.place(sequence.tenant), sequence.key))
         for sequence in under_way:
             if served.several:
                 self._plan_admissions(step, goes_first, sequence)

@@ -26,7 +26,7 @@ _NEVER = np.iinfo(np.int32).max
 # Of rows without a sequence; never appended to.
 _NO_TOKENS = array("I")
 _COLUMNS = (
-    *("known", "computed", "pending", "tenants", "slots", "last_input", "stops_from", "eos_from"),
+    *("known", "computed", "pending", "passed", "tenants", "slots", "last_input", "stops_from", "eos_from"),
     *("decoding", "alive", "_tail"),
 )
 
@@ -56,6 +56,8 @@ class DecodeBatch:
         self.known = np.zeros(0, np.int32)
         self.computed = np.zeros(0, np.int32)
         self.pending = np.zeros(0, np.int32)
+        # Steps running in which a sequence that decodes was passed over.
+        self.passed = np.zeros(0, np.int32)
         self.tenants = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
@@ -95,7 +97,7 @@ class DecodeBatch:
         self._token_ids[seq_id] = sequence.token_ids
         self.known[seq_id] = sequence.num_tokens
         self.computed[seq_id] = sequence.num_computed
-        self.pending[seq_id] = 0
+        self.pending[seq_id] = self.passed[seq_id] = 0
         self.tenants[seq_id] = sequence.tenant
         self.alive[seq_id] = True
         sequence.seq_id, sequence.batch = seq_id, self

@@ -9,6 +9,7 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
@@ -30,6 +31,9 @@ class SchedulerListener:
 
     def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
         """`Scheduler.set_tenants` was called; holds for later epochs, too."""
+
+    def bound_set(self, bound: StepBound) -> None:
+        """`Scheduler.set_bound` was called with another bound; holds for later epochs, too."""
 
     def scheduled(self, plan: StepPlan | None) -> None:
         """`Scheduler.schedule` was called and returns `plan`; None also when it raises, which `failed` tells."""

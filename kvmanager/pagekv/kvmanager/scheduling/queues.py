@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
@@ -67,6 +67,11 @@ class WaitingQueue:
         """Sequences that wait for admission; of one tenant the next first."""
         return chain.from_iterable(self._orders.values())
 
+    @property
+    def tenants(self) -> Set[int]:
+        """Tenants of which something waits for admission."""
+        return self._orders.keys()
+
     def head(self) -> Seq | None:
         """The next to admit, or None: of the tenant that was served least, none of those held back."""
         if len(self._orders) < 2 and not self._held_back:
@@ -74,7 +79,7 @@ class WaitingQueue:
                 return order[0]
             return None
         heads = (order[0] for tenant, order in self._orders.items() if tenant not in self._held_back)
-        return min(heads, key=lambda head: (self.served.of(head.tenant), head.key), default=None)
+        return min(heads, key=lambda head: (self.served.place(head.tenant), head.key), default=None)
 
     def hold_back(self, running: Iterable[Seq], block_size: int) -> None:
         """Looks which tenants are at their caps with these sequences. For the time that it was, none has a credit."""
@@ -123,8 +128,9 @@ class RunningQueue:
 
     def __init__(self, block_size: int) -> None:
         self.batch = DecodeBatch(block_size)
-        # RUNNING and DRAINING.
+        # RUNNING and DRAINING; and how many of them each tenant has, if any.
         self.order: list[Seq] = []
+        self.tenants: Counter[int] = Counter()
         # Members of `order` with known tokens left to plan.
         self.prefilling: list[Seq] = []
         # Members of `order` that are to enter the executor: beams, which may yet need a block, and arrivals that share
@@ -145,6 +151,7 @@ class RunningQueue:
         """Gives a place to a sequence that has just got its blocks."""
         sequence.state = SeqStatus.RUNNING
         insort(self.order, sequence, key=key)
+        self.tenants[sequence.tenant] += 1
 
     def add_returning(self, sequence: Seq) -> None:
         """A member of the order is to enter the executor as soon as there is room."""
@@ -184,6 +191,9 @@ class RunningQueue:
         if sequence.state is SeqStatus.RUNNING and sequence.seq_id != NO_SEQ_ID:
             self._finished.append(sequence.seq_id)
         del self.order[bisect_left(self.order, sequence.key, key=key)]
+        self.tenants[sequence.tenant] -= 1
+        if not self.tenants[sequence.tenant]:
+            del self.tenants[sequence.tenant]
         for others in (self.prefilling, self.returning):
             if sequence in others:
                 others.remove(sequence)

@@ -4,6 +4,8 @@ A step is planned from what will be true once the steps in flight are done: ever
 counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
 end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
+While tenants compete a step may have a bound, which passes some decodes over (`scheduling/step_share.py`).
+
 Order within a step: decodes first; then beams and what else returns; then forks; then prefills under way; then
 admissions from the waiting queue while budget, bytes, sequence slots and blocks last. Sequences that return come last
 where the head of the queue, behind them, found too few bytes in the step before.
@@ -32,8 +34,10 @@ from pagekv.kvmanager.scheduling.listener import SchedulerListener
 from pagekv.kvmanager.scheduling.preemption import Preemption
 from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
+from pagekv.kvmanager.scheduling.step_share import StepShare
 from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 
@@ -56,6 +60,8 @@ class Scheduler:
         self.waiting = WaitingQueue()
         # Weights and floors by tenant.
         self._tenants: tuple[dict[int, float], dict[int, int]] = {}, {}
+        # Of steps for which tenants compete; None: the limits alone.
+        self._bound: StepBound | None = None
         self._begin_epoch(pool, limits, eos_token_ids, host)
 
     def _begin_epoch(
@@ -75,6 +81,7 @@ class Scheduler:
         self._admission = Admission(running, tables, waiting)
         self._failures = Failures(running, tables, waiting, self.preemption)
         self._beams = BeamScheduler(running, tables, waiting, self.preemption)
+        self._share = StepShare(running.batch, self._admission, waiting.served)
         self._listener.epoch_began(pool, self.host, limits, self._eos)
 
     @property
@@ -115,7 +122,18 @@ class Scheduler:
         self._tenants = dict(weights), dict(floors)
         self._listener.tenants_set(*self._tenants, self.waiting.caps)
 
+    @property
+    def competing(self) -> bool:
+        """Whether more than one tenant has sequences."""
+        return self.waiting.served.several and len(self._running.tenants.keys() | self.waiting.tenants) > 1
+
     # -- planning
+
+    def set_bound(self, bound: StepBound) -> None:
+        """Bounds the steps for which tenants compete, from now on."""
+        if bound != self._bound:
+            self._bound = bound
+            self._listener.bound_set(bound)
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when there is nothing to do now."""
@@ -131,6 +149,7 @@ class Scheduler:
     def _plan(self) -> StepPlan | None:
         running = self._running
         if self.waiting.served.several:
+            self._greet()
             self._make_room()
         step = StepBuilder(running, self._tables, self.waiting.served)
         if running.returning:
@@ -151,6 +170,14 @@ class Scheduler:
             plan.preempted = self.preemption.take_preempted()
         return plan
 
+    def _greet(self) -> None:
+        """Tells newcomers, where steps are bounded."""
+        served, running = self.waiting.served, self._running.tenants
+        if self._bound is not None and self.competing:
+            served.greet(running, self.waiting.tenants, self.limits.max_batch_tokens)
+        else:
+            served.newcomers = frozenset()
+
     def _make_room(self) -> None:
         """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""
         refused = self._admission.refused
@@ -158,12 +185,17 @@ class Scheduler:
             self.preemption.make_room(refused.group, refused.slots, refused.free_blocks)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
-        """One token for every sequence whose last token is known or promised. The budget is enough for all: a sequence
-        begins to decode in a step that had at least one token left for it beside those that decoded already.
+        """One token for every sequence whose last token is known or promised, but for those that a bounded step passes
+        over. The budget is enough for all: a sequence begins to decode in a step that had at least one token left for
+        it beside those that decoded already.
         """
         batch = self._running.batch
         rows = batch.decoding_rows()
+        bound = self._bound if self.competing else None
+        newcomer = bound is not None and self._share.is_newcomers()
         if not len(rows):
+            if bound is not None:
+                step.leave(bound.left_beside(0), newcomer=newcomer)
             return
         full, exhausted = batch.full(rows), batch.exhausted(rows)
         filled = batch.sequences(full)
@@ -176,9 +208,19 @@ class Scheduler:
             rows = batch.decoding_rows()
             full = batch.full(rows)
             filled = batch.sequences(full)
+        passed = rows[:0]
+        if bound is not None:
+            passed = self._share.passed_over(rows, bound, newcomer=newcomer)
+            rows = np.setdiff1d(rows, passed, assume_unique=True)
+            full = batch.full(rows)
+            filled = batch.sequences(full)
         if filled and self._allocate_slots(step, full, filled):
             rows = rows[batch.decoding[rows]]
+            passed = passed[batch.decoding[passed]]
         completed = step.add_decodes(rows)
+        if bound is not None:
+            step.add_passed_over(passed)
+            step.leave(bound.left_beside(len(rows)), newcomer=newcomer)
         if len(completed):
             self._publish(completed, batch.sequences(completed), computed_now=True)
 

@@ -59,12 +59,26 @@ class StepBuilder:
         lists = bool(sampling.min_tokens or sampling.logit_bias)
         return self._tables.limits.id_bytes.entry(sequence.num_tokens, num_blocks, lists=lists)
 
+    def leave(self, tokens: int, *, newcomer: bool) -> None:
+        """Leaves no more than so many tokens for prompts; where the first is a newcomer's, none for those behind it."""
+        self.room = min(self.room, tokens)
+        self._beside = 0 if newcomer else -(-self.room // BESIDE_PARTS)
+
     def add_decodes(self, rows: Rows) -> Rows:
         """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
         self._decodes = rows
+        self.plan.num_decodes = len(rows)
         self.plan.num_tokens += len(rows)
         self.room -= len(rows)
         return self._running.batch.promise(rows)
+
+    def add_passed_over(self, rows: Rows) -> None:
+        """Sequences that decode compute nothing in this step. Nobody else has their tokens of the budget, so that never
+        more decode than it has.
+        """
+        self.plan.scheduled_seq_ids += rows.tolist()
+        self.plan.scheduled_tokens += [0] * len(rows)
+        self.room -= len(rows)
 
     def add_pause(self, seq_id: int) -> None:
         """A sequence at the executor computes nothing in this step."""

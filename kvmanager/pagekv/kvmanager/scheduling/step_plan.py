@@ -116,7 +116,9 @@ class StepPlan:
     scheduled_tokens: list[int] = field(default_factory=list)
     num_tokens: int = 0
 
-    # The rest stays with the manager. Seq_ids of the sequences that sample in this step, ascending.
+    # The rest stays with the manager. Sequences that decode, one token each.
+    num_decodes: int = 0
+    # Seq_ids of the sequences that sample in this step, ascending.
     sampling: NDArray[np.intp] = field(default_factory=lambda: NOBODY)
     # Members of `sampling` that are beams: not the sampled token counts but the likeliest ones.
     beams: dict[int, Seq] = field(default_factory=dict)

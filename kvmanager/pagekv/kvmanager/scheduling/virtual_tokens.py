@@ -8,7 +8,7 @@ credit; it is lowered never, so a burst is paid for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,10 @@ class VirtualTokens:
     """The counters, by a tenant's number. With one tenant nothing is counted.
 
     While two tenants of weight 1 wait without a pause, what they are served differs by 2 max(INPUT_COST * P,
-    OUTPUT_COST * M) at most (theorem 4.4 there), P being the tokens of the longest prompt and M those that running
-    sequences may have: the slots of the pool. With other weights that is so of what each is served divided by its
-    weight. Tokens found in the prefix cache are not counted, nor those computed again after a preemption.
+    OUTPUT_COST * M) + 2 K at most (theorem 4.4 there), P being the tokens of the longest prompt, M those that running
+    sequences may have, the slots of the pool, and K a newcomer's credit. With other weights that is so of what each is
+    served divided by its weight. Tokens found in the prefix cache are not counted, nor those computed again after a
+    preemption.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,9 @@ class VirtualTokens:
         self._floor = 0.0
         # Whether there is more than one tenant.
         self.several = False
+        # Tenants that have less than their share of what runs, and the tokens by which these may come early.
+        self.newcomers: frozenset[int] = frozenset()
+        self.credit = 0.0
 
     def know(self, tenant: int, weight: float = 1.0) -> None:
         """Gives a tenant its weight, above 0; from then on it is counted."""
@@ -61,9 +65,27 @@ class VirtualTokens:
         """A tenant's weight."""
         return float(self._weights[tenant]) if tenant < len(self._weights) else 1.0
 
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        """Weights by tenant. Not to be changed."""
+        return self._weights
+
+    def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
+        """Tells newcomers: tenants that wait or run and would with one sequence more have less than an equal share of
+        those that run, for their weights; they are served as if they had had `credit` tokens less.
+        """
+        present = running.keys() | waiting
+        share = sum(running.values()) / sum(map(self.weight, present))
+        few = {each for each in present if (running.get(each, 0) + 1) / self.weight(each) < share}
+        self.newcomers, self.credit = frozenset(few), credit
+
+    def place(self, tenant: int) -> float:
+        """The order in which tenants are served: their counters, a newcomer's less its credit."""
+        return self.of(tenant) - (self.credit if tenant in self.newcomers else 0.0)
+
     def goes_before(self, tenant: int, other: int) -> bool:
         """Whether another tenant's request goes before what is under way of this `other`."""
-        return tenant != other and self.of(tenant) <= self.of(other)
+        return tenant != other and self.place(tenant) <= self.place(other)
 
     def joined(self, tenant: int, waiting: Iterable[int]) -> None:
         """A tenant of which nothing waited has a new request; `waiting` are the tenants of which something does."""

@@ -463,14 +463,22 @@ class AttachResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: builtins.int
+    GRAPHS_FIELD_NUMBER: builtins.int
+    FAILED_GRAPHS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Fencing token of the epoch, never used before, also across restarts; never 0."""
+    graphs: builtins.int
+    """Shapes of steps that were recorded as CUDA graphs; 0 for executors without graphs."""
+    failed_graphs: builtins.int
+    """Shapes that should have been recorded and could not: their steps run without a graph, slower."""
     def __init__(
         self,
         *,
         epoch: builtins.int = ...,
+        graphs: builtins.int = ...,
+        failed_graphs: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "failed_graphs", b"failed_graphs", "graphs", b"graphs"]) -> None: ...
 
 global___AttachResponse = AttachResponse
 

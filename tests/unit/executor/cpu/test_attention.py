@@ -15,6 +15,7 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import BlockGeometry
 
+SINKS = torch.tensor([-1.0, 0.5, 2.0, 4.0], dtype=torch.float64)
 LENGTH, CHUNK, BLOCK_SIZE, HEADS, KV_HEADS, SIZE = 23, 9, 4, 4, 2, 8
 
 
@@ -28,11 +29,24 @@ def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: S
     hidden = at[None] > at[:, None]
     if scores.window is not None:
         hidden |= at[None] <= at[:, None] - scores.window
-    weights = weights.masked_fill(hidden, -math.inf).softmax(-1)
+    weights = weights.masked_fill(hidden, -math.inf)
+    if scores.sinks is not None:
+        weights = torch.cat([weights, scores.sinks[:, None, None].expand(HEADS, LENGTH, 1)], 2)
+    weights = weights.softmax(-1)[:, :, :LENGTH]
     return torch.einsum("hqk,hkd->qhd", weights, value.repeat_interleave(shared, 0))
 
 
-@pytest.mark.parametrize("scores", [Scores(0.4), Scores(0.4, cap=2.0), Scores(0.4, window=6), Scores(0.4, 2.0, 6)])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(0.4),
+        Scores(0.4, cap=2.0),
+        Scores(0.4, window=6),
+        Scores(0.4, 2.0, 6),
+        Scores(0.4, None, 6, SINKS),
+        Scores(0.4, sinks=SINKS),
+    ],
+)
 def test_chunks_and_decodes_read_what_plain_attention_reads(scores: Scores) -> None:
     torch.manual_seed(0)
     query = torch.randn(HEADS, LENGTH, SIZE, dtype=torch.float64)
@@ -50,7 +64,10 @@ def test_chunks_and_decodes_read_what_plain_attention_reads(scores: Scores) -> N
     assert torch.allclose(torch.cat(outputs), plain(query, key, value, scores))
 
 
-@pytest.mark.parametrize("scores", [Scores(0.4), Scores(0.4, window=6), Scores(0.4, 2.0, 6)])
+@pytest.mark.parametrize(
+    "scores",
+    [Scores(0.4), Scores(0.4, window=6), Scores(0.4, 2.0, 6), Scores(0.4, None, 6, SINKS), Scores(0.4, sinks=SINKS)],
+)
 def test_chunks_and_decodes_of_one_step_are_each_their_own_rows(scores: Scores) -> None:
     """Two chunks and two decodes, of four sequences with keys and values of their own, in the packed order."""
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ import torch
 from support.executor.cuda_host import HostDevice, host_backend, save_small_model
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.backend.interface import LAYOUT
+from pagekv.executor.backend.interface import LAYOUT, GraphCounts
 from pagekv.executor.config import parse_config
 from pagekv.executor.server import load_backend
 
@@ -77,6 +77,14 @@ def test_a_machine_without_a_gpu_says_so() -> None:
         load_backend(parse_config(["--backend", "cuda"], env={}))
     with pytest.raises(ValueError, match="--kv-dtype fp8 needs --backend cuda"):
         load_backend(parse_config(["--kv-dtype", "fp8"], env={}))
+
+
+def test_graphs_that_cannot_be_recorded_are_told(llama: Path) -> None:
+    good = host_backend(llama, max_sequences=2).allocate(16, 4, 0)
+    assert (good.failed, host_backend(llama, max_sequences=2, graphs=False).allocate(16, 4, 0)) == (0, GraphCounts())
+    refusing = host_backend(llama, HostDevice(refuses_capture=True), max_sequences=2)
+    assert refusing.allocate(16, 4, 0) == GraphCounts(recorded=0, failed=good.recorded)
+    assert good.recorded > 0
 
 
 def test_pools_that_cannot_fit_are_refused(llama: Path) -> None:

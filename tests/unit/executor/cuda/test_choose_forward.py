@@ -56,8 +56,8 @@ def test_layers_that_compute_something_else_are_not_used(llama: Path, monkeypatc
     right, reference = load_forward(loader(llama), device, fused=False)
     expected = choose_forward._logits(reference, right, device)
 
-    def changed(model: Any) -> Decoder:
-        decoder = read_decoder(model)
+    def changed(model: Any, **options: bool) -> Decoder:
+        decoder = read_decoder(model, **options)
         assert decoder is not None
         decoder.residual_factor = 0.9
         return decoder

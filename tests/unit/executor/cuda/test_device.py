@@ -76,8 +76,12 @@ def test_a_recording_without_memory_says_so_and_leaves_the_stream(
     graphs, device = FakeGraphs(monkeypatch), _device()
     graphs.end_fails = end_fails
 
+    runs = iter(("before the recording", "in it"))
+
     def full() -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+        if next(runs) == "in it":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.ones(1)
 
     with pytest.raises(torch.OutOfMemoryError):
         device.capture(full)

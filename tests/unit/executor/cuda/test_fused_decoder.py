@@ -45,6 +45,31 @@ def test_every_familys_tokens_are_those_of_transformers(name: str, tmp_path: Pat
     assert backend.runner.graphs.num_replayed > 0
 
 
+EXPERTS = ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "qwen3_moe", "olmoe"))]
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_mixtures_of_experts_are_fused_around_them(name: str, tmp_path: Path) -> None:
+    """Tokens are those of transformers; a layer takes the launches of a dense one but the gated activation."""
+    # OLMoE's heads share the hidden size, as its norms of them do.
+    fields = {"hidden_size": 256} if name == "olmoe" else {}
+    model = save_small_model(name, tmp_path, seed=4 if name == "qwen3_moe" else 1, **fields)
+    launcher = CountingLauncher(HostDevice().launcher)
+    backend = host_backend(tmp_path, HostDevice(launcher=launcher), graphs=False)
+    assert isinstance(backend.forward, FusedLayers)
+    prompts = prompts_of([1, 13, 5], seed=3)
+    driver = Driver(backend, 4)
+    states = [driver.sequence(prompt) for prompt in prompts]
+    assert driver.generate(states, NEW, chunk=6) == [reference(model, prompt, NEW) for prompt in prompts]
+    launcher.counts.clear()
+    driver.generate([driver.sequence([1])], 2)
+    kernels = launcher.counts
+    steps, norms_of_heads = 2, int(name in ("qwen3_moe", "olmoe"))
+    assert kernels["pagekv_gated"] == 0
+    assert kernels["pagekv_cache_write"] == 2 * steps
+    assert kernels["pagekv_add_norm"] == steps * (2 * (2 + norms_of_heads) + 2)
+
+
 def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> tuple[Counter[str], Counter[str]]:
     """Of a step of decodes, and of a step of a decode and a chunk of a prompt."""
     fields: dict[str, Any] = {"num_hidden_layers": layers}
@@ -76,11 +101,11 @@ def two_more(fewer: Counter[str], more: Counter[str]) -> int:
     return more.total() - fewer.total()
 
 
-@pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("olmo2", 11, 12)])
+@pytest.mark.parametrize(("name", "decodes", "mixed"), [("llama", 9, 10), ("qwen3", 10, 11), ("olmo2", 10, 11)])
 def test_launches_of_a_layer(tmp_path: Path, name: str, decodes: int, mixed: int) -> None:
-    """The merge of contexts above 4,096 keys, a launch of its own, comes on top."""
     assert of_a_layer(tmp_path, name) == (decodes, mixed)
-    assert max(decodes, mixed) <= MOST_LAUNCHES
+    # The merge of contexts above 8,192 keys is a launch of its own.
+    assert max(decodes, mixed) + 1 <= MOST_LAUNCHES
 
 
 def test_launches_of_a_layer_of_transformers(tmp_path: Path) -> None:

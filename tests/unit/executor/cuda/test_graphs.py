@@ -8,16 +8,24 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, padded_batch
-from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_step
-from pagekv.kernels.decode_plan import num_decode_items
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, ladder, padded_batch
+from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_decodes, plan_step
+from pagekv.kernels.decode_plan import decode_work
+from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import Variant
 
 
-@settings(max_examples=300)
-@given(data=st.data(), count=st.integers(1, MAX_GRAPH_BATCH), window=st.sampled_from([0, 1, 300, 5000]))
-def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int) -> None:
-    """Any number of sequences with any contexts, all of one length or each its own, with the rows that fill it up."""
+@settings(max_examples=150, deadline=None)
+@given(
+    data=st.data(),
+    count=st.integers(1, MAX_GRAPH_BATCH),
+    window=st.sampled_from([0, 1, 300, 5000]),
+    shared=st.booleans(),
+    num_heads=st.sampled_from([8, 64]),
+)
+def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int, shared: bool, num_heads: int) -> None:
+    """Any number of sequences with any contexts, all of one length or each its own, with the rows that fill it up,
+    whether or not they share blocks, with groups of 4 and of 32 heads."""
     lengths = data.draw(
         st.one_of(
             st.integers(1, 20_000).map(lambda length: [length] * count),
@@ -26,31 +34,41 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     )
     block_size, context_lens = 256, np.array(lengths, np.int32)
     width = -(-max(lengths) // block_size)
-    items = num_decode_items(context_lens, window)
-    key = graph_key(count, width, items)
+    tables = np.zeros((count, width), np.int32) + (0 if shared else np.arange(count, dtype=np.int32)[:, None])
+    batch = StepBatch(np.arange(count + 1, dtype=np.int32), context_lens, tables, np.ones(count, np.bool_))
+    variant = Variant("bfloat16", "bfloat16", 64)
+    work = plan_decodes(
+        batch, block_size=block_size, num_heads=num_heads, num_kv_heads=2, variant=variant, window=window
+    )
+    key = graph_key(count, width, work.num_splits, 0 if work.all_wide else len(work.wide_items))
     assert key is not None
     assert count <= key.batch <= max(2 * count, 32 * -(-count // 32))
     # Raises where anything does not fit.
     host = plan_step(
-        StepBatch(
-            np.arange(count + 1, dtype=np.int32),
-            context_lens,
-            np.zeros((count, width), np.int32),
-            np.ones(count, np.bool_),
-        ),
-        num_blocks=1,
+        batch,
+        num_blocks=count,
         block_size=block_size,
-        num_heads=8,
+        num_heads=num_heads,
         num_kv_heads=2,
-        variant=Variant("bfloat16", "bfloat16", 64),
+        variant=variant,
         window=window,
         graph=key,
+        work=work,
     )
-    first = host.offsets["decode_items"]
-    found = host.words[first : first + 4 * key.items].reshape(-1, 4)
-    # Every row of the graph is computed, and none twice unless it has several splits.
-    assert set(found[found[:, 0] >= 0, 0].tolist()) == set(range(key.batch))
-    assert int((found[:, 0] >= 0).sum()) == items + key.batch - count
+
+    def section(name: str) -> Ints:
+        first, count = host.offsets[name], host.counts[f"num_{name}"]
+        found = host.words[first : first + 4 * count].reshape(-1, 4)
+        return found[found[:, 0] >= 0]
+
+    # Every split of every row of the graph is computed once.
+    alone, wide = section("decode_items"), section("wide_items")
+    first = host.offsets["members"]
+    members = host.words[first:].reshape(-1, 4)
+    rows = alone[:, 0].tolist()
+    rows += [int(members[at, 0]) for begin, _, _, many in wide.tolist() for at in range(begin, begin + many)]
+    assert set(rows) == set(range(key.batch))
+    assert len(rows) == work.num_splits + key.batch - count
 
 
 def test_batches_beyond_the_largest_graph_have_none() -> None:
@@ -64,71 +82,101 @@ def test_no_graph_has_more_rows_than_the_largest_batch(max_sequences: int) -> No
     assert padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) == max(key.batch for key in keys if key is not None)
 
 
-class Recorder:
-    """A device that counts recordings and waits; `error` is what recording raises."""
+@pytest.mark.parametrize(
+    ("max_sequences", "num_tokens", "max_tokens"), [(3, 64, 300), (40, 10**6, 9000), (1024, 10**5, 600)]
+)
+def test_every_decode_step_has_a_shape_of_the_ladder(max_sequences: int, num_tokens: int, max_tokens: int) -> None:
+    """With contexts of any lengths that the pool holds."""
+    keys = ladder(max_sequences, num_tokens, max_tokens, 16)
+    assert len({*keys}) == len(keys) <= 21 * 5
+    assert [key.batch for key in keys] == sorted((key.batch for key in keys), reverse=True)
+    cache = GraphCache(Recorder())  # type: ignore[arg-type]  # a device that only records
+    cache.record(keys, lambda key: lambda: torch.zeros(key.batch))
+    rng = np.random.default_rng(1)
+    for _ in range(300):
+        count = int(rng.integers(1, min(max_sequences, MAX_GRAPH_BATCH) + 1))
+        longest = min(max_tokens, num_tokens // count)
+        lens = rng.integers(1, longest + 1, count).astype(np.int32) if longest else np.ones(count, np.int32)
+        none = np.zeros(count, np.int32)
+        work = decode_work(rows=none, sequences=none, context_lens=lens)
+        needed = graph_key(count, -(-int(lens.max()) // 16), work.num_splits)
+        assert needed is not None
+        key = cache.find(needed)
+        assert key is not None, needed
+        assert key.batch == needed.batch
+        assert key.table_width >= needed.table_width
+        assert key.items >= needed.items
 
-    def __init__(self) -> None:
+
+def test_steps_that_share_a_prefix_have_shapes_of_their_own() -> None:
+    """64 sequences, 16 to an item, over 2,048 tokens; others take a graph without a second kernel."""
+    keys = ladder(64, 64 * 512 + 2048, 2560, 16, most_members=16)
+    assert {key.wide_items for key in keys if key.batch == 64} == {0, 64}
+    cache = GraphCache(Recorder())  # type: ignore[arg-type]  # a device that only records
+    cache.record(keys, lambda key: lambda: torch.zeros(key.batch))
+    shared = cache.find(graph_key(64, 160, 64 * 10, 4 * 8) or keys[0])
+    alone = cache.find(graph_key(64, 40, 64 * 2) or keys[0])
+    assert shared is not None
+    assert shared.wide_items >= 4 * 8
+    assert alone is not None
+    assert alone.wide_items == 0
+    assert cache.find(graph_key(64, 160, 64 * 10, 4 * 100) or keys[0]) is None
+    assert all(not key.wide_items for key in ladder(64, 10**6, 2560, 16))
+
+
+class Recorder:
+    """A device that counts recordings and waits; `error` is what recording raises after `good` ones."""
+
+    def __init__(self, error: Exception | None = None, good: int = 0) -> None:
         self.captured = 0
         self.waited = 0
-        self.error: Exception | None = None
+        self.error, self.good = error, good
 
     def synchronize(self) -> None:
         self.waited += 1
 
     def capture(self, function: object) -> object:
-        if self.error is not None:
+        if self.error is not None and self.captured == self.good:
             raise self.error
         self.captured += 1
         return function
 
 
-def test_the_second_step_of_a_shape_is_recorded_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pagekv.executor.cuda.graphs.MAX_GRAPHS", 3)
-    recorder = Recorder()
+KEYS = [GraphKey(4, 16, 4), GraphKey(4, 64, 16), GraphKey(2, 16, 2)]
+
+
+def recorded(recorder: Recorder) -> GraphCache:
     cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
-    keys = [graph_key(count, 1, count) for count in (1, 2, 4, 8)]
-    for key in keys:
-        assert key is not None
-        for _ in range(3):
-            cache.run(key, lambda: torch.zeros(1))
-    assert (cache.num_captured, cache.num_replayed) == (4, 8)
-    assert keys[3] is not None
-    cache.run(keys[3], lambda: torch.zeros(1))
-    assert cache.num_captured == 4
-    assert keys[0] is not None
-    for _ in range(2):
-        cache.run(keys[0], lambda: torch.zeros(1))
-    assert cache.num_captured == 5
+    cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
+    return cache
 
 
-def _with_one_graph() -> tuple[Recorder, GraphCache, GraphKey]:
-    """A cache with a graph of two rows, and the key of one row, met once."""
-    recorder = Recorder()
-    cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
-    recorded, met = graph_key(2, 1, 2), graph_key(1, 1, 1)
-    assert recorded is not None
-    assert met is not None
-    for key in (recorded, recorded, met):
-        cache.run(key, lambda: torch.zeros(1))
-    assert (recorder.captured, recorder.waited) == (1, 0)
-    return recorder, cache, met
+def test_a_step_takes_the_smallest_graph_that_it_fits() -> None:
+    cache = recorded(Recorder())
+    assert (cache.num_captured, cache.num_failed, cache.num_replayed) == (3, 0, 0)
+    assert cache.find(GraphKey(4, 16, 4)) == KEYS[0]
+    assert cache.find(GraphKey(4, 16, 8)) == KEYS[1]
+    assert cache.find(GraphKey(4, 256, 8)) is None
+    assert cache.find(GraphKey(1, 16, 1)) is None
+    assert cache.replay(KEYS[1]).item() == 16
+    assert cache.num_replayed == 1
 
 
-def test_without_memory_to_record_older_graphs_go_and_later_steps_record_again() -> None:
-    """The step runs without a graph; older graphs are dropped once what they enqueued is done."""
-    recorder, cache, key = _with_one_graph()
-    recorder.error = torch.OutOfMemoryError("CUDA out of memory")
-    assert cache.run(key, lambda: torch.ones(1)).item() == 1
-    assert (cache.enabled, recorder.waited, cache.num_captured) == (True, 1, 1)
-    recorder.error = None
-    for _ in range(2):
-        cache.run(key, lambda: torch.zeros(1))
-    assert cache.num_captured == 2
+def test_without_memory_the_graphs_recorded_so_far_stay(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are told as an error, and their steps run without."""
+    cache = recorded(Recorder(torch.OutOfMemoryError("CUDA out of memory"), good=1))
+    assert (cache.num_captured, cache.num_failed) == (1, 2)
+    assert cache.find(KEYS[0]) == KEYS[0]
+    assert cache.find(KEYS[2]) is None
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "no memory to record more CUDA graphs" in caplog.text
 
 
-def test_what_cannot_be_recorded_waits_for_the_device_and_ends_graphs() -> None:
+def test_a_model_that_cannot_be_recorded_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     """Graphs that are dropped because a later one failed may still be running."""
-    recorder, cache, key = _with_one_graph()
-    recorder.error = RuntimeError("operation not permitted when stream is capturing")
-    assert cache.run(key, lambda: torch.ones(1)).item() == 1
-    assert (cache.enabled, recorder.waited) == (False, 1)
+    recorder = Recorder(RuntimeError("operation not permitted when stream is capturing"), good=1)
+    cache = recorded(recorder)
+    assert (cache.num_captured, cache.num_failed, recorder.waited) == (0, 3, 1)
+    assert cache.find(KEYS[0]) is None
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "cannot be recorded" in caplog.text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.executor.cpu_driver import Driver, prompts_of, save_model
 from support.executor.cuda_host import host_backend, save_small_model
 
@@ -34,6 +36,41 @@ def test_head_sizes_without_a_kernel_are_refused(
     save_model(name, tmp_path)
     with pytest.raises(ValueError, match=reason):
         host_backend(tmp_path, **options)
+
+
+@pytest.mark.kernels
+def test_a_checkpoints_fp8_scales_are_those_of_the_pool(tmp_path: Path) -> None:
+    """The first layer's keys and values, which come back as they were only with the factors they were stored by."""
+    save_small_model("llama", tmp_path, dtype="float16")
+    weights = load_file(tmp_path / "model.safetensors")
+    scales = {
+        f"model.layers.{layer}.self_attn.{name}": torch.tensor(scale)
+        for layer in range(2)
+        for name, scale in (("k_scale", [4.0, 0.25]), ("v_scale", [0.5]))
+    }
+    save_file({**weights, **scales}, tmp_path / "model.safetensors", {"format": "pt"})
+    pools = []
+    for directory in (tmp_path, save_without_scales(tmp_path)):
+        backend = host_backend(directory, dtype="float16", kv_dtype="fp8", graphs=False)
+        driver = Driver(backend, 16, num_blocks=4)
+        driver.generate([driver.sequence(prompts_of([20])[0])], 1)
+        pools.append(backend.runner.pools.device[:, 0].float())
+    scaled, plain = pools
+    expected = plain / torch.tensor([[4.0, 0.25], [0.5, 0.5]])[:, None, :, None]
+    # Values that are small or large in either are rounded to fewer digits, or cut off.
+    exact = (plain.abs() >= 2**-4) & (plain.abs() < 100)
+    assert exact.sum() > 1000
+    assert torch.equal(scaled[exact], expected[exact])
+
+
+def save_without_scales(directory: Path) -> Path:
+    """A copy of a model without the scales of its checkpoint."""
+    copied = directory / "plain"
+    shutil.copytree(directory, copied)
+    weights = load_file(copied / "model.safetensors")
+    kept = {name: weight for name, weight in weights.items() if "_scale" not in name}
+    save_file(kept, copied / "model.safetensors", {"format": "pt"})
+    return copied
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -95,7 +95,8 @@ def test_steps_of_an_epoch_launched_ahead(llama: Path) -> None:
 
 
 def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
-    """Two shapes, recorded and replayed: what each returns lies in the runner's buffer, not in memory of the graph."""
+    """The logits of each graph lie in the runner's buffer, not in memory of the graph; and all are recorded before
+    the first step."""
     returned: list[int] = []
 
     class Watching(HostDevice):
@@ -105,11 +106,13 @@ def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
 
     backend = host_backend(llama, Watching(), max_sequences=3)
     driver = Driver(backend, 16)
+    before = len(returned)
     for count in (1, 2):
         states = [driver.sequence(prompt) for prompt in prompts_of([3, 4][:count])]
         driver.generate(states, 4)
         backend.finish(states)
-    assert len(returned) == 2
+    assert len(returned) == before == backend.runner.graphs.num_captured > 2
+    assert backend.runner.graphs.num_replayed > 0
     assert set(returned) == {backend.runner.graph_logits.data_ptr()}
 
 

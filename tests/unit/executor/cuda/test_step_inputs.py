@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Sampling, Scheduled, SequenceState
-from pagekv.executor.cuda.step_inputs import DeviceSequences, PenaltyTable, build_inputs
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.step_inputs import DeviceSequences, build_inputs
 from pagekv.kernels.attention_plan import StepBatch
 
 
@@ -33,7 +34,7 @@ def test_rows_of_a_mixed_step() -> None:
     assert batch.decodes.tolist() == [False, True, False]
     assert inputs.device_indices.tolist() == [0, 0, 0, 1, 2]
     assert [entry.state.seq_id for entry in inputs.sampling] == [2, 3]
-    assert (inputs.sampled_rows.tolist(), inputs.sampled_indices.tolist()) == ([3, 4], [1, 2])
+    assert inputs.sampled_rows.tolist() == [3, 4]
     assert not inputs.decodes_only
 
 

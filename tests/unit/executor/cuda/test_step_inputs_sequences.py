@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import Sampling, SequenceState
-from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, PenaltyTable
+from pagekv.executor.cuda.penalties import PenaltyTable
+from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences
 
 
 def live(max_sequences: int = 4) -> DeviceSequences:

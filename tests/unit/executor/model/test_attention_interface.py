@@ -30,7 +30,7 @@ class Never:
         ({"paged": None}, "keyword arguments"),
         ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
-        ({"s_aux": torch.zeros(1)}, "s_aux"),
+        ({"s_aux": torch.zeros(1)}, r"sinks of shape \(1,\), not one a head"),
     ],
 )
 def test_refuses_what_it_would_get_wrong(change: dict[str, Any], reason: str) -> None:

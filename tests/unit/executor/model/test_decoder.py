@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from support.executor.cpu_driver import MODELS
+from support.executor.families import family_config
 from transformers import AutoModelForCausalLM, Gemma3Config, Olmo2Config, Phi3Config
 
-from pagekv.executor.model.decoder import ACTIVATIONS, FAMILIES, read_decoder
+from pagekv.executor.model.decoder import ACTIVATIONS, FAMILIES, GatedProducts, read_decoder
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -38,7 +39,9 @@ def test_products_are_joined_in_order_and_leave_the_model() -> None:
     assert layer.qkv.bias is not None
     assert torch.equal(layer.qkv.bias, torch.cat([part.bias for part in parts]))
     assert layer.out.bias is None
-    assert torch.equal(layer.gate_up.weight, torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight]))
+    assert torch.equal(
+        layer.gated.gate_up.weight, torch.cat([feed_forward.gate_proj.weight, feed_forward.up_proj.weight])
+    )
     assert not [*model.model.layers[1].parameters()]
     assert [*model.model.layers[0].parameters()]
 
@@ -84,7 +87,7 @@ def test_the_text_part_of_a_model_that_sees_images() -> None:
     weight = text.layers[1].mlp.down_proj.weight
     decoder = read_decoder(model)
     assert decoder is not None
-    assert torch.equal(decoder.take_layer(1).down.weight, weight)
+    assert torch.equal(decoder.take_layer(1).gated.down.weight, weight)
     del text.rotary_emb
     assert read_decoder(model) is None
 
@@ -119,6 +122,22 @@ def test_what_a_configuration_says_beside_the_family_is_ignored() -> None:
     decoder = read_decoder(model_of(config))
     assert decoder is not None
     assert (decoder.activation, decoder.logits_cap) == ("silu", None)
+
+
+def test_mixtures_of_experts_are_described_where_asked_for() -> None:
+    """Layers without one, which Qwen's may have, have their products."""
+    config = family_config("qwen3_moe", mlp_only_layers=[1])
+    assert read_decoder(model_of(config)) is None
+    model = model_of(config)
+    experts = model.model.layers[0].mlp
+    decoder = read_decoder(model, experts=True)
+    assert decoder is not None
+    layer = decoder.take_layer(0)
+    assert layer.feed_forward is experts
+    with pytest.raises(TypeError, match="mixture of experts"):
+        _ = layer.gated
+    assert isinstance(decoder.take_layer(1).feed_forward, GatedProducts)
+    assert read_decoder(model_of(family_config("olmoe", clip_qkv=8.0)), experts=True) is None
 
 
 def test_other_families_and_activations_are_not_described() -> None:

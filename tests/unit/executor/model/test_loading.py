@@ -15,7 +15,6 @@ from transformers import (
     FalconConfig,
     GPTJConfig,
     GPTNeoConfig,
-    GptOssConfig,
     LlamaForCausalLM,
     MambaConfig,
     MptConfig,
@@ -62,7 +61,8 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by 'gptq' are not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not supported"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"num_kv_shared_layers": 2}, "share keys and values"),
     ],
@@ -74,13 +74,20 @@ def test_configurations_that_would_be_served_wrongly_are_refused(tmp_path: Path,
         CpuBackend(tmp_path, "m", threads=1)
 
 
+def test_fp8_weights_without_a_word_in_the_configuration_are_refused_by_name(tmp_path: Path) -> None:
+    """transformers would read them as numbers, without their scales."""
+    save_model("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    save_file({**weights, name: weights[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"{name} is stored as F8_E4M3: fp8 weights are not supported; use the"):
+        CpuBackend(tmp_path, "m", threads=1)
+
+
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 
 
 OTHERS: dict[str, Any] = {
-    "gpt-oss": GptOssConfig(
-        **SMALL, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_local_experts=2
-    ),
     "mamba": MambaConfig(**SMALL),
     "mpt": MptConfig(vocab_size=64, d_model=32, n_heads=2, n_layers=2),
 }
@@ -149,4 +156,4 @@ def test_block_size_in_bytes() -> None:
 
 
 def test_every_architecture_is_listed() -> None:
-    assert {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"} <= set(MODELS)
+    assert {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt-oss", "gpt2"} <= set(MODELS)

@@ -7,7 +7,7 @@ import socket
 import pytest
 import torch.distributed as dist
 
-from pagekv.executor.ranks.gathering import NoGroup
+from pagekv.executor.ranks.gathering import Meeting, NoGroup
 from pagekv.executor.ranks.rendezvous import find_leader, join_process_group, listen_as_leader, open_store
 from pagekv.executor.world import World
 
@@ -64,3 +64,14 @@ def test_a_process_group_over_the_store() -> None:
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     finally:
         dist.destroy_process_group()
+
+
+def test_collectives_that_cannot_connect_end_the_start_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("connection refused, remote=[127.0.0.1]:29612\nframe #0")
+
+    world = World(0, 1, 1, "127.0.0.1", free_port())
+    store = open_store(world, WAIT_S)
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    with pytest.raises(NoGroup, match=r"GLOO_SOCKET_IFNAME .* connection refused, remote=\[127\.0\.0\.1\]:29612$"):
+        join_process_group(store, world, Meeting("", 0, "one"), WAIT_S)

@@ -23,7 +23,7 @@ RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
 def test_stats_arrive_under_their_names() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         answer = await stub.GetStats(pb.GetStatsRequest())
-        assert answer == engine.queries.stats()
+        assert answer == engine.statistics.stats()
 
     run_operator(body)
 
@@ -66,7 +66,7 @@ def test_live_requests_in_pages() -> None:
 def test_tenants_arrive_under_their_names() -> None:
     async def body(engine: FakeEngine, stub: OperatorStub) -> None:
         answer = await stub.ListTenants(pb.ListTenantsRequest())
-        assert answer == await engine.queries.list_tenants()
+        assert answer == await engine.snapshots.list_tenants()
         assert (answer.tenants[0].HasField("max_waiting"), answer.tenants[0].HasField("max_running")) == (True, False)
 
     run_operator(body)

@@ -24,7 +24,7 @@ def test_the_queue_counts_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
         assert full.value.metadata == {"limit": "6", "flag": "--max-queue"}
         streams.append(engine.submit(command("c", [3])))
         assert [await read(stream) for stream in streams] == [expect([i]) for i in (1, 2, 3)]
-        assert engine.queries.stats().rejected_requests_total == 1
+        assert engine.statistics.stats().rejected_requests_total == 1
 
     run(monkeypatch, body, max_queue=6)
 
@@ -33,8 +33,12 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     """A reader that takes its answer, or goes without, makes room. Live requests do not count."""
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
+        def idle() -> bool:
+            stats = engine.statistics.stats()
+            return stats.running_sequences + stats.waiting_sequences == 0
+
         streams = [engine.submit(command("a", [1], n=2)), engine.submit(command("b", [2]))]
-        await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
+        await until(idle)
         with pytest.raises(
             Overloaded, match="3 sequences have ended whose readers have not taken them, at most 3"
         ) as full:
@@ -43,16 +47,16 @@ def test_answers_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         assert await read(streams[0]) == expect([1])
         engine.release(streams[0])
         engine.release(streams[0])
-        assert engine.queries.stats().unread_sequences == 1
+        assert engine.statistics.stats().unread_sequences == 1
         streams.append(engine.submit(command("c", [3])))
         engine.release(streams.pop())
-        assert engine.queries.stats().aborted_requests_total == 1
+        assert engine.statistics.stats().aborted_requests_total == 1
         streams.append(engine.submit(command("d", [4])))
         streams.append(engine.submit(command("e", [4])))
-        await until(lambda: engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0)
+        await until(idle)
         with pytest.raises(Overloaded, match="3 sequences have ended"):
             engine.submit(command("f", [3]))
-        assert engine.queries.stats().rejected_requests_total == 2
+        assert engine.statistics.stats().rejected_requests_total == 2
 
     run(monkeypatch, body, max_unread=3)
 
@@ -67,7 +71,7 @@ def test_what_no_deployment_of_this_size_can_ever_take_is_refused_for_good(monke
         beams = SamplingParams(max_tokens=2, beam_width=33)
         with pytest.raises(InvalidRequest, match=r"from 0 to 8 \(--max-running .*\), got 33"):
             engine.submit(GenerateCommand("b", [1], beams))
-        assert engine.queries.stats().rejected_requests_total == 0
+        assert engine.statistics.stats().rejected_requests_total == 0
 
     run(monkeypatch, body, max_queue=6)
 

@@ -26,9 +26,9 @@ def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         async def misses(prompt: list[int], identity: CacheIdentity = ANY) -> str:
-            before = engine.queries.stats()
+            before = engine.statistics.stats()
             await read(engine.submit(identified("r", prompt, identity)))
-            after = engine.queries.stats()
+            after = engine.statistics.stats()
             names = [field.name for field in after.DESCRIPTOR.fields if field.name.startswith("misses_")]
             found = [name for name in names if getattr(after, name) > getattr(before, name)]
             assert sum(getattr(after, name) - getattr(before, name) for name in names) == len(found)
@@ -47,7 +47,7 @@ def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> 
         assert await misses(EIGHT) == "cleared"
         for number in range(8):
             await read(engine.submit(command(f"s{number}", [number + 20] * 28, 1)))
-        assert engine.queries.stats().evicted_blocks_total > 0
+        assert engine.statistics.stats().evicted_blocks_total > 0
         assert await misses(EIGHT) == "evicted"
 
     run(monkeypatch, body, num_device_blocks=16)
@@ -59,7 +59,7 @@ def test_both_hit_rates_are_exported_under_their_own_names(monkeypatch: pytest.M
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [*EIGHT, 9], 1)))
         await read(engine.submit(command("b", [*EIGHT, 7, 7], 1)))
-        stats = engine.queries.stats()
+        stats = engine.statistics.stats()
         assert (stats.prompt_blocks_total, stats.cached_blocks_total, stats.block_hit_rate) == (6, 2, 2 / 6)
         assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.prefix_hit_rate) == (19, 8, 8 / 19)
 

@@ -69,7 +69,7 @@ def test_an_executor_that_comes_back_smaller_is_told_with_bounds_that_can_be_kep
         bench.description = described(**returns_with)
         assert bench.link is not None
         bench.link.lose()
-        await until(lambda: engine.queries.stats().executor_restarts_total == 1)
+        await until(lambda: engine.statistics.stats().executor_restarts_total == 1)
         with pytest.raises(InvalidRequest, match=re.escape(words)) as caught:
             engine.submit(command("x", [1] * 9, max_tokens=50))
         assert caught.value.field == field

@@ -107,7 +107,7 @@ def test_a_call_that_is_cancelled_meanwhile_leaves_nothing(monkeypatch: pytest.M
         entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
-        assert engine.queries.list_requests(9).total == 0
+        assert engine.snapshots.list_requests(9).total == 0
         assert await read(await engine.queue(command("long", LONG))) == expect(LONG)
 
     run(monkeypatch, body)
@@ -174,7 +174,7 @@ def test_a_manager_that_shuts_down_meanwhile_refuses(monkeypatch: pytest.MonkeyP
         engine._state.draining = True
         with pytest.raises(Draining):
             await entering
-        assert engine.queries.list_requests(9).total == 0
+        assert engine.snapshots.list_requests(9).total == 0
 
     run(monkeypatch, body)
 

@@ -44,6 +44,27 @@ def test_an_answer_that_nobody_asked_for_costs_an_epoch(monkeypatch: pytest.Monk
     run(monkeypatch, body)
 
 
+def test_graphs_that_could_not_be_recorded_are_an_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Counted anew with every executor that is attached."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        stats = engine.statistics.stats()
+        assert (stats.executor_graphs, stats.executor_failed_graphs) == (5, 0)
+        assert bench.link is not None
+        bench.failed_graphs = 2
+        bench.link._results.append(StepResult(1, [], [], {}, 0, 0, 0))
+        bench.link._wake()
+        assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
+        stats = engine.statistics.stats()
+        assert (stats.executor_graphs, stats.executor_failed_graphs) == (5, 2)
+
+    run(monkeypatch, body)
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any("the executor runs steps without CUDA graphs" in error for error in errors)
+
+
 def test_a_sequence_that_fails_ends_its_request_and_not_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second step in flight still has it."""
 
@@ -58,7 +79,7 @@ def test_a_sequence_that_fails_ends_its_request_and_not_the_epoch(monkeypatch: p
         assert await read(good) == expect([1, 2, 3])
         assert await read(engine.submit(command("bad", [9, 9, 8]))) == expect([9, 9, 8])
         assert len(bench.attaches) == 1
-        assert engine.queries.stats().failed_requests_total == 1
+        assert engine.statistics.stats().failed_requests_total == 1
 
     run(monkeypatch, body)
 
@@ -103,14 +124,14 @@ def test_a_manager_that_was_stopped_blames_no_step_for_it(monkeypatch: pytest.Mo
 def test_another_model_ends_requests_and_keeps_the_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [1, 2, 3])))
-        before = engine.queries.stats()
+        before = engine.statistics.stats()
         assert engine.model is not None
         first = engine.model.model_fingerprint
         bench.description = described(model_fingerprint="beef", eos_token_ids=tuple(range(VOCAB)))
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) >= 2)
-        assert engine.queries.stats().generated_tokens_total == before.generated_tokens_total == 6
+        assert engine.statistics.stats().generated_tokens_total == before.generated_tokens_total == 6
         with pytest.raises(Unavailable, match="came back with another model"):
             engine.submit(replace(command("read for the first", [1, 2, 3]), model_fingerprint=first))
         # Nothing of the first model is hit, and the second one's end-of-sequence ids count.
@@ -186,7 +207,7 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         bench.step_s = 0.05
         left, other = engine.submit(command("left", [4, 5, 6], n=3)), engine.submit(command("other", [1, 2, 3]))
         await until(lambda: len(bench.plans) > 0)
-        tables = engine.queries.block_tables("left")
+        tables = engine.snapshots.block_tables("left")
         assert tables is not None
         assert [table.state for table in tables.sequences] == [RUNNING, WAITING, WAITING]
         engine.release(left)
@@ -201,7 +222,7 @@ def test_a_preempted_request_is_swapped_out_and_its_stream_goes_on(monkeypatch: 
         streams = [engine.submit(command(f"r{i}", [i, 5, 6, 7, 8], max_tokens=12)) for i in range(4)]
         for i, stream in enumerate(streams):
             assert await read(stream) == expect([i, 5, 6, 7, 8], 12)
-        stats = engine.queries.stats()
+        stats = engine.statistics.stats()
         assert stats.num_host_blocks == 40
         assert stats.host_held_blocks == 0
         assert 0 < stats.swap_preemptions_total <= stats.preemptions_total
@@ -230,7 +251,7 @@ def test_the_end_of_the_grace_time_is_no_ending_of_an_answer(monkeypatch: pytest
         assert (news.finish, news.token_ids) == (None, expect([1, 2, 3], 30)[0][: len(news.token_ids)])
         with pytest.raises(Draining, match="shutting down"):
             await read(stream)
-        stats = engine.queries.stats()
+        stats = engine.statistics.stats()
         assert (stats.aborted_requests_total, stats.active_blocks) == (1, 0)
         await task
 

@@ -14,6 +14,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, Observers
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 
 # `failed` comes with a broken invariant alone, which logs an error of its own.
 CALLS = [
@@ -65,6 +66,7 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
     engine.queries.unpin_prefix(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
     engine.queries.reset_prefix_cache(force=True)
     engine._state.serving().set_tenants({}, {})
+    engine._state.serving().set_bound(StepBound(8, 1.0))
     engine.submit(command("e", prompt))
     assert engine.abort("e")
 

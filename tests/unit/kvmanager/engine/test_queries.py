@@ -46,7 +46,7 @@ def followed(watch: TableWatch) -> set[bytes]:
 
 
 def listed(engine: EngineLoop) -> set[bytes]:
-    blocks = engine.queries.list_blocks(9999, "", operator_pb.BLOCK_STATE_UNSPECIFIED).blocks
+    blocks = engine.snapshots.list_blocks(9999, "", operator_pb.BLOCK_STATE_UNSPECIFIED).blocks
     return {bytes.fromhex(block.block_hash) for block in blocks} - {b""}
 
 
@@ -67,7 +67,7 @@ def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.
         assert engine.queries.unpin_prefix(pin.pin_id) == 0
         assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
-        assert engine.queries.stats().preemptions_total == 3
+        assert engine.statistics.stats().preemptions_total == 3
 
     run(monkeypatch, body)
 
@@ -104,12 +104,12 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", [*EIGHT, 8, 9, 10, 11], 1)))
         pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
-        stats = engine.queries.stats()
+        stats = engine.statistics.stats()
         assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
         assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
-        blocks = engine.queries.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
+        blocks = engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
         assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
-        assert engine.queries.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
+        assert engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
         check_engine(engine.queries)
         for pin in pins:
             engine.queries.unpin_prefix(pin)
@@ -138,8 +138,8 @@ def test_a_lease_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
         later = engine._state.cache._clock() + 61
         engine._state.cache._clock = engine._state.cache.pins._clock = lambda: later
         engine._state.cache._arm()  # the timer that runs would fire in a minute
-        await until(lambda: engine.queries.stats().pins == 0)
-        assert engine.queries.stats().active_blocks == 0
+        await until(lambda: engine.statistics.stats().pins == 0)
+        assert engine.statistics.stats().active_blocks == 0
 
     run(monkeypatch, body)
 
@@ -174,12 +174,12 @@ def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", EIGHT, 1)))
         engine.queries.pin_prefix(EIGHT, ANY, 60)
-        assert engine.queries.stats().evicted_blocks_total == 0
+        assert engine.statistics.stats().evicted_blocks_total == 0
         streams = [engine.submit(command(f"r{i}", [40 + i] * 4, 16)) for i in range(2)]
         assert [await read(stream) for stream in streams] == [expect([40 + i] * 4, 16) for i in range(2)]
-        assert engine.queries.stats().preemptions_total > 0
-        assert engine.queries.stats().evicted_blocks_total > 0
-        assert engine.queries.stats().active_blocks == engine.queries.stats().pinned_blocks == 2
+        assert engine.statistics.stats().preemptions_total > 0
+        assert engine.statistics.stats().evicted_blocks_total > 0
+        assert engine.statistics.stats().active_blocks == engine.statistics.stats().pinned_blocks == 2
         assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
         engine.queries.reset_prefix_cache(force=True)
 
@@ -197,14 +197,14 @@ def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.M
         assert bench.link is not None
         bench.link.lose()
         await until(lambda: len(bench.attaches) == 2)
-        assert engine.queries.stats().pins == 0
+        assert engine.statistics.stats().pins == 0
         assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert await read(stream) == expect([7, *EIGHT], 30)
-        engine._state.cache.log.step_boundary(engine.queries.stats().steps_total)
+        engine._state.cache.log.step_boundary(engine.statistics.stats().steps_total)
         assert followed(early) == followed(late) == listed(engine) != set()
-        assert engine.queries.stats().watchers == 2
+        assert engine.statistics.stats().watchers == 2
         early.close()
-        assert engine.queries.stats().watchers == 1
+        assert engine.statistics.stats().watchers == 1
 
     run(monkeypatch, body)
 
@@ -255,7 +255,7 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
             lambda: engine.queries.unpin_prefix("pin-1"),
             lambda: engine.queries.reset_prefix_cache(force=True),
             engine.queries.watch_events,
-            lambda: engine.queries.list_blocks(1, "", operator_pb.BLOCK_STATE_FREE),
+            lambda: engine.snapshots.list_blocks(1, "", operator_pb.BLOCK_STATE_FREE),
         ):
             with pytest.raises(Unavailable, match="no executor"):
                 call()

@@ -20,7 +20,7 @@ def test_a_request_whose_step_always_fails_is_given_up_and_others_finish(monkeyp
         bad = engine.submit(command("bad", POISON))
         with pytest.raises(ComputationFailed, match="'bad' could not be computed: its step failed 3 times"):
             await bad.take()
-        assert engine.queries.block_tables("bad") is None
+        assert engine.snapshots.block_tables("bad") is None
         # The first attachment, and one more after each failure; then nothing fails any more.
         assert await read(engine.submit(command("good", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 4
@@ -57,8 +57,8 @@ def test_a_request_that_gets_on_is_never_given_up(monkeypatch: pytest.MonkeyPatc
 
 
 async def _lose_after_a_token(engine: EngineLoop, bench: Bench) -> None:
-    generated, epochs = engine.queries.stats().generated_tokens_total, len(bench.attaches)
-    await until(lambda: engine.queries.stats().generated_tokens_total > generated)
+    generated, epochs = engine.statistics.stats().generated_tokens_total, len(bench.attaches)
+    await until(lambda: engine.statistics.stats().generated_tokens_total > generated)
     assert bench.link is not None
     bench.link.lose("failed", Fault.STEP)
     await until(lambda: len(bench.attaches) > epochs)

@@ -68,3 +68,16 @@ def test_a_new_epoch_counts_from_one() -> None:
     assert (len(steps), steps.oldest) == (0, None)
     steps.add(plan(1))
     steps.answered(result(1, 1))
+
+
+def test_a_turn_begins_when_the_step_before_was_answered_whatever_was_counted_since() -> None:
+    clock = Clock()
+    steps = StepsInFlight(lambda: clock.now)
+    steps.add(plan(1))
+    steps.add(plan(1))
+    clock.now += 3
+    steps.count_wait(1)
+    assert steps.turn_s == 3
+    steps.pop()
+    clock.now += 2
+    assert steps.turn_s == 2

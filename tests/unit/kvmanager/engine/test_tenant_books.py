@@ -74,7 +74,7 @@ def test_an_id_is_taken_within_a_tenant_alone(monkeypatch: pytest.MonkeyPatch) -
         both = [engine.submit(of(accounts, name, "same", [1], 60)) for name in ("alice", "bob")]
         # An operator names no tenant.
         assert engine.abort("same")
-        assert engine.queries.stats().running_sequences + engine.queries.stats().waiting_sequences == 0
+        assert engine.statistics.stats().running_sequences + engine.statistics.stats().waiting_sequences == 0
         for stream in both:
             engine.release(stream)
 
@@ -102,7 +102,7 @@ def test_answers_that_one_tenant_does_not_read_refuse_no_other(monkeypatch: pyte
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         unread = [engine.submit(of(accounts, "flood", str(at), [1])) for at in range(4)]
-        await until(lambda: engine.queries.stats().unread_sequences == 4)
+        await until(lambda: engine.statistics.stats().unread_sequences == 4)
         with pytest.raises(Overloaded, match="too many sequences have ended"):
             engine.submit(of(accounts, "flood", "more", [1]))
         quiet = engine.submit(of(accounts, "quiet", "a", [2]))

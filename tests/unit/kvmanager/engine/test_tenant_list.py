@@ -12,8 +12,9 @@ from support.engine.scheduler_driver import Driver
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
-from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.engine.tenant_list import TENANTS_AT_ONCE, tenant_blocks, tenant_list
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.tenants.accounts import Accounts
@@ -101,10 +102,10 @@ def test_requests_and_blocks_now() -> None:
     driver.plan()
     shown = [
         (info.name, info.running_requests, info.waiting_requests, info.blocks)
-        for info in asyncio.run(EngineQueries(now).list_tenants()).tenants
+        for info in asyncio.run(EngineSnapshots(now).list_tenants()).tenants
     ]
     assert shown == [("a", 1, 1, 1), ("b", 1, 0, 3), ("c", 0, 1, 0)]
-    assert [(account.tenant.name, blocks) for account, blocks in EngineQueries(now).tenant_blocks()] == [
+    assert [(account.tenant.name, blocks) for account, blocks in EngineStatistics(now).tenant_blocks()] == [
         ("b", 3),
         ("a", 1),
         ("c", 0),

@@ -216,7 +216,7 @@ def test_model_server_and_load_are_told() -> None:
         assert (model.is_generation, list(model.eos_token_ids)) == (True, [1])
         assert (await harness.stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size == 4
         loads = await harness.stub.GetLoads(vllm.GetLoadsRequest())
-        stats, load = harness.engine.queries.stats(), loads.loads[0]
+        stats, load = harness.engine.statistics.stats(), loads.loads[0]
         assert loads.dp_rank_count == len(loads.loads) == 1
         assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
         assert load.max_total_num_tokens == stats.num_device_blocks * stats.block_size

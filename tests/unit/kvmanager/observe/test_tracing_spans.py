@@ -89,9 +89,9 @@ def test_preemptions_are_named_by_what_became_of_the_blocks(
         assert bench.link is not None
         bench.link.lose()
         await harness.until(lambda: len(bench.attaches) == 2)
-        await harness.until(lambda: engine.queries.stats().executor_attached)
+        await harness.until(lambda: engine.statistics.stats().executor_attached)
         await asyncio.gather(*(read(engine.submit(command(f"r{i}", [i] * 9, max_tokens=30))) for i in range(4)))
-        counted.append(engine.queries.stats().preemptions_total)
+        counted.append(engine.statistics.stats().preemptions_total)
 
     counted: list[int] = []
     traces = run(monkeypatch, body, limits=replace(LIMITS, max_batch_tokens=64, swap=SwapPolicy(mode)))
@@ -110,7 +110,7 @@ def test_a_lost_executor_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.001
         reading = asyncio.create_task(read(engine.submit(command("a", PROMPT, max_tokens=40))))
-        await harness.until(lambda: engine.queries.stats().generated_tokens_total > 5)
+        await harness.until(lambda: engine.statistics.stats().generated_tokens_total > 5)
         assert bench.link is not None
         bench.link.lose()
         await reading
@@ -140,7 +140,7 @@ def test_aborted_in_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.001
         running = engine.submit(command("running", PROMPT, max_tokens=100))
-        await harness.until(lambda: engine.queries.stats().generated_tokens_total > 5)
+        await harness.until(lambda: engine.statistics.stats().generated_tokens_total > 5)
         engine.submit(command("queued", PROMPT))
         engine.abort("queued")
         stopped = engine.submit(command("stopped", PROMPT, max_tokens=100))

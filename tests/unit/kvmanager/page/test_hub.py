@@ -48,7 +48,7 @@ class Look:
             self._read[viewer] = latest
 
     def agrees(self, reader: PageReader) -> bool:
-        blocks = self.engine.queries.block_map()
+        blocks = self.engine.snapshots.block_map()
         assert blocks is not None
         return (
             bytes(reader.device) == device_bytes(blocks.ref_counts, blocks.pins, blocks.published).tobytes()
@@ -193,11 +193,11 @@ def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(monkeypatch: 
         await asyncio.sleep(0)
         assert not waiting.done()
         engine.submit(command("news", [1, 2, 3]))
-        await until(lambda: engine.queries.stats().steps_total > 0)
+        await until(lambda: engine.statistics.stats().steps_total > 0)
         look.look(0.1)
         assert json.loads(await waiting)["type"] == "delta"
         look.hub.remove_viewer(viewer)
-        await until(lambda: engine.queries.stats().running_sequences == 0)
+        await until(lambda: engine.statistics.stats().running_sequences == 0)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40)
 
@@ -234,5 +234,21 @@ def test_charts_have_the_durations_of_requests(monkeypatch: pytest.MonkeyPatch) 
         shown = {name: point[name] for name in ("ttft_ms", "inter_token_ms", "queue_ms")}
         assert shown == {"ttft_ms": 500.0, "inter_token_ms": pytest.approx(20.0), "queue_ms": 100.0}
         assert all(f'id="tile-{name}"' in html for name in shown)
+
+    engine_harness.run(monkeypatch, body)
+
+
+def test_the_work_of_ranks_is_among_the_totals(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        now = 0.0
+        hub = PageHub(engine, lambda: now)
+        hub.look()
+        assert hub.frame is not None
+        assert hub.frame.fields["totals"]["executor_rank_us"] == []
+        engine._state.totals.executor_rank_us[:] = [7, 9]
+        now = 1.0
+        hub.look()
+        assert hub.frame.fields["totals"]["executor_rank_us"] == [7, 9]
+        assert json.dumps(hub.frame.fields["totals"])
 
     engine_harness.run(monkeypatch, body)

@@ -46,7 +46,7 @@ class Site:
         assert self.bench is not None
         self.bench.step_s = NEVER_S
         stream = self.engine.submit(command(name, PROMPT, 140))
-        await until(lambda: self.engine.queries.stats().running_sequences == 1)
+        await until(lambda: self.engine.statistics.stats().running_sequences == 1)
         yield
         self.engine.release(stream)
 
@@ -81,7 +81,7 @@ def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = Fal
                 bench.step_s = 0.0
                 assert bench.link is not None
                 bench.link._finish()
-                await until(lambda: not engine.queries.stats().active_blocks)
+                await until(lambda: not engine.statistics.stats().active_blocks)
         finally:
             await server.stop()
 

@@ -18,10 +18,10 @@ PROMPT = list(range(20))
 def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("first", PROMPT)))
-        blocks = engine.queries.list_blocks(40, "", pb.BLOCK_STATE_CACHED).blocks
+        blocks = engine.snapshots.list_blocks(40, "", pb.BLOCK_STATE_CACHED).blocks
         by_hash = {block.block_hash: block for block in blocks}
         for block in blocks:
-            shown = block_detail(engine.queries.block_detail(block.block_id), None, with_tokens=False)
+            shown = block_detail(engine.snapshots.block_detail(block.block_id), None, with_tokens=False)
             assert (shown["block_hash"], shown["parent_hash"]) == (block.block_hash, block.parent_hash)
             assert (shown["ref_count"], shown["requests"]) == (0, [])
             assert shown["cached_s"] >= 0
@@ -31,13 +31,13 @@ def test_a_block_has_its_hash_chain_and_age_but_no_text(monkeypatch: pytest.Monk
                 parent = by_hash.get(parent.parent_hash)
             assert (shown["chain"], shown["chain_complete"]) == (chain, True)
             assert not {"token_ids", "text"} & set(shown)
-        (free, *_) = engine.queries.list_blocks(40, "", pb.BLOCK_STATE_FREE).blocks
-        shown = block_detail(engine.queries.block_detail(free.block_id), None, with_tokens=True)
+        (free, *_) = engine.snapshots.list_blocks(40, "", pb.BLOCK_STATE_FREE).blocks
+        shown = block_detail(engine.snapshots.block_detail(free.block_id), None, with_tokens=True)
         assert (shown["cached_s"], "token_ids" in shown) == (None, False)
         with pytest.raises(InvalidRequest, match=r"must be from 0 to 39 \(the pool\), got 40"):
-            engine.queries.block_detail(40)
+            engine.snapshots.block_detail(40)
         with pytest.raises(InvalidRequest, match="block_id"):
-            engine.queries.host_block(0)
+            engine.snapshots.host_block(0)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=40, block_ages=True)
 
@@ -47,16 +47,16 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
         # However fast the machine is, both run when they are looked for.
         bench.step_s = 0.01
         streams = [engine.submit(command(name, PROMPT, 100)) for name in ("one", "two")]
-        await until(lambda: engine.queries.stats().running_sequences == 2)
-        tables = engine.queries.block_tables("one")
+        await until(lambda: engine.statistics.stats().running_sequences == 2)
+        tables = engine.snapshots.block_tables("one")
         assert tables is not None
         (table,) = tables.sequences
-        shown = block_detail(engine.queries.block_detail(table.block_ids[0]), None, with_tokens=True)
+        shown = block_detail(engine.snapshots.block_detail(table.block_ids[0]), None, with_tokens=True)
         assert (shown["requests"], shown["ref_count"]) == (["one", "two"], 2)
         assert (shown["token_ids"], shown["text"]) == (PROMPT[:4], None)
         for stream in streams:
             engine.release(stream)
-        await until(lambda: not engine.queries.stats().active_blocks)
+        await until(lambda: not engine.statistics.stats().active_blocks)
 
     engine_harness.run(monkeypatch, body, num_device_blocks=64)
 

@@ -156,7 +156,7 @@ def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.Monkey
             while deltas := await stream.take():
                 tokens += len(deltas[0].token_ids)
                 if tokens < 15:
-                    in_flight.append(len(bench.plans) - engine.queries.stats().steps_total)
+                    in_flight.append(len(bench.plans) - engine.statistics.stats().steps_total)
 
         await asyncio.gather(*map(read, range(8)))
         assert set(in_flight) == {depth}

@@ -10,7 +10,7 @@ import pytest
 from support.engine.fake_executor import expected_output
 from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
-from pagekv.kvmanager.engine.queries import utilization
+from pagekv.kvmanager.engine.statistics import utilization
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 

@@ -9,6 +9,7 @@ from support.engine.scheduler_driver import Driver, finished
 
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.virtual_tokens import INPUT_COST, OUTPUT_COST, VirtualTokens
 
 A, B, C = (Tenant(name, number) for number, name in enumerate("abc", 1))
@@ -70,11 +71,30 @@ def test_who_was_served_least_is_next_however_many_another_has_queued() -> None:
     assert [request.command.tenant.name for request in order] == list("ababab" + "aaaaa")
 
 
+def test_newcomers_have_less_than_their_share_and_go_before_their_turn() -> None:
+    served = VirtualTokens()
+    for number in (1, 2, 3, 4):
+        served.know(number)
+        served.charge_prompt(number, 10 * number)
+    served.greet({1: 4, 2: 1}, {2, 3, 4}, credit=25)
+    # Five sequences of four tenants: whoever has none has less than its share with one.
+    assert served.newcomers == {3, 4}
+    assert [served.place(number) for number in (1, 2, 3, 4)] == [10, 20, 5, 15]
+    assert served.goes_before(3, 1)
+    assert not served.goes_before(4, 1)
+    served.set_weights({1: 8.0, 3: 0.5})
+    served.greet({1: 4, 2: 1}, {2, 3, 4}, credit=25)
+    assert not served.newcomers
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
-def test_the_difference_of_what_two_tenants_get_is_bounded(seed: int, weights: tuple[float, float]) -> None:
+@pytest.mark.parametrize("bound", [None, StepBound(6, 0.5), StepBound(12, 3.0)])
+def test_the_difference_of_what_two_tenants_get_is_bounded(
+    seed: int, weights: tuple[float, float], bound: StepBound | None
+) -> None:
     """Theorem 4.4, over every interval in which both have requests waiting: outputs as long, prompts as long and as
-    many at once as they like.
+    many at once as they like, in steps with a bound, too.
     """
     rng = random.Random(seed)
     num_blocks, block_size, longest = rng.choice([12, 24, 48]), rng.choice([2, 4]), 20
@@ -88,6 +108,8 @@ def test_the_difference_of_what_two_tenants_get_is_bounded(seed: int, weights: t
         preemption=rng.choice(["recompute", "swap"]),
     )
     served = driver.scheduler.waiting.served
+    if bound is not None:
+        driver.scheduler.set_bound(bound)
     tenants = dict(zip((A, B), weights, strict=True))
     for tenant, weight in tenants.items():
         served.know(tenant.number, weight)
@@ -116,8 +138,9 @@ def test_the_difference_of_what_two_tenants_get_is_bounded(seed: int, weights: t
     driver.drain()
     assert all(map(finished, requests))
     assert len(differences) > 5
-    bound = 2 * max(INPUT_COST * longest, OUTPUT_COST * num_blocks * block_size) / min(weights)
-    assert max(differences) - min(differences) <= bound
+    most = 2 * max(INPUT_COST * longest, OUTPUT_COST * num_blocks * block_size) / min(weights)
+    credit = 0 if bound is None else driver.scheduler.limits.max_batch_tokens
+    assert max(differences) - min(differences) <= most + 2 * credit
 
 
 def test_a_prompt_under_way_waits_for_a_tenant_that_was_served_less() -> None:

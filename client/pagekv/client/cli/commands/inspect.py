@@ -149,11 +149,19 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("executor", ("attached" if now.executor_attached else "NOT ATTACHED")
                          + (f", {now.executor_threads} threads" if now.executor_threads else "")
                          + f", busy {busy / max(busy + idle, 1):.1%}, {now.executor_restarts_total} restarts"),
+            *([("CUDA graphs", graphs_text(now.executor_graphs, now.executor_failed_graphs))]
+              if now.executor_graphs or now.executor_failed_graphs else []),
             *([("ranks", ranks_text(now.executor_rank_us, now.executor_rank_differences_total))]
               if now.executor_rank_us else []),
         ],
     }  # fmt: skip  # laid out as a table
     return "\n".join(f"{terminal.bold(name)}\n{table(rows, indent='  ')}" for name, rows in groups.items())
+
+
+def graphs_text(recorded: int, failed: int) -> str:
+    """A line about the graphs of an executor."""
+    trouble = f", {failed} FAILED: steps of their shapes are slower, the executor's log says why" if failed else ""
+    return f"{recorded} recorded{trouble}"
 
 
 def ranks_text(rank_us: Sequence[int], differences: int) -> str:

@@ -70,7 +70,7 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         model = self._engine.model
         try:
-            stats = self._engine.queries.stats()
+            stats = self._engine.statistics.stats()
         except Unavailable:
             stats = None
         attached = stats is not None and stats.executor_attached
@@ -128,9 +128,9 @@ class EngineCollector(Collector):
              tiers(stats.free_blocks, stats.num_host_blocks - held)),
             ("pagekv_active_blocks", "Blocks held by sequences or pins", tiers(stats.active_blocks, held)),
             ("pagekv_held_blocks", "Blocks of the device by how many hold them",
-             ("holders", _by_holders(self._engine.queries.ref_counts()))),
+             ("holders", _by_holders(self._engine.statistics.ref_counts()))),
             ("pagekv_promised_blocks", "Blocks of running sequences once each is as long as it may become",
-             self._engine.queries.promised_blocks()),
+             self._engine.statistics.promised_blocks()),
             ("pagekv_cached_blocks", "Blocks that a prompt can hit, held ones included",
              tiers(stats.published_blocks, stats.host_cached_blocks)),
             ("pagekv_cached_free_blocks", "Cached blocks held by nobody",
@@ -163,6 +163,8 @@ class EngineCollector(Collector):
              ("rank", {str(rank): us * 1e-6 for rank, us in enumerate(stats.executor_rank_us)})),
             ("pagekv_executor_rank_differences_total", "Epochs that ended because ranks differed",
              stats.executor_rank_differences_total),
+            ("pagekv_executor_graphs", "Shapes of steps, by whether they were recorded as CUDA graphs",
+             ("outcome", {"recorded": stats.executor_graphs, "failed": stats.executor_failed_graphs})),
             ("pagekv_executor_restarts_total", "Epochs after the first", stats.executor_restarts_total),
             ("pagekv_requests_total", "Requests accepted", stats.requests_total),
             ("pagekv_requests_aborted_total", "Requests aborted", stats.aborted_requests_total),

@@ -10,7 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.tenants.accounts import OTHERS, Account, Accounts
 
 # Tenants that the file does not name and that have metrics of their own: names come from callers, and a scrape has
@@ -53,9 +53,9 @@ _COUNTERS = (
 class TenantCollector(Collector):
     """Nothing where callers have no identities. Used on the event loop, between two steps."""
 
-    def __init__(self, queries: EngineQueries, accounts: Accounts) -> None:
+    def __init__(self, statistics: EngineStatistics, accounts: Accounts) -> None:
         """`accounts`: those of the engine that is asked."""
-        self._queries = queries
+        self._statistics = statistics
         self._accounts = accounts
 
     def collect(self) -> Iterator[Metric]:
@@ -82,7 +82,7 @@ class TenantCollector(Collector):
         """By the value of the label; of tenants that are not named the first that came have one of their own."""
         named, unnamed = self._accounts.file.tenants, 0
         sums: dict[str, _Sums] = {}
-        for account, blocks in self._queries.tenant_blocks():
+        for account, blocks in self._statistics.tenant_blocks():
             name = account.tenant.name
             if name not in named and name != OTHERS:
                 unnamed += 1

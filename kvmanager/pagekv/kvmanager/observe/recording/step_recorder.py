@@ -6,6 +6,7 @@ records up to and with this one. The first record is a map that names format and
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
     add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
     tenants  weights and floors by tenant, for this epoch and later ones
+    bound    of steps for which tenants compete: tokens, and tokens that a decode counts
     plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
     commit   a step's result: tokens by seq_id, candidates of beams; failures by seq_id, if any
     finish   a sequence was ended: by abort, stop string or error
@@ -38,6 +39,7 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
 from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
@@ -139,6 +141,9 @@ class StepRecorder(Observer):
 
     def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
         self._add("tenants", *(list(each.items()) for each in (weights, floors, caps)))
+
+    def bound_set(self, bound: StepBound) -> None:
+        self._add("bound", bound.tokens, bound.decode)
 
     def scheduled(self, plan: StepPlan | None) -> None:
         self._add("plan", None if plan is None else plan_columns(plan))

@@ -7,6 +7,7 @@ import { Events } from "./events.js";
 import { Explain } from "./explain.js";
 import { compact, count, element, milliseconds, percent, plural } from "./format.js";
 import { Inspector } from "./inspector.js";
+import { Ranks } from "./ranks.js";
 import { Requests } from "./requests.js";
 import { Stream, ask } from "./stream.js";
 import { Tenants } from "./tenants.js";
@@ -109,6 +110,7 @@ const charts = [
 const requests = new Requests({ onChoose: (id) => lightRequest(id, true) });
 const events = new Events();
 const tenants = new Tenants();
+const ranks = new Ranks();
 new Explain({ onBlock: (index) => device.focus(index) });
 
 let refreshing = 0;
@@ -161,6 +163,7 @@ function show(message) {
   if (message.points) charts.forEach((chart) => chart.add(message.points));
   if (message.requests) requests.show(message.requests);
   if (message.totals) requests.tally(totals);
+  if (message.totals) ranks.show(totals.executor_rank_us);
   events.apply(message.events);
   if (message.totals) setLink(totals.executor_attached ? "live" : "waiting");
   if (message.points) inspector.refresh();
@@ -182,4 +185,4 @@ new Stream("/api/stream", show, (connected) => {
 });
 
 // The parts of the page for tests and for people with the console open.
-window.pagekv = { device, host, requests, tenants, charts };
+window.pagekv = { device, host, ranks, requests, tenants, charts };

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from support.clients.scripted_server import Fails, ScriptedServer
 
-from pagekv.client.cli.commands.inspect import ranks_text
+from pagekv.client.cli.commands.inspect import graphs_text, ranks_text
 from pagekv.client.cli.main import main
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
@@ -182,6 +182,11 @@ def test_abort_of_nothing_is_no_failure(
 ) -> None:
     server.expect("Abort", pb.AbortResponse())
     assert main(["abort", "gone"]) == 0
+
+
+def test_graphs_are_told_in_a_line() -> None:
+    assert graphs_text(63, 0) == "63 recorded"
+    assert graphs_text(0, 63).startswith("0 recorded, 63 FAILED")
 
 
 def test_ranks_are_told_in_a_line() -> None:

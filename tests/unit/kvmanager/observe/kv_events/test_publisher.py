@@ -94,7 +94,7 @@ class Subscriber:
 
 
 def device_hashes(engine: EngineLoop) -> set[int]:
-    blocks = engine.queries.list_blocks(9999, "", pb.BLOCK_STATE_UNSPECIFIED).blocks
+    blocks = engine.snapshots.list_blocks(9999, "", pb.BLOCK_STATE_UNSPECIFIED).blocks
     return {short_hash(bytes.fromhex(block.block_hash)) for block in blocks if block.block_hash}
 
 
@@ -159,7 +159,7 @@ def test_a_subscriber_that_joins_late_and_asks_for_the_rest_holds_the_managers_t
         await work(engine)
         await until(lambda: set(subscriber.replica.blocks["GPU"]) == device_hashes(engine))
         assert device_hashes(engine)
-        assert engine.queries.stats().evicted_blocks_total > 0
+        assert engine.statistics.stats().evicted_blocks_total > 0
         assert deaf.next == 0
         for task in following:
             task.cancel()

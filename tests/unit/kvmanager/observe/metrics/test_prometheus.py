@@ -108,7 +108,10 @@ def test_tokens_hits_and_ends_are_counted(monkeypatch: pytest.MonkeyPatch) -> No
         assert value("pagekv_executor_attached") == 1
         assert value("pagekv_executor_threads") == 2
         assert value("pagekv_executor_rank_step_seconds", rank="1") == 0.003
-        assert value("pagekv_step_seconds_count") == engine.queries.stats().steps_total
+        # As the harness's executor says.
+        assert value("pagekv_executor_graphs", outcome="recorded") == 5
+        assert value("pagekv_executor_graphs", outcome="failed") == 0
+        assert value("pagekv_step_seconds_count") == engine.statistics.stats().steps_total
         assert value("pagekv_step_tokens_sum") == value("pagekv_computed_tokens_total") > 12
         for histogram in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_decode_time"):
             assert value(f"vllm:{histogram}_seconds_count") == 2
@@ -127,7 +130,7 @@ def test_every_token_but_a_first_one_has_a_gap(monkeypatch: pytest.MonkeyPatch) 
         bench.step_s = 0.001
         streams = [engine.submit(command(f"r{i}", [i, *PROMPT], max_tokens=30, n=1 + i % 3)) for i in range(6)]
         reading = asyncio.gather(*(read(stream) for stream in streams))
-        await harness.until(lambda: engine.queries.stats().generated_tokens_total > 60)
+        await harness.until(lambda: engine.statistics.stats().generated_tokens_total > 60)
         assert bench.link is not None
         bench.link.lose()
         await reading
@@ -168,7 +171,7 @@ def test_holders_of_blocks_and_what_is_promised(monkeypatch: pytest.MonkeyPatch)
     async def body(engine: EngineLoop, bench: Bench, requests: RequestMetrics) -> None:
         bench.step_s = 0.01
         stream = engine.submit(command("a", PROMPT, max_tokens=32, n=5))
-        await harness.until(lambda: engine.queries.stats().running_sequences == 5)
+        await harness.until(lambda: engine.statistics.stats().running_sequences == 5)
         value = scrape(engine, requests)
         assert value("pagekv_held_blocks", holders="5-8") == 2
         names = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-")
@@ -190,7 +193,7 @@ def test_preemptions_by_mode_and_what_they_move(monkeypatch: pytest.MonkeyPatch,
         assert bench.link is not None
         bench.link.lose()
         await harness.until(lambda: len(bench.attaches) == 2)
-        await harness.until(lambda: engine.queries.stats().executor_attached)
+        await harness.until(lambda: engine.statistics.stats().executor_attached)
         await asyncio.gather(*(read(engine.submit(command(f"r{i}", [i] * 9, max_tokens=30))) for i in range(4)))
         value = scrape(engine, requests)
         other = {"swap": "recompute", "recompute": "swap"}[mode]
@@ -250,7 +253,7 @@ def test_every_metric_is_explained_and_every_explained_one_is_there(
         collectors = (
             EngineCollector(engine, requests, prefix_cache=True),
             AccessCollector(access),
-            TenantCollector(engine.queries, accounts),
+            TenantCollector(engine.statistics, accounts),
         )
         families = [family for collector in collectors for family in collector.collect()]
         for family in families:

@@ -11,8 +11,8 @@ from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.live_requests import LiveRequests
-from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.observe.metrics.tenant_metrics import MAX_UNNAMED, TenantCollector
 from pagekv.kvmanager.tenants import accounts as accounts_module
 from pagekv.kvmanager.tenants.accounts import OTHERS, Accounts
@@ -24,7 +24,7 @@ def shown(accounts: Accounts, driver: Driver | None = None) -> dict[str, float]:
     cache = CacheAdmin(True, 0.5, lambda: None)
     state = EngineState(config(), cache, LiveRequests(0), scheduler=scheduler, accounts=accounts)
     registry = CollectorRegistry()
-    registry.register(TenantCollector(EngineQueries(state), accounts))
+    registry.register(TenantCollector(EngineStatistics(state), accounts))
     lines = generate_latest(registry).decode().splitlines()
     values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in values}

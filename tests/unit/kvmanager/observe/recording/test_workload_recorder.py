@@ -87,7 +87,7 @@ def test_a_trace_has_every_request_in_order_of_arrival(monkeypatch: pytest.Monke
         aborted = engine.submit(command("aborted", [1, 2, 3], 40))
         await until(
             lambda: (
-                (tables := engine.queries.block_tables("aborted")) is not None and tables.sequences[0].num_tokens > 8
+                (tables := engine.snapshots.block_tables("aborted")) is not None and tables.sequences[0].num_tokens > 8
             )
         )
         engine.abort("aborted")

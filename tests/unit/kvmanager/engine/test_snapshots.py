@@ -1,4 +1,4 @@
-"""Statistics and block lists of pool and scheduler at moments of a history."""
+"""Lists of blocks and requests at moments of a history."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
-from support.engine.engine_harness import config
 from support.engine.scheduler_driver import Driver
+from support.engine.states import state_of
 
-from pagekv.kvmanager.engine import queries as queries_module
+from pagekv.kvmanager.engine import snapshots as snapshots_module
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.live_requests import LiveRequests
-from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.queries import EngineQueries
-from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.v1 import operator_service_pb2 as pb
@@ -25,52 +22,8 @@ from pagekv.v1 import types_pb2
 Answer = TypeVar("Answer")
 
 
-def queries(driver: Driver, cache: CacheAdmin) -> EngineQueries:
-    cache.adopt(driver.pool, driver.scheduler.host, "model", Observer())
-    return EngineQueries(EngineState(config(), cache, LiveRequests(0), scheduler=driver.scheduler))
-
-
-def stats(driver: Driver) -> pb.GetStatsResponse:
-    return queries(driver, CacheAdmin(True, 0.5, lambda: None)).stats()
-
-
-def test_gauges_follow_the_blocks() -> None:
-    """Usage counts held blocks, utilization their filled slots; blocks of a request that ended are free and cached."""
-    driver = Driver(num_blocks=8, block_size=4, depth=1)
-    empty = stats(driver)
-    assert (empty.kv_usage, empty.utilization, empty.free_blocks, empty.cached_free_blocks) == (0.0, 1.0, 8, 0)
-    driver.submit([1, 2, 3, 4, 5, 6], max_tokens=2)
-    driver.submit([7] * 40, max_tokens=1)
-    driver.plan()
-    running = stats(driver)
-    assert (running.kv_usage, running.utilization) == (0.25, 0.75)
-    assert (running.active_blocks, running.free_blocks, running.published_blocks) == (2, 6, 1)
-    assert (running.running_sequences, running.waiting_sequences) == (1, 1)
-    driver.complete()
-    driver.abort(driver.requests[1])
-    driver.drain()
-    left = stats(driver)
-    assert (left.kv_usage, left.free_blocks, left.cached_free_blocks, left.published_blocks) == (0.0, 8, 1, 1)
-    assert (left.prompt_tokens_total, left.cached_tokens_total, left.generated_tokens_total) == (6, 0, 2)
-
-
-def test_usage_stays_between_0_and_1_and_hits_count_tokens_of_prompts() -> None:
-    """Also where requests preempt each other."""
-    driver = Driver(num_blocks=6, block_size=2)
-    for number in range(12):
-        driver.submit([1, 2, 3, 4, number], max_tokens=4)
-    seen = []
-    while driver.step():
-        seen.append(stats(driver))
-        assert 0.0 <= seen[-1].kv_usage <= 1.0
-        assert 0.0 <= seen[-1].utilization <= 1.0
-        assert seen[-1].free_blocks + seen[-1].active_blocks == 6
-    assert max(moment.kv_usage for moment in seen) == 1.0
-    last = seen[-1]
-    assert last.preemptions_total > 0
-    assert last.prompt_tokens_total == 12 * 5
-    assert last.cached_tokens_total == sum(r.sequences[0].cached_tokens or 0 for r in driver.requests) > 0
-    assert last.prefix_hit_rate == pytest.approx(last.cached_tokens_total / 60)
+def snapshots(driver: Driver, cache: CacheAdmin) -> EngineSnapshots:
+    return EngineSnapshots(state_of(driver, cache))
 
 
 def test_blocks_are_listed_by_state_in_pages() -> None:
@@ -79,7 +32,7 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
     driver.submit([1, 2, 3, 4, 5], max_tokens=1)
     driver.drain()
     cache = CacheAdmin(True, 1.0, lambda: None)
-    asked = queries(driver, cache)
+    asked = snapshots(driver, cache)
     cache.pins.pin(driver.pool.table.match_tokens(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
     driver.submit([1, 2, 9], max_tokens=4)
     driver.plan()
@@ -111,13 +64,12 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
 def test_a_request_leads_from_logical_blocks_to_hashes_and_physical_ones() -> None:
     """Of eleven tokens in blocks of four two are full and have a hash; the first is held by another request too."""
     driver = Driver(num_blocks=9, block_size=4, depth=1)
-    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    asked = snapshots(driver, CacheAdmin(True, 1.0, lambda: None))
     prompt, root = [*range(1, 12)], root_digest("model", "", "")
     for name, token_ids in (("first", prompt), ("second", [1, 2, 3, 4, 99])):
         command = GenerateCommand(name, token_ids, SamplingParams(max_tokens=3))
         driver.scheduler.add(asked._state.live.add(command, root))
     driver.plan()
-    assert (asked.stats().block_size, asked.stats().num_device_blocks) == (4, 9)
     hashes = [digest.hex() for digest in chain_digests(root, token_bytes(prompt), 4)]
     tables = asked.block_tables("first")
     assert tables is not None
@@ -133,7 +85,7 @@ def test_a_request_leads_from_logical_blocks_to_hashes_and_physical_ones() -> No
 def test_requests_are_listed_in_pages_running_ones_first() -> None:
     """A request that ends, or begins to run, between two pages hides none that stays where it was."""
     driver = Driver(num_blocks=64, block_size=4, depth=1, max_running=3)
-    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    asked = snapshots(driver, CacheAdmin(True, 1.0, lambda: None))
     live = asked._state.live
     for number in range(6):
         request = live.add(GenerateCommand(f"r{number}", [number] * 6, SamplingParams(max_tokens=9)), b"root")
@@ -157,19 +109,6 @@ def test_requests_are_listed_in_pages_running_ones_first() -> None:
     assert last.requests[0].create_time.seconds > 0
 
 
-def test_more_may_be_promised_than_there_is() -> None:
-    """Blocks at their longest, the last token's left out: (6 + 27 - 1) / 4 and (3 + 6 - 1) / 4 in a pool of 8."""
-    driver = Driver(num_blocks=8, block_size=4, depth=1)
-    found = queries(driver, CacheAdmin(True, 0.5, lambda: None))
-    assert found.promised_blocks() == 0
-    driver.submit([1, 2, 3, 4, 5, 6], max_tokens=27)
-    driver.submit([7, 8, 9], max_tokens=6)
-    assert found.promised_blocks() == 0
-    driver.plan()
-    assert found.promised_blocks() == 8 + 2 > driver.pool.num_blocks
-    assert found.ref_counts().tolist().count(1) == 3
-
-
 async def turns_of(answer: Coroutine[Any, Any, Answer], each: Callable[[], None]) -> tuple[Answer, int]:
     """The answer, and how many turns of the event loop there were meanwhile; `each` runs in every one."""
     asked, turns = asyncio.create_task(answer), 0
@@ -181,9 +120,9 @@ async def turns_of(answer: Coroutine[Any, Any, Answer], each: Callable[[], None]
 
 
 def test_long_tables_are_written_in_slices_as_they_were_when_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queries_module, "TABLE_AT_ONCE", 2)
+    monkeypatch.setattr(snapshots_module, "TABLE_AT_ONCE", 2)
     driver = Driver(num_blocks=64, block_size=4, depth=1)
-    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    asked = snapshots(driver, CacheAdmin(True, 1.0, lambda: None))
     command = GenerateCommand("long", [*range(1, 42)], SamplingParams(max_tokens=50))
     request = asked._state.live.add(command, root_digest("model", "", ""))
     driver.scheduler.add(request)
@@ -205,9 +144,9 @@ def test_long_tables_are_written_in_slices_as_they_were_when_asked_for(monkeypat
 @pytest.mark.parametrize("ends_in_turn", [1, 6], ids=["while they are put in order", "while they are written"])
 def test_many_requests_are_listed_in_slices(ends_in_turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A request that ends meanwhile is left out, and no other."""
-    monkeypatch.setattr(queries_module, "REQUESTS_AT_ONCE", 2)
+    monkeypatch.setattr(snapshots_module, "REQUESTS_AT_ONCE", 2)
     driver = Driver(num_blocks=64, block_size=4, depth=1, max_running=3)
-    asked = queries(driver, CacheAdmin(True, 1.0, lambda: None))
+    asked = snapshots(driver, CacheAdmin(True, 1.0, lambda: None))
     live = asked._state.live
     for number in range(9):
         request = live.add(GenerateCommand(f"r{number}", [number] * 6, SamplingParams(max_tokens=9)), b"root")

@@ -49,7 +49,7 @@ def test_ties_go_to_the_lowest_ids() -> None:
 
 def test_a_weightless_token_is_never_drawn() -> None:
     """Not even where the prefix sum rounds up at it."""
-    from pagekv.executor.cuda.sampler import draw
+    from pagekv.executor.cuda.torch_sampler import draw
 
     weights = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]], dtype=torch.float64)
     for number, expected in ((0.0, 1), (0.29999, 1), (0.3, 3), (math.nextafter(1, 0), 3), (1.0, 3)):

@@ -10,7 +10,7 @@ from support.executor.device_sampler import DeviceSampler, agree
 
 from pagekv.executor.backend.interface import Sampling, SequenceState
 from pagekv.executor.cpu import sampler as cpu_sampler
-from pagekv.executor.cuda import sampler
+from pagekv.executor.cuda import torch_sampler
 
 VOCAB = 40
 
@@ -19,7 +19,7 @@ VOCAB = 40
 @pytest.mark.parametrize("vocab_size", [1000, 20_000])
 def test_large_vocabularies_and_coarse_logits(monkeypatch: pytest.MonkeyPatch, dtype: Any, vocab_size: int) -> None:
     """16-bit logits have many ties: which tokens a filter keeps goes by id. Rows come in several chunks."""
-    monkeypatch.setattr(sampler, "CHUNK_ELEMENTS", 3 * vocab_size)
+    monkeypatch.setattr(torch_sampler, "CHUNK_ELEMENTS", 3 * vocab_size)
     kinds = [
         Sampling(temperature=1.0, seed=1, top_p=0.5),
         Sampling(temperature=0.8, seed=2, top_k=50),

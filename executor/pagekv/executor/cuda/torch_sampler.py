@@ -1,7 +1,8 @@
-"""The sampler on the device: the function of (logits, seed, sequence index, position) and the tokens so far that
-the CPU backend's sampler describes, for many rows at once and without waiting for the device.
+"""The sampler in torch's operators, for what the kernel does not serve: the function of (logits, seed, sequence index,
+position) and the tokens so far that the CPU backend's sampler describes, for many rows at once and without waiting for
+the device.
 
-The host's side, `SamplingInputs`, makes sections of the step's upload from the sampled rows; the device's, `sample`,
+The host's side, `TorchSampling`, makes sections of the step's upload from the sampled rows; the device's, `sample`,
 finds them there as `RowChunk`s. All arithmetic on the rows that are not plainly greedy is in float64, in the order of
 the CPU sampler, with the same number drawn; only `exp` and sums may differ from NumPy's in the last bit. Sums on a GPU
 are not monotone where they should be (a parallel prefix sum rounds differently from place to place), so a token without
@@ -11,7 +12,7 @@ weight is never looked up.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagekv.executor.backend.interface import NOT_A_NUMBER, UNKNOWN_TOKEN, SequenceState
+from pagekv.executor.backend.interface import NOT_A_NUMBER, SequenceState
 from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
-from pagekv.executor.cuda.step_inputs import DeviceSequence, PenaltyTable
+from pagekv.executor.cuda.logprobs import Logprobs, first_of_largest, log_probabilities
+from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
+from pagekv.executor.cuda.step_inputs import DeviceSequence
+from pagekv.executor.cuda.step_sampling import Find
 from pagekv.kernels.decode_plan import Ints
 
 # Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.
@@ -30,10 +34,6 @@ CHUNK_ELEMENTS = 4 * 2**20
 TEMPERATURE, TOP_P, MIN_P, NUMBER, REPETITION, PRESENCE, FREQUENCY = range(7)
 # Columns of float64; all others are int32 in the upload, then int64.
 REAL_COLUMNS = ("numbers", "biases")
-# Section name -> view of it: `find(name, shape)` is int32, `find(name, shape, torch.float64)` its words as doubles.
-Find = Callable[..., torch.Tensor]
-# Log-probabilities of tokens, float64 [l]; the likeliest tokens, int64 [l, n], and their log-probabilities [l, n].
-Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class RowChunk:
     """
 
     states: list[SequenceState] = field(default_factory=list)
-    # On the host; on the device `on_device`, after `SamplingInputs.chunks`.
+    # On the host; on the device `on_device`, after `TorchSampling._on_device`.
     columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
     # Of rows that are not greedy.
@@ -64,18 +64,17 @@ class RowChunk:
     num_top: int = 0
 
 
-class SamplingInputs:
-    """One step's sampling. `states[i]` samples from row i of the logits."""
+class TorchSampling:
+    """Implements `StepSampling`."""
 
     def __init__(self, entries: Sequence[DeviceSequence], vocab_size: int, penalties: PenaltyTable) -> None:
         """`vocab_size`: columns of the logits. Gives the sequences that need one a row of the penalty table."""
         self.states = [entry.state for entry in entries]
+        self._indices = np.array([entry.device_index for entry in entries], np.int32)
         self._vocab_size = vocab_size
-        self._penalties = penalties
+        self._table = penalties
+        self._penalties = StepPenalties(penalties)
         self._chunks: list[RowChunk] = []
-        # Rows of the penalty table that begin in this step, and (row, token, times generated).
-        self._fresh: list[int] = []
-        self._past: list[tuple[int, int, int]] = []
         rows_at_once = max(1, CHUNK_ELEMENTS // vocab_size)
         for row, entry in enumerate(entries):
             if is_plain(entry.state):
@@ -89,7 +88,6 @@ class SamplingInputs:
 
     @property
     def logprobs_of(self) -> list[SequenceState]:
-        """The sequences that ask for log-probabilities, in the order of the log-probabilities of `sample`."""
         return [chunk.states[at] for chunk in self._chunks for at in chunk.columns.get("logprob_at", ())]
 
     def _add(self, chunk: RowChunk, row: int, entry: DeviceSequence) -> None:
@@ -123,38 +121,29 @@ class SamplingInputs:
             columns["ban_at"] += [(at, token_id) for token_id in banned]
         if is_penalised(sampling):
             columns["penalised"].append(at)
-            columns["penalty_rows"].append(self._penalty_row(entry))
+            columns["penalty_rows"].append(self._penalties.row_of(entry))
         if sampling.logprobs is not None:
             columns["logprob_at"].append(at)
             chunk.num_top = max(chunk.num_top, min(sampling.logprobs, self._vocab_size))
 
-    def _penalty_row(self, entry: DeviceSequence) -> int:
-        if entry.penalty_row is None:
-            state = entry.state
-            if UNKNOWN_TOKEN in state.token_ids:
-                raise RuntimeError(f"sequence {state.seq_id} entered with a token that is not known yet")
-            row = entry.penalty_row = self._penalties.allocate()
-            self._fresh.append(row)
-            prompt = state.num_prompt_tokens
-            self._past += [(row, token, int(at >= prompt)) for at, token in enumerate(state.token_ids)]
-        return entry.penalty_row
-
     def sections(self) -> dict[str, Ints]:
-        """The arrays to upload."""
-        sections: dict[str, npt.NDArray[Any]] = {}
+        sections: dict[str, npt.NDArray[Any]] = {"sampled_indices": self._indices, **self._penalties.sections()}
         for number, chunk in enumerate(self._chunks):
             for name, values in chunk.columns.items():
                 column = np.array(values, np.float64 if name in REAL_COLUMNS else np.int32)
                 sections[f"{name} {number}"] = column.view(np.int32)
-        if self._fresh:
-            sections |= {"fresh": np.array(self._fresh, np.int32), "past": np.array(self._past, np.int32)}
         return sections
 
-    def chunks(self, find: Find) -> list[RowChunk]:
-        """The chunks, on the device. Enqueues the beginning of fresh penalty rows."""
-        if self._fresh:
-            past = find("past", (len(self._past), 3)).long()
-            self._penalties.begin(find("fresh", (len(self._fresh),)).long(), past[:, 0], past[:, 1], past[:, 2].int())
+    def sample(
+        self, logits: torch.Tensor, find: Find, last_tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, list[Logprobs]]:
+        self._penalties.begin(find)
+        tokens, logprobs = sample(logits, self._on_device(find), self._table)
+        indices = find("sampled_indices", (len(self._indices),)).long()
+        last_tokens.index_copy_(0, indices, tokens.clamp(min=0).int())
+        return tokens, logprobs
+
+    def _on_device(self, find: Find) -> list[RowChunk]:
         for number, chunk in enumerate(self._chunks):
             for name, values in chunk.columns.items():
                 section, shape = f"{name} {number}", (len(values), *np.shape(values[0]))
@@ -184,7 +173,7 @@ def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) ->
             table.count(columns["penalty_rows"], chosen[columns["penalised"]])
         if "logprob_at" in columns:
             at = columns["logprob_at"]
-            logprobs.append(_logprobs(raw[at], chosen[at], chunk.num_top))
+            logprobs.append(log_probabilities(raw[at], chosen[at], chunk.num_top))
     return torch.where(broken, NOT_A_NUMBER.token_id, tokens), logprobs
 
 
@@ -221,7 +210,7 @@ def filtered_weights(logits: torch.Tensor, chunk: RowChunk) -> torch.Tensor:
         top_k = chunk.on_device["top_k"]
         largest = logits.topk(chunk.max_top_k, dim=-1).values
         at = (top_k - 1).clamp(max=chunk.max_top_k - 1)[:, None]
-        kept = _first_of_largest(logits, largest.gather(1, at), top_k[:, None])
+        kept = first_of_largest(logits, largest.gather(1, at), top_k[:, None])
         weights = torch.where(kept | (top_k >= logits.shape[1])[:, None], weights, 0.0)
     if chunk.any_top_p:
         weights = _nucleus(weights, numbers[:, TOP_P, None])
@@ -236,16 +225,8 @@ def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     goal = top_p * weights.cumsum(-1)[:, -1:]
     largest = weights.sort(dim=-1, descending=True).values
     count = ((largest.cumsum(-1) < goal).sum(-1, keepdim=True) + 1).clamp(max=weights.shape[1])
-    kept = _first_of_largest(weights, largest.gather(1, count - 1), count)
+    kept = first_of_largest(weights, largest.gather(1, count - 1), count)
     return torch.where(kept | (top_p >= 1), weights, 0.0)
-
-
-def _first_of_largest(values: torch.Tensor, bound: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """Where the `count` (`[R, 1]`, or one for all) largest values are, given the smallest of them, `bound` `[R, 1]`; of
-    equals the first ones.
-    """
-    above, equal = values > bound, values == bound
-    return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
 def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -255,21 +236,3 @@ def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     # argmax of 0 and 1 is the first 1. Rounding may take the product up to the total, and then there is none.
     last = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     return torch.where(beyond.any(-1), beyond.int().argmax(-1), last)
-
-
-def _logprobs(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
-    """Natural-log probability of the tokens, and the `num_top` likeliest: ids and log-probabilities, best first."""
-    vocab_size = raw.shape[1]
-    shifted = raw - raw.max(dim=-1, keepdim=True).values
-    logprobs = shifted - shifted.exp().sum(-1, keepdim=True).log()
-    of_tokens = logprobs.gather(1, tokens[:, None])[:, 0]
-    if not num_top:
-        return of_tokens, tokens.new_empty(len(tokens), 0), logprobs[:, :0]
-    bound = raw.topk(num_top, dim=-1).values[:, -1:]
-    kept = _first_of_largest(raw, bound, num_top)
-    # Their ids in order of id, without a shape that depends on data, for which the host would have to wait.
-    ids = torch.where(kept, torch.arange(vocab_size, device=raw.device), vocab_size)
-    ids = ids.topk(num_top, largest=False, sorted=True).values.clamp(max=vocab_size - 1)
-    values = logprobs.gather(1, ids)
-    order = raw.gather(1, ids).sort(dim=-1, descending=True, stable=True).indices
-    return of_tokens, ids.gather(1, order), values.gather(1, order)

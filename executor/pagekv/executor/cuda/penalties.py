@@ -1,0 +1,96 @@
+"""Counts of the tokens that sequences have had, on the device, where their sampling needs them."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, SequenceState
+from pagekv.executor.cuda.step_sampling import Find
+from pagekv.kernels.decode_plan import Ints
+
+
+class Penalised(Protocol):
+    """A live sequence, which keeps the row of the table that it is given."""
+
+    state: SequenceState
+    penalty_row: int | None
+
+
+class PenaltyTable:
+    """One row of the vocabulary per sequence: how often each token was generated, and whether it was there at all.
+
+    Tokens that steps sample are counted on the device, so that the host need not know them. Rows are given out by the
+    host at once; the device sees each change in the order of the stream.
+    """
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._free: list[int] = []
+        # int32 [rows, vocab_size]: times generated. bool, as large: in the prompt or generated.
+        self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
+        self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
+
+    def allocate(self) -> int:
+        """A row for one sequence; `begin` must be the first to use it."""
+        if not self._free:
+            rows, vocab_size = self.outputs.shape
+            added = max(4, rows)
+            self.outputs = torch.cat([self.outputs, self.outputs.new_zeros(added, vocab_size)])
+            self.seen = torch.cat([self.seen, self.seen.new_zeros(added, vocab_size)])
+            self._free = list(range(rows + added - 1, rows - 1, -1))
+        return self._free.pop()
+
+    def free(self, row: int) -> None:
+        """Frees a row; steps already launched still find it as it was."""
+        self._free.append(row)
+
+    def begin(self, rows: torch.Tensor, of_row: torch.Tensor, tokens: torch.Tensor, generated: torch.Tensor) -> None:
+        """Fills fresh rows `[n]`: sequence of row `of_row[i]` has had token `tokens[i]`, `generated[i]` (0 or 1) times
+        more among its output. Index tensors are int64, `generated` int32.
+        """
+        self.outputs[rows] = 0
+        self.seen[rows] = False
+        self.outputs.index_put_((of_row, tokens), generated, accumulate=True)
+        self.seen[of_row, tokens] = True
+
+    def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
+        """The sequence of each row, all different, has generated one more token."""
+        self.outputs[rows, tokens] += 1
+        self.seen[rows, tokens] = True
+
+
+class StepPenalties:
+    """Rows of the table that one step's sequences have, and those that begin in it."""
+
+    def __init__(self, table: PenaltyTable) -> None:
+        self._table = table
+        # Rows that begin in this step, and (row, token, times generated).
+        self._fresh: list[int] = []
+        self._past: list[tuple[int, int, int]] = []
+
+    def row_of(self, entry: Penalised) -> int:
+        """The sequence's row. Raises RuntimeError where it begins with a token that the host does not know."""
+        if entry.penalty_row is None:
+            state = entry.state
+            if UNKNOWN_TOKEN in state.token_ids:
+                raise RuntimeError(f"sequence {state.seq_id} entered with a token that is not known yet")
+            row = entry.penalty_row = self._table.allocate()
+            self._fresh.append(row)
+            prompt = state.num_prompt_tokens
+            self._past += [(row, token, int(at >= prompt)) for at, token in enumerate(state.token_ids)]
+        return entry.penalty_row
+
+    def sections(self) -> dict[str, Ints]:
+        """The arrays to upload."""
+        if not self._fresh:
+            return {}
+        return {"fresh": np.array(self._fresh, np.int32), "past": np.array(self._past, np.int32)}
+
+    def begin(self, find: Find) -> None:
+        """Enqueues the beginning of fresh rows."""
+        if self._fresh:
+            past = find("past", (len(self._past), 3)).long()
+            self._table.begin(find("fresh", (len(self._fresh),)).long(), past[:, 0], past[:, 1], past[:, 2].int())

@@ -1,0 +1,35 @@
+// Decode with wide thread blocks: of one split, the keys and values are read once for all rows that share it, and for all
+// heads of a group wider than a row tile. decode.cu says how rows, splits and tiles are laid out; only differences follow.
+//
+// Floor. A prefix of n keys that r rows share costs the reads of n keys once for each MEMBERS of them, not r times. With 64
+// (row, head) pairs a thread block: 16 rows at 4 heads a KV head, 8 at 8 heads.
+//
+// Work: one (split, KV head) of a run of members, rows whose block tables name the same blocks there. Row r of the thread
+// block is head r % heads of member r / heads. Splits are whole for every member; a sliding window may hide keys from some.
+// Threads: as many warps for each row tile of 16 as decode.cu has in all, with the same shares of every tile of keys.
+// Shared memory: as decode.cu; then the queries, which have no room in registers, and the members.
+// Grid: as decode.cu.
+//
+// Batch invariance. A row's warps do the instructions that they would do in decode.cu; rows of a matrix product do not
+// touch each other. Keys that a window hides from one member alone have weight 0 there, an exact no-op for finite values.
+constexpr bool WIDE = true;
+#include "types.cuh"
+#if PAGEKV_DTYPE == 0
+#include "decode_fma.cuh"
+#else
+#include "decode_mma.cuh"
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) pagekv_decode_wide(const DecodeParams p) {
+    PAGEKV_DYNAMIC_SHARED(shared);
+    __shared__ i32 index;  // of the work: registers are short
+    if (threadIdx.x == 0) index = (i32)blockIdx.x;
+    __syncthreads();
+    Work work;
+    while (work.load(p, index, BLOCK_ROWS)) {
+        decode_work(p, work, shared);
+        __syncthreads();  // shared memory is free for the next work
+        if (threadIdx.x == 0) index += (i32)gridDim.x;
+        __syncthreads();
+    }
+}

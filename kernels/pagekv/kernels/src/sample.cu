@@ -1,0 +1,281 @@
+// Sampling: the next token of each row of logits, by top-k, top-p, min-p and a number in [0, 1) that was drawn before.
+//
+// One thread block a row. A token's key is its distance to the likeliest in log2 of weights, in fixed point; its weight follows
+// from the key, as an integer. So sums are exact and in no order: a row's token depends neither on the batch nor on the GPU.
+// Key and token id together are the rank of a token, smaller ones come first, and equally likely tokens go by id.
+// Top-k and top-p each find the last rank that is kept, digit by digit: a pass over the tokens that have the digits found so
+// far sums up what the tokens with each next digit have, 1 each for top-k, their weights for top-p. After the first digit
+// the tokens up to there are mostly few, and kept in shared memory; else later passes read the row again.
+#include "sampling_weight.cuh"
+
+constexpr i32 kThreads = 512;
+constexpr i32 kWarps = kThreads / 32;
+constexpr i32 kEach = 8;                  // tokens that a thread reads at a time
+constexpr i32 kRun = 32 * kEach;          // neighbouring tokens that a warp draws from
+constexpr i32 kIdBits = 20;
+constexpr i32 kRankBits = 48;             // of key and id
+constexpr i32 kDigitBits = 12;
+constexpr i32 kKeyShift = kRankBits - kIdBits - kDigitBits;  // from a key to the first digit of its rank
+constexpr i32 kDigits = 1 << kDigitBits;  // at least as many as there are runs
+constexpr i32 kListed = 1536;
+constexpr u64 kNone = ~0ull;
+
+struct Shared {
+    u32 low[kDigits];  // sums, the lower halves
+    u32 high[kDigits];
+    u64 list[kListed];
+    u64 of_warps[kWarps];
+    u64 rest;
+    i32 found;
+    i32 num_listed;  // -1: the tokens are not listed
+};
+
+template <typename T> struct Row {
+    const T* logits;
+    i32 size;
+    float best;
+    float scale;
+    float scale_low;
+
+    __device__ __forceinline__ u32 key(T logit) const { return key_of(to_float(logit), best, scale, scale_low); }
+};
+
+__device__ __forceinline__ u64 rank_of(u32 key, i32 id) { return static_cast<u64>(key) << kIdBits | static_cast<u32>(id); }
+
+// The last rank that is kept, in parts: nearly all tokens are told by their keys alone.
+struct Bound {
+    u32 key;
+    u32 id;
+
+    __device__ __forceinline__ bool keeps(u32 other, i32 other_id) const {
+        return other < key || (other == key && static_cast<u32>(other_id) <= id);
+    }
+};
+
+__device__ __forceinline__ Bound bound_of(u64 rank) {
+    return Bound{static_cast<u32>(rank >> kIdBits), static_cast<u32>(rank) % (1u << kIdBits)};
+}
+
+// --- sums by digit
+
+__device__ __forceinline__ void clear(Shared& shared) {
+    for (i32 i = threadIdx.x; i < kDigits; i += kThreads) shared.low[i] = shared.high[i] = 0u;
+    __syncthreads();
+}
+
+__device__ __forceinline__ void add(Shared& shared, u32 digit, u64 mass) {
+    const u32 low = static_cast<u32>(mass);
+    const u32 sum = atomicAdd(&shared.low[digit], low) + low;
+    const u32 high = static_cast<u32>(mass >> 32) + (sum < low ? 1u : 0u);
+    if (high != 0u) atomicAdd(&shared.high[digit], high);
+}
+
+// The first digit at which the sums up to it, its own included, exceed `target`, or where `share` is not 0 that share of 2^64
+// of all sums; which must be one. Takes from `target` the sums below that digit.
+__device__ __forceinline__ u32 crossing(Shared& shared, u64& target, u64 share) {
+    constexpr i32 kOwn = kDigits / kThreads;
+    const i32 lane = threadIdx.x % 32, first = threadIdx.x * kOwn;
+    __syncthreads();  // all sums are there
+    u64 own = 0ull;
+    for (i32 i = first; i < first + kOwn; ++i) own += static_cast<u64>(shared.high[i]) << 32 | shared.low[i];
+    u64 sum = own;
+    for (i32 distance = 1; distance < 32; distance *= 2) {
+        const u64 below = __shfl_up_sync(kFullWarp, sum, distance);
+        if (lane >= distance) sum += below;
+    }
+    if (lane == 31) shared.of_warps[threadIdx.x / 32] = sum;
+    __syncthreads();
+    u64 all = 0ull;
+    for (i32 warp = 0; warp < kWarps; ++warp) {
+        if (warp == static_cast<i32>(threadIdx.x) / 32) sum += all;
+        all += shared.of_warps[warp];
+    }
+    if (share != 0ull) target = __umul64hi(all, share);
+    u64 before = sum - own;
+    if (before <= target && target < sum) {
+        i32 digit = first;
+        while (true) {
+            const u64 mass = static_cast<u64>(shared.high[digit]) << 32 | shared.low[digit];
+            if (target < before + mass) break;
+            before += mass;
+            ++digit;
+        }
+        shared.found = digit;
+        shared.rest = target - before;
+    }
+    __syncthreads();
+    target = shared.rest;
+    return static_cast<u32>(shared.found);
+}
+
+// --- tokens
+
+// Calls `visit` with key and id of every token.
+template <typename T, typename Visit> __device__ __forceinline__ void each_token(const Row<T>& row, Visit visit) {
+    for (i32 first = threadIdx.x; first < row.size; first += kEach * kThreads) {
+        T logits[kEach];
+#pragma unroll
+        for (i32 i = 0; i < kEach; ++i) logits[i] = row.logits[min(first + i * kThreads, row.size - 1)];
+#pragma unroll
+        for (i32 i = 0; i < kEach; ++i)
+            if (first + i * kThreads < row.size) visit(row.key(logits[i]), first + i * kThreads);
+    }
+}
+
+// Lists the tokens that the bound keeps with first digits up to `digit`, unless they are too many.
+template <typename T> __device__ __forceinline__ void list(const Row<T>& row, Shared& shared, Bound bound, u32 digit) {
+    __syncthreads();  // all threads have read what was found
+    if (threadIdx.x == 0) shared.found = 0;
+    __syncthreads();
+    each_token(row, [&](u32 key, i32 id) {
+        if (key >> kKeyShift > digit || !bound.keeps(key, id) || shared.found > kListed) return;
+        const i32 at = atomicAdd(&shared.found, 1);
+        if (at < kListed) shared.list[at] = rank_of(key, id);
+    });
+    __syncthreads();
+    if (threadIdx.x == 0) shared.num_listed = shared.found <= kListed ? shared.found : -1;
+    __syncthreads();
+}
+
+// The last token that is kept of those that `bound` keeps: the first at which the sum of masses, 1 each where `counts`, else
+// weights, exceeds `target`, or `share` of them all.
+template <bool counts, typename T>
+__device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bound bound, u64 target, u64 share) {
+    u64 prefix = 0ull;
+    i32 done = 0;  // digits
+    if (shared.num_listed < 0) {
+        clear(shared);
+        each_token(row, [&](u32 key, i32 id) {
+            if (!bound.keeps(key, id)) return;
+            if (counts)
+                atomicAdd(&shared.low[key >> kKeyShift], 1u);
+            else
+                add(shared, key >> kKeyShift, weight(key));
+        });
+        prefix = crossing(shared, target, share);
+        share = 0ull;
+        done = 1;
+        list(row, shared, bound, static_cast<u32>(prefix));
+    }
+#pragma unroll 1
+    for (i32 shift = kRankBits - (done + 1) * kDigitBits; shift >= 0; shift -= kDigitBits) {
+        clear(shared);
+        auto visit = [&](u32 key, i32 id) {
+            const u64 rank = rank_of(key, id);
+            if (rank >> (shift + kDigitBits) == prefix && bound.keeps(key, id))
+                add(shared, static_cast<u32>(rank >> shift) % kDigits, counts ? 1ull : weight(key));
+        };
+        if (shared.num_listed >= 0) {
+            for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
+                const Bound token = bound_of(shared.list[i]);
+                visit(token.key, static_cast<i32>(token.id));
+            }
+        } else {
+            each_token(row, visit);
+        }
+        prefix = prefix << kDigitBits | crossing(shared, target, share);
+        share = 0ull;
+    }
+    return bound_of(prefix);
+}
+
+// The likeliest token, of equals the first, and its logit; -1 where a logit is not a number.
+template <typename T> __device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shared, float& best) {
+    float most = -infinity();
+    i32 id = threadIdx.x;
+    bool broken = false;
+    for (i32 first = threadIdx.x; first < size; first += kEach * kThreads) {
+#pragma unroll
+        for (i32 i = 0; i < kEach; ++i) {
+            const i32 at = first + i * kThreads;
+            const float logit = to_float(logits[min(at, size - 1)]);
+            if (logit <= most || at >= size) continue;
+            broken = broken || logit != logit;
+            most = logit;
+            id = at;
+        }
+    }
+    // As integers in the order of floats, -0 as 0; behind them the smaller ids.
+    const u32 bits = __float_as_uint(most + 0.0f);
+    const u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    u64 found = broken ? kNone : static_cast<u64>(order) << 32 | (0xffffffffu - static_cast<u32>(id));
+    for (i32 distance = 16; distance > 0; distance /= 2) {
+        const u64 other = __shfl_xor_sync(kFullWarp, found, distance);
+        found = other > found ? other : found;
+    }
+    if (threadIdx.x % 32 == 0) shared.of_warps[threadIdx.x / 32] = found;
+    __syncthreads();
+    for (i32 warp = 0; warp < kWarps; ++warp) found = shared.of_warps[warp] > found ? shared.of_warps[warp] : found;
+    __syncthreads();
+    if (found == kNone) return -1;
+    const u32 value = static_cast<u32>(found >> 32);
+    best = __uint_as_float(value & 0x80000000u ? value & 0x7fffffffu : ~value);
+    return static_cast<i32>(0xffffffffu - static_cast<u32>(found));
+}
+
+// The token at `number` of the distribution of what is kept, in the order of ids.
+template <typename T>
+__device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bound, u64 min_weight, u64 number) {
+    const i32 lane = threadIdx.x % 32;
+    auto mass = [&](i32 id) {
+        if (id >= row.size) return 0ull;
+        const u32 key = row.key(row.logits[id]);
+        if (!bound.keeps(key, id)) return 0ull;
+        const u64 held = weight(key);
+        return held >= min_weight ? held : 0ull;
+    };
+    clear(shared);
+    for (i32 run = threadIdx.x / 32; run * kRun < row.size; run += kWarps) {
+        u64 sum = 0ull;
+#pragma unroll
+        for (i32 i = 0; i < kEach; ++i) sum += mass(run * kRun + i * 32 + lane);
+        for (i32 distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kFullWarp, sum, distance);
+        if (lane == 0) {
+            shared.low[run] = static_cast<u32>(sum);
+            shared.high[run] = static_cast<u32>(sum >> 32);
+        }
+    }
+    u64 target = 0ull;
+    i32 id = static_cast<i32>(crossing(shared, target, number)) * kRun + lane;
+    // All warps look it up, and find the same.
+    for (; id - lane < row.size; id += 32) {
+        u64 sum = mass(id);
+        for (i32 distance = 1; distance < 32; distance *= 2) {
+            const u64 below = __shfl_up_sync(kFullWarp, sum, distance);
+            if (lane >= distance) sum += below;
+        }
+        const u32 beyond = __ballot_sync(kFullWarp, sum > target);
+        if (beyond != 0u) return id - lane + __ffs(static_cast<i32>(beyond)) - 1;
+        target -= __shfl_sync(kFullWarp, sum, 31);
+    }
+    return row.size - 1;  // never: the sum of all exceeds what was drawn
+}
+
+template <typename T> __device__ __forceinline__ i32 choose(const T* logits, i32 size, const Choice& choice, Shared& shared) {
+    Row<T> row = {logits, size, 0.0f, choice.scale, choice.scale_low};
+    const i32 likely = likeliest(logits, size, shared, row.best);
+    if (likely < 0 || choice.scale == 0.0f) return likely;
+    Bound bound = {kLastKey, ~0u};
+    if (choice.top_k > 0) bound = last_kept<true>(row, shared, bound, static_cast<u64>(choice.top_k) - 1, 0ull);
+    if (choice.top_p != kNone) bound = last_kept<false>(row, shared, bound, 0ull, choice.top_p);
+    return draw(row, shared, bound, choice.min_weight, choice.number);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 2) pagekv_sample(const SampleParams p) {
+    __shared__ Shared shared;
+    const Choice choice = p.choices[blockIdx.x];
+    if (threadIdx.x == 0) shared.num_listed = -1;
+    __syncthreads();
+    const i64 row = blockIdx.x;
+    const i32 token =
+        choice.adjusted >= 0
+            ? choose(p.adjusted + static_cast<i64>(choice.adjusted) * p.vocab_size, p.vocab_size, choice, shared)
+            : choose(static_cast<const Element*>(p.logits) + row * p.logit_stride, p.vocab_size, choice, shared);
+    if (threadIdx.x != 0) return;
+    p.tokens[row] = token;
+    p.last_tokens[choice.last_token] = max(token, 0);
+    if (choice.penalty_row < 0 || token < 0) return;
+    const i64 place = static_cast<i64>(choice.penalty_row) * p.vocab_size + token;
+    p.counts[place] += 1;
+    p.seen[place] = 1;
+}

@@ -1,0 +1,29 @@
+// The work of each rank of an executor on a step, where it has ranks.
+
+import { count, element, milliseconds } from "./format.js";
+
+// Of more the rest is like these, or quicker.
+const MOST = 16;
+const TITLE = "its work on the latest step that all ranks have ended, without waiting for the others";
+
+export class Ranks {
+  constructor() {
+    this.card = document.getElementById("ranks");
+    this.sub = document.getElementById("ranks-sub");
+    this.list = document.getElementById("rank-list");
+  }
+
+  // Microseconds by rank; none of an executor without ranks, or before its first step.
+  show(micros) {
+    this.card.hidden = !micros.length;
+    if (this.card.hidden) return;
+    const slowest = micros.map((us, rank) => ({ us, rank })).sort((one, other) => other.us - one.us || one.rank - other.rank);
+    const skew = milliseconds((slowest[0].us - slowest.at(-1).us) / 1000);
+    const shown = slowest.length > MOST ? `the slowest ${MOST} of ${count(slowest.length)}, ` : "";
+    this.sub.textContent = `${shown}rank ${slowest[0].rank} the slowest, skew ${skew}`;
+    this.list.replaceChildren(...slowest.slice(0, MOST).map(({ us, rank }) =>
+      element("li", { title: TITLE },
+        element("span", { class: "name" }, `rank ${rank}`),
+        element("span", { class: "what" }, `${milliseconds(us / 1000)} a step`))));
+  }
+}

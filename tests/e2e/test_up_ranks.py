@@ -1,0 +1,87 @@
+"""`pagekv up --tp`: a model over two ranks from one command, and nothing left of it after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.clients.stack import environment
+
+from pagekv.client import PageKVClient
+
+pytestmark = pytest.mark.e2e
+
+WAIT_S = 240.0
+CLI = [sys.executable, "-m", "pagekv.client.cli"]
+
+
+def family(pid: int) -> dict[int, str]:
+    """The process and all below it: command lines by id."""
+    try:
+        found = {pid: Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")}
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    return found | {child: line for each in children for child, line in family(int(each)).items()}
+
+
+def runs(pid: int) -> bool:
+    """Whether it computes; of a process that has ended a zombie may be left."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    "backend", [["--backend", "oracle", "--model", "demo"], ["--threads", "1"]], ids=["oracle", "cpu"]
+)
+def test_a_text_over_two_ranks_and_nothing_is_left_after_ctrl_c(backend: list[str]) -> None:
+    command = [*CLI, "up", "--json", "--tp", "2", "--kv-memory", "64MiB", *backend]
+    command += ["--port", "0", "--executor-port", "0", "--http-port", "0"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True, start_new_session=True) as up:
+        assert up.stdout is not None
+        try:
+            told = json.loads(up.stdout.readline())
+            ranks = family(told["pids"]["executor"])
+            assert sum("-m pagekv.executor" in line and "torch.distributed" not in line for line in ranks.values()) == 2
+            with PageKVClient(told["target"]) as client:
+                done = client.generate("In the beginning", max_tokens=8, ignore_eos=True)
+                assert len(done.token_ids) == 8
+                assert len(client.stats().executor_rank_us) == 2
+            everything = {**ranks, **family(told["pids"]["manager"])}
+            # As a terminal does it: to every process of the group.
+            os.killpg(up.pid, signal.SIGINT)
+            assert up.wait(WAIT_S) == 0
+        finally:
+            up.kill()
+    deadline = time.monotonic() + WAIT_S
+    while left := {pid: line for pid, line in everything.items() if runs(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def test_ctrl_c_while_ranks_still_come_together_leaves_nothing() -> None:
+    command = [*CLI, "up", "--json", "--tp", "2", "--backend", "oracle", "--model", "demo"]
+    command += ["--port", "0", "--executor-port", "0", "--no-http"]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, start_new_session=True) as up:
+        try:
+            deadline = time.monotonic() + WAIT_S
+            # up, both processes of a pair, and the ranks below torchrun.
+            while len(everything := family(up.pid)) < 5:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            os.killpg(up.pid, signal.SIGINT)
+            up.wait(WAIT_S)
+        finally:
+            up.kill()
+    deadline = time.monotonic() + WAIT_S
+    while left := {pid: line for pid, line in everything.items() if runs(pid)}:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)

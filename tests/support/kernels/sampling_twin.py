@@ -1,0 +1,138 @@
+"""The sampler's kernel in NumPy, for many draws of one row at a time: the same integers, in another order.
+
+Beside it the reference, `row_sampler` in float64, likewise; and where the reference is within rounding of a tie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pagekv.executor.backend import row_sampler
+from pagekv.executor.backend.interface import Sampling
+from pagekv.kernels.sampling import NONE, min_weight, scales, share, top_p_share
+
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint64]
+Ids = npt.NDArray[np.int64]
+
+FRACTION_BITS = 22
+LAST_KEY = 45 << FRACTION_BITS
+COEFFICIENTS = (
+    "0x1.b49554p-13",
+    "0x1.4cb7bp-10",
+    "0x1.3c487cp-7",
+    "0x1.c69f98p-5",
+    "0x1.ebfc3ep-3",
+    "0x1.62e43p-1",
+    "0x1p0",
+)
+# Sums and weights whose ratio differs from 1 by less than this are a tie. A weight is off by half a step of its key and
+# 1.1 * 2^-24, together 1.5e-7; a share, which is a quotient of sums of them, by twice that.
+TIE = 2.0**-21
+
+
+def fma(a: Floats, b: npt.ArrayLike, c: npt.ArrayLike) -> Floats:
+    """`a * b + c`, rounded once (80-bit floats hold the product, and round the sum far below a float's last place)."""
+    result: Floats = (a.astype(np.longdouble) * np.asarray(b, np.longdouble) + np.asarray(c, np.longdouble)).astype(
+        np.float32
+    )
+    return result
+
+
+def keys(logits: Floats, temperature: float) -> Words:
+    """Distances to the likeliest token, in fixed point `[vocab_size]`; no logit is NaN."""
+    high_scale, low_scale = map(np.float32, scales(temperature))
+    best = logits.max()
+    with np.errstate(invalid="ignore", over="ignore"):
+        distance = best - logits
+        high = distance * high_scale
+        far = ~(high < np.float32(45))
+        distance, high = np.where(far, np.float32(0), distance), np.where(far, np.float32(0), high)
+        near = np.where(far, best, logits)
+        back = distance - best
+        error = (best - (distance - back)) - (near + back)
+    rest = fma(error, high_scale, fma(distance, low_scale, fma(distance, high_scale, -high)))
+    whole = np.rint(high)
+    steps = np.rint(((high - whole) + rest).astype(np.float64) * 2**FRACTION_BITS)
+    found = np.clip(whole.astype(np.int64) * 2**FRACTION_BITS + steps.astype(np.int64), 0, LAST_KEY)
+    found[far] = LAST_KEY
+    found[logits == best] = 0
+    result: Words = found.astype(np.uint64)
+    return result
+
+
+def weights(of: Words) -> Words:
+    """2^-distance of these keys, in units of 2^-44."""
+    up = (of.astype(np.int64) + 2**FRACTION_BITS - 1) >> FRACTION_BITS
+    x = (((up << FRACTION_BITS) - of.astype(np.int64)) / 2**FRACTION_BITS).astype(np.float32)
+    power = np.full_like(x, float.fromhex(COEFFICIENTS[0]))
+    for coefficient in COEFFICIENTS[1:]:
+        power = fma(power, x, np.float32(float.fromhex(coefficient)))
+    mantissa = (power.view(np.uint32) & np.uint32(0x7FFFFF)) | np.uint32(0x800000)
+    result: Words = (mantissa.astype(np.uint64) << np.uint64(21)) >> up.astype(np.uint64)
+    return result
+
+
+def kept_weights(logits: Floats, sampling: Sampling) -> Words:
+    """Weights by token id, 0 for what top-k, top-p and min-p exclude; temperature above 0."""
+    found = keys(logits, sampling.temperature)
+    held = weights(found)
+    ranked: Ids = np.lexsort((np.arange(len(logits)), found))
+    if 0 < sampling.top_k < len(logits):
+        ranked = ranked[: sampling.top_k]
+    if top_p_share(sampling.top_p) != NONE:
+        sums = held[ranked].cumsum()
+        target = int(sums[-1]) * top_p_share(sampling.top_p) >> 64
+        ranked = ranked[: int(np.searchsorted(sums, np.uint64(target), side="right")) + 1]
+    kept = np.zeros_like(held)
+    kept[ranked] = held[ranked]
+    kept[kept < np.uint64(min_weight(sampling.min_p))] = 0
+    return kept
+
+
+def draws(kept: Words, numbers: npt.NDArray[np.float64]) -> Ids:
+    """The token at each of `numbers`, in [0, 1)."""
+    sums = kept.cumsum()
+    total = int(sums[-1])
+    targets = np.array([total * share(number) >> 64 for number in numbers], np.uint64)
+    found: Ids = np.searchsorted(sums, targets, side="right")
+    return found
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The same in float64."""
+
+    kept: npt.NDArray[np.float64]
+    """Weights by token id, 0 for what is excluded."""
+    tied: bool
+    """Whether a filter is within rounding of keeping other tokens."""
+
+    def draws(self, numbers: npt.NDArray[np.float64]) -> tuple[Ids, npt.NDArray[np.bool_]]:
+        """The tokens, and whether another one is within rounding."""
+        sums = self.kept.cumsum()
+        found = np.minimum(np.searchsorted(sums, numbers * sums[-1], side="right"), np.flatnonzero(self.kept)[-1])
+        shares = sums / sums[-1]
+        below = np.where(found > 0, shares[found - 1], -1.0)
+        tied = (shares[found] - numbers < TIE) | ((numbers - below < TIE) & (below > 0))
+        return found, tied
+
+
+def reference(logits: Floats, sampling: Sampling) -> Reference:
+    """The reference for one row."""
+    exact = logits.astype(np.float64)
+    everything = row_sampler.filtered_weights(exact, Sampling(temperature=sampling.temperature))
+    tied, order = False, np.argsort(-exact, kind="stable")
+    if 0 < sampling.top_k < len(exact):
+        last, next_one = (everything[order[sampling.top_k + at]] for at in (-1, 0))
+        tied |= bool(last * (1 - TIE) < next_one < last)
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1:
+        sums = everything[order].cumsum()
+        tied |= bool((np.abs(sums / sums[-1] - sampling.top_p) < TIE).any())
+    if sampling.min_p > 0:
+        tied |= bool((np.abs(everything - sampling.min_p) < TIE * everything).any())
+    return Reference(row_sampler.filtered_weights(exact, sampling), tied)

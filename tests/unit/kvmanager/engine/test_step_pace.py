@@ -1,0 +1,85 @@
+"""The next step is planned at once, or just in time while tenants compete; and what a quiet tenant has from it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+from support.engine.cached_prefixes import Clock
+from support.engine.flooded_engine import FloodedEngine, Seen
+
+from pagekv.kvmanager.engine.step_pace import StepPace
+from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
+from pagekv.kvmanager.scheduling.step_bound import StepBound
+from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
+
+STEP = StepPlan(num_decodes=4, num_tokens=4)
+
+
+@dataclass
+class Asked:
+    """Stands in for a scheduler."""
+
+    competing: bool
+    bounds: list[StepBound] = field(default_factory=list)
+
+    def set_bound(self, bound: StepBound) -> None:
+        self.bounds.append(bound)
+
+
+def pace_of(clock: Clock, *, competing: bool) -> tuple[StepPace, StepsInFlight, Asked]:
+    """A pace that was told of steps of 20 ms, none of which the executor waited for."""
+    in_flight, asked = StepsInFlight(lambda: clock.now), Asked(competing)
+    pace = StepPace(2, 64, in_flight)
+    for _ in range(100):
+        pace.learn(cast("Scheduler", asked), STEP, StepResult(1, [], [], {}, 4, 20_000, 0))
+    return pace, in_flight, asked
+
+
+def test_for_one_tenant_steps_are_planned_ahead_as_far_as_they_may_be() -> None:
+    pace, in_flight, asked = pace_of(Clock(), competing=False)
+    scheduler = cast("Scheduler", asked)
+    assert pace.wait_s(scheduler) == 0
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == 0
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == math.inf
+    assert not asked.bounds
+
+
+def test_while_tenants_compete_a_step_is_planned_when_the_one_that_runs_is_about_to_end() -> None:
+    clock = Clock()
+    pace, in_flight, asked = pace_of(clock, competing=True)
+    scheduler = cast("Scheduler", asked)
+    assert pace.wait_s(scheduler) == 0
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == pytest.approx(0.020, rel=0.05)
+    clock.now += 0.015
+    assert pace.wait_s(scheduler) == pytest.approx(0.005, rel=0.2)
+    clock.now += 0.006
+    assert pace.wait_s(scheduler) == 0
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == math.inf
+    # The turn of the second has just come.
+    in_flight.pop()
+    assert pace.wait_s(scheduler) == pytest.approx(0.020, rel=0.05)
+    assert asked.bounds
+
+
+def seen(costs_us: tuple[float, float, float], flooders: int) -> Seen:
+    return FloodedEngine(costs_us, flooders).run(settle_s=4, seconds=12)
+
+
+# A small model on a CPU, on two machines; and a large one on a GPU, on paper.
+@pytest.mark.parametrize("costs_us", [(3600, 300, 120), (1300, 170, 48), (10_000, 20, 60)])
+def test_a_quiet_tenant_beside_floods_in_virtual_time(costs_us: tuple[float, float, float]) -> None:
+    alone = seen(costs_us, 0)
+    for flooders, bar in ((4, 2.0), (32, 2.5)):
+        beside = seen(costs_us, flooders)
+        assert len(beside.first_ms) >= 10
+        assert statistics.median(beside.first_ms) <= bar * statistics.median(alone.first_ms)
+        assert beside.cached_tokens / beside.prompt_tokens >= 0.9 * alone.cached_tokens / alone.prompt_tokens

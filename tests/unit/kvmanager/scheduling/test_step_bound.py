@@ -1,0 +1,28 @@
+"""Decodes and prompts for which a bound leaves room."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagekv.kvmanager.scheduling.step_bound import StepBound
+
+
+@pytest.mark.parametrize(
+    ("bound", "parts", "decodes"),
+    [
+        (StepBound(100, 2.0), 1, 50),
+        (StepBound(100, 2.0), 8, 6),
+        (StepBound(10, 40.0), 8, 1),
+        (StepBound(10, 0.0), 8, 10),
+    ],
+)
+def test_decodes_fit_into_their_part_and_one_always_may(bound: StepBound, parts: int, decodes: int) -> None:
+    assert bound.num_decodes(parts) == decodes
+
+
+@pytest.mark.parametrize(
+    ("bound", "decodes", "tokens"),
+    [(StepBound(160, 2.0), 30, 100), (StepBound(160, 2.0), 80, 10), (StepBound(3, 2.0), 9, 1)],
+)
+def test_prompts_have_what_decodes_leave_and_a_little_always(bound: StepBound, decodes: int, tokens: int) -> None:
+    assert bound.left_beside(decodes) == tokens

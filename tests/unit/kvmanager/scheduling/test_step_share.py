@@ -1,0 +1,127 @@
+"""Steps that have a bound: which sequences decode, and that none waits for long."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from support.engine.fake_executor import expected_output
+from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+
+from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.sequence import SeqStatus
+from pagekv.kvmanager.scheduling.step_bound import StepBound
+from pagekv.kvmanager.scheduling.step_plan import StepPlan
+from pagekv.kvmanager.scheduling.step_share import BESIDE_NEWCOMER, PATIENCE
+
+A, B, C = (Tenant(name, number) for number, name in enumerate("abc", 1))
+
+
+def decoding(driver: Driver, plan: StepPlan) -> Counter[str]:
+    """Sequences that decode in a step just planned, by tenant."""
+    rows = set(plan.sampling.tolist()) - set(plan.prefilled)
+    return Counter(driver.scheduler._running.batch.member(row).request.command.tenant.name for row in rows)
+
+
+def test_one_tenant_has_no_bound() -> None:
+    driver, free = Driver(num_blocks=256), Driver(num_blocks=256)
+    driver.scheduler.set_bound(StepBound(1, 1.0))
+    for each in (driver, free):
+        for index in range(8):
+            each.submit([index, 1, 2], max_tokens=6, tenant=A)
+        each.drain()
+    sizes = [[plan.num_tokens for plan in each.plans] for each in (driver, free)]
+    assert sizes[0] == sizes[1]
+    assert not driver.scheduler.competing
+
+
+def test_what_tenants_decode_in_a_step_goes_by_weight() -> None:
+    driver = Driver(num_blocks=512, max_batch_tokens=64, depth=1)
+    driver.scheduler.set_tenants({A.number: 2.0, B.number: 1.0}, {})
+    for index in range(8):
+        driver.submit([index, 1], max_tokens=40, tenant=A)
+        driver.submit([index, 2], max_tokens=40, tenant=B)
+    driver.step()
+    driver.scheduler.set_bound(StepBound(6, 1.0))
+    for _ in range(5):
+        plan = driver.plan()
+        assert plan is not None
+        assert decoding(driver, plan) == {"a": 4, "b": 2}
+        assert plan.scheduled_tokens == [0] * 10
+        driver.complete()
+        driver.check()
+    driver.drain()
+    for request in driver.requests:
+        assert output(request) == expected_output(list(request.command.prompt_ids), 40, VOCAB, ())
+
+
+def test_a_newcomers_prompt_has_the_step_nearly_to_itself() -> None:
+    driver = Driver(num_blocks=512, max_batch_tokens=64, max_running=32, depth=1)
+    flood = [driver.submit([index, 1], max_tokens=60, tenant=A) for index in range(16)]
+    driver.submit([9, 9], max_tokens=60, tenant=B)
+    driver.step()
+    driver.scheduler.set_bound(StepBound(32, 1.0))
+    flood.append(driver.submit([7] * 20, max_tokens=4, tenant=A))
+    driver.step()
+    newcomer = driver.submit([5] * 20, max_tokens=4, tenant=C)
+    plan = driver.plan()
+    assert plan is not None
+    assert [new.sequence.request for new in plan.new] == [newcomer]
+    assert (plan.num_decodes, plan.num_tokens) == (32 // BESIDE_NEWCOMER, 32 // BESIDE_NEWCOMER + 20)
+    driver.complete()
+    assert newcomer.sequences[0].num_output == 1
+    driver.drain()
+    assert all(map(finished, [*flood, newcomer]))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_sequence_is_passed_over_for_long_whatever_comes(seed: int) -> None:
+    """Newcomers in every step, tenants of small weight, and steps with room for little."""
+    rng = random.Random(seed)
+    driver = Driver(num_blocks=2000, block_size=4, max_batch_tokens=128, max_running=64, depth=rng.choice([1, 2]))
+    weights = {number: rng.choice([0.01, 1.0, 5.0]) for number in range(1, 30)}
+    driver.scheduler.set_tenants(weights, {})
+    for index in range(rng.randint(8, 30)):
+        driver.submit([index, 3], max_tokens=90, tenant=Tenant("", rng.randint(1, 4)))
+    driver.step()
+    bound = StepBound(rng.choice([8, 24, 60]), rng.choice([0.5, 1.0, 3.0]))
+    driver.scheduler.set_bound(bound)
+    least, waited, longest, most = bound.num_decodes(BESIDE_NEWCOMER), Counter[int](), 0, 0
+    for at in range(80):
+        driver.submit([at % 90, 4, 5], max_tokens=1, tenant=Tenant("", 5 + at % 25))
+        plan = driver.plan()
+        if plan is None:
+            driver.complete()
+            continue
+        passed = {seq for seq, n in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True) if not n}
+        batch = driver.scheduler._running.batch
+        passed = {seq for seq in passed if batch.decoding[seq]}
+        for seq in [*waited]:
+            if seq not in passed:
+                del waited[seq]
+        waited.update(passed)
+        longest, most = max(longest, *waited.values(), 0), max(most, plan.num_decodes + len(passed))
+        if len(driver.in_flight) == driver.depth:
+            driver.complete()
+    driver.check()
+    assert 0 < longest <= PATIENCE + -(-most // least)
+    driver.scheduler.set_bound(StepBound(128, 1.0))
+    while driver.plan() is not None or driver.complete():
+        pass
+    assert all(map(finished, driver.requests))
+
+
+def test_a_head_without_blocks_takes_no_decodes_their_turn() -> None:
+    driver = Driver(num_blocks=16, block_size=4, max_batch_tokens=64, depth=1)
+    flood = [driver.submit([index, 1, 2, 3, 4], max_tokens=20, tenant=A) for index in range(2)]
+    flood += [driver.submit([index, 2, 2, 3, 4], max_tokens=20, tenant=B) for index in range(2)]
+    driver.step()
+    driver.scheduler.set_bound(StepBound(8, 1.0))
+    waits = driver.submit([6] * 40, max_tokens=2, tenant=A)
+    for _ in range(3):
+        driver.step()
+    assert waits.sequences[0].state is SeqStatus.WAITING
+    assert driver.plans[-1].num_decodes == 4
+    driver.drain()
+    assert all(map(finished, [*flood, waits]))
