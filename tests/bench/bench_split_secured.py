@@ -29,7 +29,7 @@ from support.clients.stack import Stack
 
 from pagekv.client import PageKVClient
 
-SEQUENCES, STEPS, STEP_MS = 256, 75, 80.0
+SEQUENCES, STEPS, STEP_MS = 256, 60, 100.0
 # Of messages to tokens: fewer are a load of another kind.
 WHOLE = 0.97
 # Of the secured stack's CPU to the other's.

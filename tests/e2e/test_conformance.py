@@ -73,7 +73,8 @@ def judge(port: int) -> dict[str, object]:
 
 @pytest.mark.long
 def test_the_command_judges_processes(tmp_path: Path) -> None:
-    executor = Process("pagekv.executor", ORACLE, tmp_path)
+    # The command speaks no TLS, so neither does what it judges, also under PAGEKV_TEST_TLS.
+    executor = Process("pagekv.executor", [*ORACLE, "--insecure"], tmp_path)
     executor.start()
     executor.wait_serving()
     answer = judge(executor.port)

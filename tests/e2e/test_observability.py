@@ -134,7 +134,8 @@ def query(api: str, expression: str) -> dict[str, float]:
 @pytest.mark.long
 def test_prometheus_scrapes_it_and_the_dashboard_has_something_to_show(tmp_path: Path) -> None:
     """The real Prometheus with our rules: every query of the dashboard is answered."""
-    with running_stack(ORACLE, SERVING_HTTP) as stack:
+    # Prometheus is given no certificate and no key, so it is asked for none, also under PAGEKV_TEST_TLS.
+    with running_stack([*ORACLE, "--insecure"], [*SERVING_HTTP, "--insecure"]) as stack:
         target = stack.manager.http
         with prometheus(tmp_path, target) as api:
             until(lambda: query(api, "pagekv_executor_attached == 1"))
