@@ -65,7 +65,7 @@ def test_long_prompts_take_several_steps() -> None:
 def test_a_step_takes_the_longer_of_reading_and_computing() -> None:
     """Two layers with 8 x 8 for queries and for output, 8 x 4 for keys and for values, and 3 x 8 x 16 behind."""
     layers, output = 2 * (8 * 8 * 2 + 8 * 4 * 2 + 3 * 8 * 16), 8 * 32
-    # Of the last layer, three rows have keys and values alone until the last of them is sampled.
+    # In the last layer only the sampled rows have more than keys and values.
     late = 8 * 8 * 2 + 3 * 8 * 16
     assert (SHAPE.layer_weights, SHAPE.last_weights, SHAPE.output_weights) == (layers, late, output)
     weights_s = 4 * (layers + output) / 1000

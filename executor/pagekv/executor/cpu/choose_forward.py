@@ -24,8 +24,8 @@ log = Log(__name__)
 # Tokens of two sequences that steps compute: a prompt whose keys fill more than one panel; a token behind it, beside
 # another prompt; two decodes; and the same kind of step again, which was recorded.
 CHECKED_STEPS, BLOCK_SIZE = ((70, 0), (1, 9), (1, 1), (1, 1)), 4
-# Both ways round differently; what is wrong differs by about as much as the largest logit.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
+# Both ways round differently: the distance of all logits, of their length. Small random models in bfloat16 have 0.02.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def load_forward(
@@ -121,4 +121,4 @@ def _logits(forward: StepForward, loaded: LoadedModel) -> torch.Tensor:
 
 
 def _agree(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+    return bool((found - expected).norm() <= tolerance * expected.norm())

@@ -17,6 +17,7 @@ from pagekv.executor.cpu.native.rows import add_norm, rotate
 from pagekv.executor.cpu.native.step_attention import step_attention
 from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.cpu.products import TorchProduct, fastest_product
+from pagekv.executor.cpu.rotations import Rotations
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder, DecoderNorms
 
@@ -80,7 +81,7 @@ class FusedDecoder:
         """Takes the weights out of the decoder, the head and then layer by layer, so that both layouts are there of one
         of them only. `scores` by layer.
         """
-        self._decoder = decoder
+        self._decoder, self._rotations = decoder, Rotations(decoder)
         self._num_heads = (num_heads, num_kv_heads)
         self._layers = []
         head = decoder.take_head()
@@ -142,7 +143,7 @@ class FusedDecoder:
                 torch.tensor([row for row, _ in plan.sampling], dtype=torch.int64),
                 reads(plan.sampled, windows[-1]),
             )
-        rotations = decoder.rotations(plan.position_ids)
+        rotations = self._rotations.of(plan.position_ids)
         return _Inputs(
             stream, rotations, places, windows, {each: reads(plan.step, each) for each in {*windows}}, sampled
         )
@@ -168,8 +169,8 @@ class FusedDecoder:
         return recorded[1].stream
 
     def _compute(self, inputs: _Inputs, cache: KvCache, program: Program | None = None) -> torch.Tensor:
-        """The sampled rows behind all layers. Of the others the last layer leaves keys and values alone, which is all
-        that later steps read of it.
+        """The sampled rows behind all layers. For the other rows the last layer computes keys and values only, with the
+        queries that come in the same product: later steps read nothing else of it.
         """
         layers, stream, factor = self._layers, inputs.stream, self._decoder.residual_factor
         normed = add_norm(stream, None, 0.0, None, layers[0].norms.before_attention)

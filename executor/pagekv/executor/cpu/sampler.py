@@ -1,4 +1,4 @@
-"""Chooses the tokens of a step: the plain ones in torch, all at once, the others row by row."""
+"""Chooses the tokens of a step: the plain ones in NumPy, all at once, the others row by row."""
 
 from __future__ import annotations
 

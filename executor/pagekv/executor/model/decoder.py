@@ -26,9 +26,8 @@ EXPERT_FAMILIES = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"))
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Families whose norms multiply by one more than the weight.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text")
-# Types of rotations whose angles depend on the position alone, and positions that they are kept of.
+# Types of rotations whose angles depend on the position alone.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-_KEPT_POSITIONS, _FEWEST_KEPT = 2**14, 2**10
 # Models that cap their logits: others ignore what their configuration says of a cap.
 _CAPPED = ("gemma2", "gemma3_text")
 
@@ -104,8 +103,6 @@ class Decoder:
         self._model = model
         self._more = 1.0 if text.model_type in _ONE_MORE else 0.0
         self._rotary: Any = inner.rotary_emb
-        # Cosines and sines of the first positions, by name.
-        self._kept: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
         # One rotation for each type of layers, or one for all.
         by_type = hasattr(self._rotary, "layer_types")
         self._ropes: list[str] = list(text.layer_types) if by_type else [""] * len(inner.layers)
@@ -151,32 +148,23 @@ class Decoder:
         self._model.set_output_embeddings(nn.Identity())
         return head
 
+    @property
+    def has_fixed_rotations(self) -> bool:
+        """Whether the rotation of a position depends on nothing else, such as the longest position of the step."""
+        kinds = getattr(self._rotary, "rope_type", None)
+        return all((kinds.get(name) if isinstance(kinds, dict) else kinds) in _FIXED_ROPES for name in self._ropes)
+
     def rotations(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
-        `[1, T]`.
+        `[1, T]`, on their device.
         """
-        count = int(position_ids.numpy().max()) + 1
+        # Tells the type and device wanted, and nothing else.
+        like = torch.empty(0, device=position_ids.device)
         found = {}
         for name in {*self._ropes}:
-            if count > _KEPT_POSITIONS or not self._is_fixed(name):
-                found[name] = self._angles(position_ids, name)
-                continue
-            if name not in self._kept or len(self._kept[name][0]) < count:
-                kept = max(_FEWEST_KEPT, 1 << (count - 1).bit_length())
-                self._kept[name] = self._angles(torch.arange(kept)[None], name)
-            cos, sin = self._kept[name]
-            found[name] = cos.index_select(0, position_ids[0]), sin.index_select(0, position_ids[0])
+            cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
+            found[name] = cos[0].contiguous(), sin[0].contiguous()
         return found
-
-    def _is_fixed(self, name: str) -> bool:
-        kind = getattr(self._rotary, "rope_type", None)
-        return (kind[name] if isinstance(kind, dict) else kind) in _FIXED_ROPES
-
-    def _angles(self, position_ids: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        # Tells the type and device wanted, and nothing else.
-        like = torch.empty(0)
-        cos, sin = self._rotary(like, position_ids, name) if name else self._rotary(like, position_ids)
-        return cos[0].contiguous(), sin[0].contiguous()
 
 
 def read_decoder(model: PreTrainedModel, *, experts: bool = False) -> Decoder | None:

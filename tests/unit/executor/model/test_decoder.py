@@ -108,6 +108,14 @@ def test_rotations_are_those_of_the_model(rope: bool) -> None:
         assert torch.equal(mine[1], sin[0])
 
 
+def test_rotations_are_computed_where_the_positions_are() -> None:
+    """On a GPU, too: a device that has no memory tells one from the other."""
+    decoder = read_decoder(model_of(MODELS["llama"]()))
+    assert decoder is not None
+    for pair in decoder.rotations(torch.arange(8, device="meta")[None]).values():
+        assert [each.device.type for each in pair] == ["meta", "meta"]
+
+
 def test_what_a_configuration_says_beside_the_family_is_ignored() -> None:
     """As transformers does. The check at load would not see a difference as small as that of two kinds of GELU."""
     config = MODELS["gemma2"]()

@@ -33,7 +33,7 @@ def softmax_rows(
     """One panel for `count` rows, at least 1. `tops[r]` becomes the largest of itself and the scores that are numbers,
     `weights[r]` the exponentials of scores less that, `shrinks[r]` the exponential of the old top less the new one, 0
     where the old one was minus infinity, and `totals[r]` becomes `totals[r] * shrinks[r]` plus the sum of the weights.
-    A score of minus infinity weighs nothing; one that is no number makes `totals[r]` none.
+    A score of minus infinity weighs nothing; one that is NaN makes `totals[r]` NaN.
 
     Literals: `lanes` of a vector, which divide `wide`, which divides `keys`, the scores of a row. All others are int64:
     the number of rows, and addresses of float32; `scores` `[keys / wide, tile_rows, wide]`, `weights` `[count, keys]`.

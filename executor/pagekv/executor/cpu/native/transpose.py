@@ -43,7 +43,9 @@ def transpose(_typing: Any, lanes: Any, width: Any, rows: Any, row_bytes: Any, o
 
 
 def _exchanged(builder: Any, rows: list[Any], apart: int) -> list[Any]:
-    """Of two rows so far apart, lanes that have this bit go from the upper to the lower one, for as many without it."""
+    """Of rows `apart` from one another: the lanes of the first whose number has the bit `apart`, and as many lanes of
+    the second without it, change places.
+    """
     count = len(rows)
     upper = [lane + count - apart if lane & apart else lane for lane in range(count)]
     lower = [lane + count if lane & apart else lane + apart for lane in range(count)]

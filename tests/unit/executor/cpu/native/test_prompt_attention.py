@@ -74,7 +74,8 @@ def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "size", "block_size"), [(4, 2, 16, 4), (1, 1, 80, 16), (6, 1, 64, 16), (2, 2, 256, 3)]
+    ("heads", "kv_heads", "size", "block_size"),
+    [(4, 2, 16, 4), (1, 1, 80, 16), (6, 1, 64, 16), (2, 2, 256, 3), (2, 1, 20, 24)],
 )
 def test_reads_what_plain_attention_reads(
     dtype: torch.dtype, cap: float | None, heads: int, kv_heads: int, size: int, block_size: int

@@ -10,9 +10,9 @@ from numba import njit
 
 from pagekv.executor.cpu.native.softmax import softmax_rows
 
-TILE_ROWS, KEYS = 5, 16
+TILE_ROWS, KEYS = 5, 64
 # Lanes, columns of a panel of scores.
-SHAPES = ((4, 8), (8, 8), (2, 16), (4, 4))
+SHAPES = ((4, 8), (8, 16), (2, 32), (4, 4), (16, 64))
 
 
 def softmax(
