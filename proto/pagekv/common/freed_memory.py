@@ -17,8 +17,8 @@ _MOST_BEFORE_2_35 = 32 * 2**20
 
 def keep_freed_memory(num_bytes: int) -> None:
     """Lets the C library keep up to `num_bytes` of freed memory. By default buffers of some hundred kilobytes go back
-    to the kernel. Whoever calls malloc_trim gives it back all the same, as protobuf 7 does after each 10,000 messages
-    that it freed.
+    to the kernel. A call of malloc_trim gives all of it back: protobuf 7 makes one after each 10,000 messages that it
+    freed.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
