@@ -200,7 +200,8 @@ FAULTS = [
     Fault("no epsilon", ADD_NORM, "+ p.eps", "+ 1.0f", check_norm),
     Fault("weights of the first head", ADD_NORM, "p.weight[first + chunk", "p.weight[chunk", check_heads),
     Fault("the first head again", ADD_NORM, "+ row * p.stream_stride + first", "+ row * p.stream_stride", check_heads),
-    Fault("the first group's size", ADD_NORM, "? p.last_size : p.size", "? p.size : p.size", check_parts),
+    # The other way round it writes behind the rows.
+    Fault("the last part's size", ADD_NORM, "? p.last_size : p.size", "? p.last_size : p.last_size", check_parts),
     Fault("rows side by side", ADD_NORM, "row * p.stream_stride", "row * p.size", check_heads),
     Fault(
         "gate and gated exchanged",
