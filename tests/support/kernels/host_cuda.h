@@ -251,6 +251,7 @@ template <typename Params> const char* launch(void (*kernel)(Params), const Laun
     setitimer(ITIMER_VIRTUAL, &never, nullptr);
     for (int i = 0; i < 5; ++i) sigaction(numbers[i], &old[i], nullptr);
     sigaltstack(&old_alternate, nullptr);
+    tear_down();
     return run.error;
 }
 
