@@ -70,7 +70,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     add_version(parser)
     add_flags(parser, ManagerConfig)
     config = from_args(ManagerConfig, parser.parse(argv))
-    check_access(parser, config.access, config.observe.event_endpoints())
+    check_access(parser, config.access, config.listen, config.observe.event_endpoints())
     if not config.insecure:
         refuse_open(parser, config.open_listeners())
     # The live page is all that shows a block's age.

@@ -127,6 +127,8 @@ class Manager:
             gateway.add_to(self._grpc.server)
         if gateway is not None and (listen := config.access.gateway_listen):
             admit = self._counted(self._access.admit_gateway_call)
+            if admit is None:
+                raise CannotProtect("--gateway-listen: there are no identities, so it would serve whoever connects")
             self._gateway_grpc = GrpcServer(
                 listen, [GATEWAY_SERVICE], reflection=False, admit=admit, connections=GATEWAY_CONNECTIONS
             )

@@ -79,7 +79,9 @@ def has_tokenizer(manager: str) -> bool:
         begin: Any = channel.unary_stream(_GET_TOKENIZER)
         call = begin(b"", timeout=_TOKENIZER_S)
         try:
-            next(call)
+            # One without an answer has no tokenizer to show.
+            if next(call, None) is None:
+                return False
         except grpc.RpcError as error:
             if call.code() is grpc.StatusCode.FAILED_PRECONDITION:
                 return False

@@ -64,7 +64,7 @@ class Gathering:
             self._listener.close()
         for link in self._links.values():
             with suppress(LinkLost):  # its reader will say so
-                link.send_json(Kind.WELCOME, {"pid": os.getpid()})
+                link.send_json(Kind.WELCOME, _own_pid())
         return self._links
 
     def _wait(self, deadline: float, timeout_s: float) -> None:
@@ -81,7 +81,7 @@ class Gathering:
             if message.kind is not Kind.HELLO or hello.get("secret") != self._meeting.secret:
                 raise LinkLost("no rank of this group")
             rank, size, facts = int(hello["rank"]), int(hello["size"]), dict(hello["facts"])
-            link.peer_pid = int(hello["pid"])
+            link.peer_pid = _pid_here(hello)
         except (LinkLost, KeyError, TypeError, ValueError, AttributeError):
             link.close()
             return
@@ -94,6 +94,17 @@ class Gathering:
             _refuse(link, reason)
             raise NoGroup(reason)
         self._links[rank], self._facts[rank] = link, facts
+
+
+def _own_pid() -> dict[str, Any]:
+    """The number of this process, and of the torchrun that started it, which every machine has one of."""
+    return {"pid": os.getpid(), "group_rank": os.environ.get("GROUP_RANK", "")}
+
+
+def _pid_here(content: Mapping[str, Any]) -> int:
+    """The number of a process of the same torchrun; 0 of one elsewhere, where the number may be anybody's."""
+    own = _own_pid()
+    return int(content.get("pid", 0)) if content.get("group_rank") == own["group_rank"] else 0
 
 
 def _refuse(link: RankLink, reason: str) -> None:
@@ -114,7 +125,7 @@ def join(
         link = _connected(meeting)
         if link is not None:
             hello = {"secret": meeting.secret, "rank": world.rank, "size": world.size, "facts": dict(facts)}
-            hello["pid"] = os.getpid()
+            hello |= _own_pid()
             try:
                 link.send_json(Kind.HELLO, hello)
                 # Others may be missing yet, for which rank 0 does not wait for ever.
@@ -123,7 +134,7 @@ def join(
                 link.close()  # of a rank 0 that was ending
             else:
                 if answer.kind is Kind.WELCOME:
-                    link.peer_pid = int(answer.content["pid"])
+                    link.peer_pid = _pid_here(answer.content)
                     return link, meeting
                 link.close()
                 raise NoGroup(str(answer.content))

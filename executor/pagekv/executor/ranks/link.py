@@ -95,6 +95,9 @@ class RankLink:
             self._socket.sendall(_HEADER.pack(kind, len(data)) + data)
         # Of `limit_sends`.
         except BlockingIOError as error:
+            # Half a message may be out, behind which nothing can be told.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
             raise LinkLost("it takes nothing any more") from error
         except OSError as error:
             raise LinkLost(f"the connection broke: {error}") from error

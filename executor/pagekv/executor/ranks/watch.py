@@ -28,13 +28,20 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_LOST)
 
 
-def end_sibling(pid: int) -> None:
-    """SIGKILL to a process that the same parent has started, torchrun. It would wait 30 s for one that hangs, however
-    short its --shutdown-timeout is, before it starts the ranks anew. Another process with this number is let be.
+def end_sibling(pid: int, parent: int) -> None:
+    """SIGKILL to another process that this parent has started, torchrun. It would wait 30 s for one that hangs, however
+    short its --shutdown-timeout is, before it starts the ranks anew. Any other process with this number is let be.
     """
+    if pid == os.getpid():
+        return
     with suppress(OSError):
-        if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == os.getppid():
-            os.kill(pid, signal.SIGKILL)
+        # A number that is given to another process meanwhile is none of this process.
+        process = os.pidfd_open(pid)
+        try:
+            if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
 
 
 class RankWatch:
@@ -78,7 +85,7 @@ class RankWatch:
         if not self._over.is_set():
             self._over.set()
             for pid in [self._links[rank].peer_pid for rank in ranks if self._parent]:
-                end_sibling(pid)
+                end_sibling(pid, self._parent)
             self._lost(reason)
 
     def stop(self) -> None:

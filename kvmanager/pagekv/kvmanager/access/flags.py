@@ -76,7 +76,15 @@ class AccessConfig:
         return open_to_others({**({} if self.protected else listeners), **events})
 
 
-def check_access(parser: FlagParser, config: AccessConfig, events: Mapping[str, str]) -> None:
+def _same_place(one: str, other: str) -> bool:
+    """Whether two addresses of this machine are one: two listeners of gRPC would share it without a word."""
+    if one.startswith("unix:") or other.startswith("unix:"):
+        return one.removeprefix("unix:").removeprefix("//") == other.removeprefix("unix:").removeprefix("//")
+    port = one.rpartition(":")[2]
+    return port != "0" and port == other.rpartition(":")[2]
+
+
+def check_access(parser: FlagParser, config: AccessConfig, listen: str, events: Mapping[str, str]) -> None:
     """Ends the process with status 2, and one line, where flags do not go together."""
     check_tls(parser, config.tls)
     if bool(config.executor_cert) != bool(config.executor_key):
@@ -90,6 +98,8 @@ def check_access(parser: FlagParser, config: AccessConfig, events: Mapping[str, 
     if config.gateway_listen and not is_local(config.gateway_listen):
         words = "must be at an address of loopback, or unix:/path, for whoever connects is the gateway, got"
         parser.error(f"argument --gateway-listen: {words} {config.gateway_listen}")
+    if config.gateway_listen and _same_place(config.gateway_listen, listen):
+        parser.error(f"argument --gateway-listen: {config.gateway_listen} is where --listen {listen} is: take another")
     for name, endpoint in events.items():
         if config.identities and endpoint and not endpoint.startswith("ipc://"):
             words = "would show the prompts of all to whoever connects, beside --identities: take ipc://PATH"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pagekv.executor.ranks.agreement import RanksDisagree
-from pagekv.executor.ranks.gathering import Gathering, Meeting, NoGroup, join, meeting_at
+from pagekv.executor.ranks.gathering import Gathering, Meeting, NoGroup, _own_pid, _pid_here, join, meeting_at
 from pagekv.executor.ranks.link import Kind, RankLink
 from pagekv.executor.world import World
 
@@ -113,3 +113,10 @@ def test_rank_0_is_missing() -> None:
     listener.close()
     with pytest.raises(NoGroup, match=r"rank 0 is missing: it did not answer rank 1 within 0\.1 s"):
         join(lambda: meeting, World(1, 2), FACTS, 0.1)
+
+
+def test_a_process_elsewhere_has_no_number_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each machine has a torchrun of its own, whose number is GROUP_RANK; older ranks name neither."""
+    monkeypatch.setenv("GROUP_RANK", "1")
+    assert _pid_here(_own_pid()) == os.getpid()
+    assert _pid_here({"pid": 7, "group_rank": "0"}) == _pid_here({"pid": 7}) == _pid_here({"group_rank": "1"}) == 0

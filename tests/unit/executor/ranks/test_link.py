@@ -72,6 +72,11 @@ def test_a_peer_that_takes_nothing_any_more_is_lost_in_time() -> None:
     one.limit_sends(0.05)
     with pytest.raises(LinkLost, match="it takes nothing any more"):
         one.send(Kind.STEP, b"\0" * MAX_BYTES)
+    # Part of a message is out: nothing may follow it.
+    with pytest.raises(LinkLost):
+        one.send(Kind.BEAT)
+    with pytest.raises(LinkLost):
+        other.receive(60)
     other.close()
 
 

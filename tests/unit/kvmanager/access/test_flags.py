@@ -10,6 +10,7 @@ from pagekv.kvmanager.access.flags import AccessConfig, check_access
 
 TLS = TlsConfig("c.pem", "c.key")
 MUTUAL = TlsConfig("c.pem", "c.key", "ca.pem")
+LISTEN = "127.0.0.1:50051"
 EVENTS = "tcp://127.0.0.1:5557"
 
 
@@ -23,7 +24,7 @@ EVENTS = "tcp://127.0.0.1:5557"
     ],
 )
 def test_what_goes_together(config: AccessConfig, events: dict[str, str]) -> None:
-    check_access(FlagParser("prog", "", env={}), config, events)
+    check_access(FlagParser("prog", "", env={}), config, LISTEN, events)
 
 
 @pytest.mark.parametrize(
@@ -48,13 +49,18 @@ def test_what_goes_together(config: AccessConfig, events: dict[str, str]) -> Non
             )
             for address in ("0.0.0.0:1", "[::]:1", "gateway.example:1", ":1")
         ),
+        (
+            AccessConfig(identities="i.toml", gateway_listen="localhost:50051"),
+            {},
+            f"argument --gateway-listen: localhost:50051 is where --listen {LISTEN} is: take another",
+        ),
     ],
 )
 def test_what_does_not_ends_the_process(
     config: AccessConfig, events: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
-        check_access(FlagParser("prog", "", env={}), config, events)
+        check_access(FlagParser("prog", "", env={}), config, LISTEN, events)
     assert ended.value.code == 2
     assert words in " ".join(capsys.readouterr().err.split())
 

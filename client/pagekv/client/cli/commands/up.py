@@ -45,7 +45,7 @@ _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", 
 # Flags of the processes that are not among their other flags, because `up` sets them.
 _ADDRESSES = {
     "executor_args": ("--listen", "--executor"),
-    "manager_args": ("--listen", "--executor"),
+    "manager_args": ("--listen", "--executor", "--gateway-listen"),
     "gateway_args": ("--host", "--prometheus-host"),
 }
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
