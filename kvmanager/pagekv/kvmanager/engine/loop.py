@@ -249,9 +249,11 @@ class EngineLoop:
                 if watchdog.done():
                     watchdog.result()
                 due = asyncio.get_running_loop().call_later(wait_s, self._wake.set) if 0 < wait_s < math.inf else None
-                await self._wake.wait()
-                if due is not None:
-                    due.cancel()
+                try:
+                    await self._wake.wait()
+                finally:
+                    if due is not None:
+                        due.cancel()
         finally:
             watchdog.cancel()
 

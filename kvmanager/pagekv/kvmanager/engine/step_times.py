@@ -20,8 +20,10 @@ LEAST_US = 10_000.0
 MIN_PARTS = 32
 # The weight of a step by the next one; and that of what is assumed, by what the latest steps say.
 FORGETTING, KEEPING = 0.99, 1e-3
-# For one part of a step the executor may stand still, and at most one part is left to make the next step in.
-IDLE_PARTS, LEAD_PARTS = 50, 4
+# For one part of a step the executor may stand still before it.
+IDLE_PARTS = 50
+# A step that takes so many times what was expected was held up, and counts for less; unless so many do.
+HELD_UP, CHANGED = 1.5, 2.0
 # Decodes and tokens of prompts that take about as long as what every step costs, so that each of the three is learnt.
 _SCALE = np.array([1.0, 16.0, 64.0])
 _BY_SCALE: NDArray[np.float64] = 1.0 / _SCALE
@@ -41,15 +43,25 @@ class StepTimes:
         self._weights = np.zeros(3)
         self._squares = np.zeros((3, 3))
         self._products = np.zeros(3)
+        # Steps of late that seemed to be held up: each of the others takes a quarter of one away.
+        self._held_up = 0.0
         # Microseconds before the end of a step at which the next one is planned.
         self.lead_us = 1000.0
 
     def learn(self, plan: StepPlan, execute_us: int) -> None:
-        """The executor took so long for this step."""
+        """The executor took so long for this step. One that computed nothing tells nothing."""
+        if not plan.num_tokens:
+            return
         made_of = _made_of(plan)
         guess = float(self._weights @ made_of)
-        # However long a step was held up by other processes, it counts for little.
-        time = min(max(execute_us, guess / 2), guess * 1.5) if guess else max(execute_us, 1)
+        held_up = 0 < HELD_UP * guess < execute_us
+        self._held_up = self._held_up + 1 if held_up else max(0.0, self._held_up - 0.25)
+        time = float(max(execute_us, 1))
+        if self._held_up >= CHANGED:
+            # What steps cost has changed: it is learnt faster than it is forgotten.
+            self._squares, self._products = self._squares / 2, self._products / 2
+        elif guess:
+            time = min(max(time, guess / 2), HELD_UP * guess)
         relative = made_of / time
         self._squares = FORGETTING * self._squares + np.outer(relative, relative)
         self._products = FORGETTING * self._products + relative
@@ -65,7 +77,7 @@ class StepTimes:
         expected = self.expected_us(plan)
         allowed = expected / IDLE_PARTS
         wanted = self.lead_us + (min(idle_us, 5 * allowed) - allowed) / 4
-        self.lead_us = min(max(wanted, 0.0), expected / LEAD_PARTS)
+        self.lead_us = min(max(wanted, 0.0), expected)
 
     def expected_us(self, plan: StepPlan) -> float:
         """Microseconds that a step is expected to take."""

@@ -153,10 +153,12 @@ class Admission:
             if not step.takes(head):
                 self._crowded_out = not goes_first
                 self._ended = True
+                step.give_up(head.tenant)
                 return
             arrivals = self._admit(head, step)
             if not arrivals:
                 self._ended = True
+                step.give_up(head.tenant)
                 return
             for arrival in arrivals:
                 waiting.take(arrival.sequence)

@@ -115,7 +115,7 @@ class Preemption:
         while len(self._running.order) + slots > limits.max_running or pool.num_free_for(tenant) < free_blocks:
             shares, last = self._shares(), None
             for other in self._most_first(tenant):
-                if served.of(other) > served.of(tenant) and shares[other] > share and last is None:
+                if served.place(other) > served.place(tenant) and shares[other] > share and last is None:
                     last = self._last_of(other)
             if last is None:
                 return

@@ -192,7 +192,7 @@ class Scheduler:
         batch = self._running.batch
         rows = batch.decoding_rows()
         bound = self._bound if self.competing else None
-        newcomer = bound is not None and self._share.is_newcomers()
+        newcomer = None if bound is None else self._share.newcomer()
         if not len(rows):
             if bound is not None:
                 step.leave(bound.left_beside(0), newcomer=newcomer)
@@ -210,7 +210,7 @@ class Scheduler:
             filled = batch.sequences(full)
         passed = rows[:0]
         if bound is not None:
-            passed = self._share.passed_over(rows, bound, newcomer=newcomer)
+            passed = self._share.passed_over(rows, bound, newcomer=newcomer is not None)
             rows = np.setdiff1d(rows, passed, assume_unique=True)
             full = batch.full(rows)
             filled = batch.sequences(full)

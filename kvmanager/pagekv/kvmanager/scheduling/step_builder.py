@@ -27,6 +27,8 @@ class StepBuilder:
         self.room = tables.limits.max_batch_tokens
         # The tenant of the step's first prompt, of all the one that was served least; and tokens left for the others.
         self._first: int | None = None
+        # Whether that is a newcomer of whose prompt nothing is in the step yet.
+        self._is_expected = False
         self._beside = -(-self.room // BESIDE_PARTS)
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
@@ -59,10 +61,19 @@ class StepBuilder:
         lists = bool(sampling.min_tokens or sampling.logit_bias)
         return self._tables.limits.id_bytes.entry(sequence.num_tokens, num_blocks, lists=lists)
 
-    def leave(self, tokens: int, *, newcomer: bool) -> None:
-        """Leaves no more than so many tokens for prompts; where the first is a newcomer's, none for those behind it."""
+    def leave(self, tokens: int, *, newcomer: int | None) -> None:
+        """Leaves no more than so many tokens for prompts; where the first is of a tenant that is a newcomer, none for
+        those of others: nor for beams that come back, which are planned before it.
+        """
         self.room = min(self.room, tokens)
-        self._beside = 0 if newcomer else -(-self.room // BESIDE_PARTS)
+        self._beside = -(-self.room // BESIDE_PARTS) if newcomer is None else 0
+        if newcomer is not None:
+            self._first, self._is_expected = newcomer, True
+
+    def give_up(self, tenant: int) -> None:
+        """The first prompt, if it is this tenant's, does not come: the next one, whosever it is, has its part."""
+        if self._is_expected and self._first == tenant:
+            self._first, self._is_expected = None, False
 
     def add_decodes(self, rows: Rows) -> Rows:
         """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
@@ -130,7 +141,9 @@ class StepBuilder:
     def _count(self, tenant: int, chunk: int) -> None:
         if self._first is None:
             self._first = tenant
-        if tenant != self._first:
+        if tenant == self._first:
+            self._is_expected = False
+        else:
             self._beside = max(0, self._beside - chunk)
 
     def finish(self) -> StepPlan | None:

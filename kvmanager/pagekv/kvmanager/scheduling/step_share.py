@@ -31,10 +31,10 @@ class StepShare:
     _admission: Admission
     _served: VirtualTokens
 
-    def is_newcomers(self) -> bool:
-        """Whether the step's first prompt is a newcomer's."""
+    def newcomer(self) -> int | None:
+        """The tenant of the step's first prompt, if it is a newcomer."""
         prompt = self._admission.next_prompt()
-        return prompt is not None and prompt.tenant in self._served.newcomers
+        return None if prompt is None or prompt.tenant not in self._served.newcomers else prompt.tenant
 
     def passed_over(self, rows: Rows, bound: StepBound, *, newcomer: bool) -> Rows:
         """The rows among these that sit this step out, ascending; to be called once a step."""

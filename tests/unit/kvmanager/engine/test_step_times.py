@@ -85,4 +85,23 @@ def test_the_next_step_is_planned_sooner_where_the_executor_stood_still_and_late
     assert once > 0
     for _ in range(200):
         times.learn_idle(step, 3000)
-    assert once < times.lead_us <= 20_000 / 4
+    assert once < times.lead_us <= 20_000
+
+
+@pytest.mark.parametrize("times_slower", [3, 10])
+def test_other_costs_are_learnt_within_some_steps(times_slower: int) -> None:
+    """As of another executor, or of one that heat slows down."""
+    base, decode, prompt = MODELS[0]
+    slow = (base * times_slower, decode * times_slower, prompt * times_slower)
+    chance, times = random.Random(2), learnt(MODELS[0])
+    for _ in range(40):
+        step = plan(chance.randrange(40), chance.choice([0, 0, 40, 100]) + 1)
+        times.learn(step, int(true_us(slow, step)))
+    assert times.expected_us(plan(20, 50)) == pytest.approx(true_us(slow, plan(20, 50)), rel=0.3)
+
+
+def test_a_step_that_computed_nothing_tells_nothing() -> None:
+    times = StepTimes(2048)
+    times.learn(plan(0, 0), 0)
+    times.learn(plan(4, 0), 5000)
+    assert times.expected_us(plan(4, 0)) == pytest.approx(5000, rel=0.01)

@@ -125,3 +125,31 @@ def test_a_head_without_blocks_takes_no_decodes_their_turn() -> None:
     assert driver.plans[-1].num_decodes == 4
     driver.drain()
     assert all(map(finished, [*flood, waits]))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("searches", [1, 3])
+def test_beams_that_come_back_do_not_keep_a_newcomer_out(depth: int, searches: int) -> None:
+    """They are planned before prompts; beside a newcomer's each computes its one token."""
+    flooder, steady, newcomer = (Tenant(name, number) for number, name in enumerate("abc", 1))
+    driver = Driver(num_blocks=6000, max_batch_tokens=256, max_running=64, depth=depth)
+
+    def turn() -> None:
+        if driver.plan() is None or len(driver.in_flight) == depth:
+            driver.complete()
+
+    driver.submit([9, 9], max_tokens=900, tenant=steady)
+    for number in range(8):
+        driver.submit([number, 7], max_tokens=900, tenant=flooder)
+    for number in range(searches):
+        driver.submit([number, 1, 2], max_tokens=300, beam_width=4, tenant=flooder)
+        turn()
+    for _ in range(6):
+        turn()
+    driver.scheduler.set_bound(StepBound(64, 1.0))
+    request = driver.submit([5] * 30, max_tokens=2, tenant=newcomer)
+    turns = 0
+    while not request.sequences[0].num_output:
+        turn()
+        turns += 1
+        assert turns < 6
