@@ -58,7 +58,7 @@ class StepTimes:
         self._held_up = self._held_up + 1 if held_up else max(0.0, self._held_up - 0.25)
         time = float(max(execute_us, 1))
         if self._held_up >= CHANGED:
-            # What steps cost has changed: it is learnt faster than it is forgotten.
+            # Costs have changed: what was learnt counts for less with each such step.
             self._squares, self._products = self._squares / 2, self._products / 2
         elif guess:
             time = min(max(time, guess / 2), HELD_UP * guess)

@@ -130,7 +130,7 @@ def test_a_head_without_blocks_takes_no_decodes_their_turn() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("searches", [1, 3])
 def test_beams_that_come_back_do_not_keep_a_newcomer_out(depth: int, searches: int) -> None:
-    """They are planned before prompts; beside a newcomer's each computes its one token."""
+    """Beams are planned before prompts; beside a newcomer's each computes its one token."""
     flooder, steady, newcomer = (Tenant(name, number) for number, name in enumerate("abc", 1))
     driver = Driver(num_blocks=6000, max_batch_tokens=256, max_running=64, depth=depth)
 
