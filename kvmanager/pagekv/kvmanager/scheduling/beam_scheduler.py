@@ -36,7 +36,7 @@ class BeamScheduler:
             if sequence.num_computed == len(sequence.block_table) * self._tables.pool.block_size:
                 block = self._preemption.block_for(sequence)
                 if block >= 0:
-                    self._tables.publish(sequence)
+                    self._tables.publisher.publish(sequence)
                     sequence.block_table.append(block)
 
     def take_candidates(self, plan: StepPlan, result: StepResult) -> list[LiveRequest]:

@@ -1,4 +1,4 @@
-"""How sequences hold blocks: what an admission reuses and takes, what is published, fork and copy-on-write.
+"""How sequences hold blocks: what an admission reuses and takes, fork and copy-on-write, and what is given back.
 
 A published block is never written again: a sequence that has to write into a block others may read, or that starts in
 the middle of one, gets a copy first. Copies run before the step computes anything.
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, media_keys, sha256
+from pagekv.kvmanager.kvcache.block_hash import media_keys
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
-from pagekv.kvmanager.kvcache.prefix_trie import Node
+from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.publishing import Publisher
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
 from pagekv.kvmanager.scheduling.step_room import StepRoom
@@ -64,13 +64,11 @@ class BlockTables:
         self.swapper = Swapper(pool, host, self.room, counters, shared=limits.prefix_cache)
         writes_back = limits.write_back and limits.prefix_cache and host.num_blocks
         self._on_evict = self.swapper.write_back if writes_back else None
-        # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
-        # values before it attends, but not copied, for copies come before everything else.
-        self._being_computed: list[Blocks] = []
+        self.publisher = Publisher(pool, host, limits)
 
     def take_copies(self) -> CopyList:
         """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
-        self._being_computed.clear()
+        self.publisher.next_step()
         return self.room.take_copies()
 
     # -- taking
@@ -178,7 +176,7 @@ class BlockTables:
             begin = np.array(arrival.sibling.block_table[: arrival.shared], np.int32)
             pool.share(begin)
             if self.limits.prefix_cache:
-                self._extend_digests(sequence)
+                self.publisher.extend_digests(sequence)
         fresh = self.allocate(arrival.num_fresh, sequence.request.tenant, over_floors=over_floors)
         if fresh is None:
             raise InvariantError(f"{arrival.num_fresh} blocks were free and could not be allocated")
@@ -203,7 +201,7 @@ class BlockTables:
         hits, identity = sequence.num_published, sequence.request.command.identity
         if not (self.limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
             return Admitted(sequence, hits, None, 0)
-        self._extend_digests(sequence)
+        self.publisher.extend_digests(sequence)
         digest, start, end = sequence.digests[hits], hits * size, (hits + 1) * size
         if self.pool.table.lookup(digest) is not None:
             # The last block, of which one token has to be computed all the same.
@@ -235,7 +233,7 @@ class BlockTables:
         if begin < found:
             digests[begin:found] = table.digests([*hint[begin:].tolist(), *blocks[max(0, begin - known) :]])
         if found < most:
-            self._extend_digests(sequence)
+            self.publisher.extend_digests(sequence)
             if found == text:
                 # From the first medium on by digest.
                 before = blocks[-1] if blocks else sequence.request.root
@@ -267,7 +265,7 @@ class BlockTables:
             parent = int(hits[-1]) if len(hits) else sequence.request.root
             wanted = np.array(sequence.token_ids[start:end], np.uint32)
             block, arrival.alike = self.pool.table.longest_run(parent, wanted)
-            if arrival.alike and not any((blocks == block).any() for blocks in self._being_computed):
+            if arrival.alike and not self.publisher.is_being_computed(block):
                 arrival.source, arrival.copied = block, arrival.alike
 
     def may_fork(self, children: Sequence[Seq], *, recomputed: int) -> bool:
@@ -307,116 +305,19 @@ class BlockTables:
             child.num_published = min(parent.num_published, shared)
         return True
 
-    # -- publishing
-
-    def publish(self, sequence: Seq, *, computed_now: bool = False) -> None:
-        """Offers to the prefix table every block that is full, known and planned to be written; `computed_now`: by the
-        step being planned.
-        """
-        size = self._block_size
-        first, full = sequence.num_published, min(sequence.num_tokens, sequence.num_computed) // size
-        if full <= first:
-            return
-        sequence.num_published = full
-        if not (self.limits.prefix_cache and sequence.publishes):
-            return
-        self._extend_digests(sequence)
-        digests, blocks = sequence.digests, sequence.blocks()[first:full]
-        chunks = sequence.chunks(size, first, full)
-        # Blocks before the media are told apart by their tokens, like any other text.
-        text = min(max(first, sequence.first_media // size), full)
-        for begin, end, media in ((first, text, False), (text, full, True)):
-            if begin < end and sequence.publishes:
-                parent = digests[begin - 1] if begin else sequence.request.root
-                # Else the block before was taken out of the table as void, or in a reset: nothing can follow it.
-                if begin and not self.pool.table.is_entered(sequence.block_table[begin - 1]):
-                    sequence.publishes = False
-                    break
-                here = slice(begin - first, end - first)
-                sequence.publishes = self.pool.publish_chain(
-                    blocks[here],
-                    digests[begin:end],
-                    parent,
-                    chunks[here],
-                    first=begin == 0,
-                    media=media,
-                    names=sequence.request.names,
-                )
-                if self.host.num_blocks:
-                    digests[begin:end] = self.pool.table.digest_objects(blocks[here], digests[begin:end])
-        if computed_now and self.limits.partial_hits:
-            self._being_computed.append(blocks)
-
     def invalidate(self, sequence: Seq, position: int) -> None:
         """Voids what the sequence has from this position on: nothing of it can be hit in either tier any more, under
         whatever block it stands, and the sequence counts as computed up to there.
         """
         first = position // self._block_size
         if self.limits.prefix_cache:
-            self._extend_digests(sequence)
+            self.publisher.extend_digests(sequence)
             self.pool.invalidate(sequence.digests[first:])
             self.host.invalidate(sequence.digests[first:])
         sequence.num_computed = min(sequence.num_computed, position)
         sequence.num_published = min(sequence.num_published, first)
         # In blocks that were copied out nothing tells the void apart.
         self.swapper.release(sequence)
-
-    def publish_last(
-        self,
-        sequences: Sequence[Seq],
-        tokens: BlockTokens,
-        token_bytes: Sequence[bytes],
-        *,
-        computed_now: bool,
-    ) -> None:
-        """Publishes the last block of each table, which is full with `tokens`, [n, block_size], or `token_bytes`. Each
-        decoding sequence needs this once in block_size steps. `computed_now` as in `publish`.
-        """
-        size = self._block_size
-        prefix_cache = self.limits.prefix_cache
-        ready: list[int] = []
-        offered: list[int] = []
-        before: list[Node] = []
-        digests: list[bytes] = []
-        parents: list[bytes] = []
-        for position, (sequence, raw) in enumerate(zip(sequences, token_bytes, strict=True)):
-            table = sequence.block_table
-            index = len(table) - 1
-            full = index * size + size
-            if prefix_cache and sequence.publishes and sequence.num_published == index:
-                # A first block with names gets them there, later ones have those of the block before.
-                if full > sequence.first_media or (index == 0 and sequence.request.names):
-                    self.publish(sequence, computed_now=computed_now)
-                else:
-                    known = sequence.digests
-                    # With blocks of one token the next may be known, and have its digest, already.
-                    del known[index:]
-                    parent = known[-1] if index else sequence.request.root
-                    digest = sha256(parent + raw).digest()
-                    known.append(digest)
-                    ready.append(position)
-                    offered.append(table[index])
-                    before.append(table[index - 1] if index else parent)
-                    digests.append(digest)
-                    parents.append(parent)
-            sequence.num_published = index + 1
-        if ready:
-            if computed_now and self.limits.partial_hits:
-                self._being_computed.append(np.array(offered, np.int32))
-            for place in self.pool.publish_after(offered, digests, before, parents, tokens[ready]):
-                # Not simply the next block: `publish` finds out what stands before it.
-                sequence = sequences[ready[place]]
-                sequence.num_published -= 1
-                self.publish(sequence)
-
-    def _extend_digests(self, sequence: Seq) -> None:
-        """Brings `digests` up to the full blocks of the known tokens."""
-        size = self._block_size
-        full, done = sequence.num_tokens // size, len(sequence.digests)
-        if done < full:
-            parent = sequence.digests[-1] if done else sequence.request.root
-            new = sequence.token_ids[done * size : full * size].tobytes()
-            sequence.digests += chain_digests(parent, new, size, sequence.request.command.identity.media, done)
 
     # -- giving back
 
@@ -427,7 +328,7 @@ class BlockTables:
         policy = self.limits.swap
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
-                self.publish(sequence)
+                self.publisher.publish(sequence)
                 last = sequence.num_published - 1
                 # A block that left the table as void, or in a reset, must not come back under its digest.
                 if last >= 0 and not self.pool.table.is_entered(sequence.block_table[last]):
@@ -437,7 +338,7 @@ class BlockTables:
 
     def free(self, sequence: Seq) -> None:
         """Publishes what is full by now and gives every block back, last block first."""
-        self.publish(sequence)
+        self.publisher.publish(sequence)
         self.discard(sequence)
 
     def discard(self, sequence: Seq) -> None:

@@ -235,7 +235,7 @@ class Scheduler:
         if len(due) < len(sequences):
             rows, sequences = rows[due], [sequences[at] for at in due]
         tokens, raw = self._running.batch.complete_blocks(rows)
-        self._tables.publish_last(sequences, tokens, raw, computed_now=computed_now)
+        self._tables.publisher.publish_last(sequences, tokens, raw, computed_now=computed_now)
 
     def _allocate_slots(self, step: StepBuilder, rows: Rows, sequences: list[Seq]) -> bool:
         """One more block for each of these sequences, in these rows, whose tables are full; True if that preempted

@@ -128,7 +128,7 @@ class StepBuilder:
                 plan.beams[seq_id] = sequence
         # Steps run in order and a layer writes the whole step's keys and values before it attends, so the blocks of
         # this chunk can be hit by the very next admission, even within this step.
-        self._tables.publish(sequence, computed_now=True)
+        self._tables.publisher.publish(sequence, computed_now=True)
 
     def _charge(self, sequence: Seq, chunk: int) -> None:
         """Counts the chunk's tokens of the prompt that were not counted before."""

@@ -16,7 +16,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.kvcache.block_hash import chain_digests
 from pagekv.kvmanager.request.command import GenerateCommand
-from pagekv.kvmanager.scheduling import block_tables, prepared_prompt
+from pagekv.kvmanager.scheduling import prepared_prompt, publishing
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
@@ -47,7 +47,7 @@ def test_others_run_between_the_slices_of_a_long_prompt(monkeypatch: pytest.Monk
             hashed.append(len(tokens) // 4)
             return chain_digests(parent, tokens, *others)
 
-        monkeypatch.setattr(block_tables, "chain_digests", look)
+        monkeypatch.setattr(publishing, "chain_digests", look)
         entering = asyncio.create_task(engine.queue(command("long", LONG)))
         seen = []
         while not entering.done():

@@ -11,7 +11,7 @@ from support.engine.scheduler_driver import VOCAB, Driver, finished, output
 
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
-from pagekv.kvmanager.scheduling import block_tables
+from pagekv.kvmanager.scheduling import publishing
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
 
@@ -149,7 +149,7 @@ def test_equal_tokens_after_another_prefix_are_told_apart_without_a_hash(
     """Every block collides with all that hold the same tokens, and every output is right. Every hit was
     reached from the root over blocks whose token ids were compared.
     """
-    for module in (block_hash, block_tables):
+    for module in (block_hash, publishing):
         monkeypatch.setattr(module, "sha256", _Forgetful)
     chance = random.Random(seed)
     driver = Driver(num_blocks=32, block_size=2, max_running=4, partial_hits=partial, vocab=3)

@@ -29,7 +29,7 @@ def compute(tables: BlockTables, sequence: Seq, count: int) -> None:
     assert tables.admit([Arrival(sequence)], 0) == 0
     assert sequence.num_computed == 0
     sequence.num_computed = count
-    tables.publish(sequence)
+    tables.publisher.publish(sequence)
 
 
 @pytest.mark.parametrize("way", ["at once", "prepared", "refused before", "preempted"])
@@ -104,7 +104,7 @@ def test_what_was_kept_for_a_sequence_stays_findable_when_it_is_back(read: bool)
     drain(tables)
     assert tables.admit([Arrival(sequence)], 0) == 0
     assert sequence.num_computed >= 6
-    tables.publish(sequence)
+    tables.publisher.publish(sequence)
     first = np.array([sequence.block_table[0]], np.int32)
     pool.share(first)
     tables.free(sequence)

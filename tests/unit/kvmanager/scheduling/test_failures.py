@@ -94,7 +94,7 @@ def test_blocks_that_tokens_were_sampled_from_stay() -> None:
 
 def _looked_up(driver: Driver, tokens: list[int]) -> tuple[bytes, list[bytes], Any]:
     sequence = driver.submit(tokens).sequences[0]
-    driver.scheduler._tables._extend_digests(sequence)
+    driver.scheduler._tables.publisher.extend_digests(sequence)
     return sequence.request.root, sequence.digests, sequence.chunks(driver.block_size, 0, len(sequence.digests))
 
 

@@ -22,7 +22,7 @@ from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
-from pagekv.kvmanager.scheduling import block_tables, prepared_prompt
+from pagekv.kvmanager.scheduling import prepared_prompt, publishing
 from pagekv.kvmanager.scheduling.block_tables import Arrival
 from pagekv.kvmanager.scheduling.prepared_prompt import SLICE_BLOCKS, SLICE_TOKENS, PreparedPrompt, slice_blocks
 from pagekv.kvmanager.scheduling.sequence import live_request
@@ -212,7 +212,7 @@ def test_a_prepared_prompt_leaves_nothing_to_hash(monkeypatch: pytest.MonkeyPatc
     """Neither cold nor cached, and the cached one is not walked along either."""
     driver, prompt = Ahead(num_blocks=80, block_size=2, max_batch_tokens=8), [*range(90), 5]
     driver.fresh = True
-    monkeypatch.setattr(block_tables, "chain_digests", None)
+    monkeypatch.setattr(publishing, "chain_digests", None)
     first = driver.submit(prompt, max_tokens=1)
     driver.drain()
     walked: list[int] = []

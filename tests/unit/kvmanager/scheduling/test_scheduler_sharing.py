@@ -9,7 +9,7 @@ from support.engine.scheduler_driver import VOCAB, Driver, copies, output
 
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
-from pagekv.kvmanager.scheduling import block_tables
+from pagekv.kvmanager.scheduling import publishing
 
 
 def expect(prompt: list[int], max_tokens: int) -> list[int]:
@@ -154,7 +154,7 @@ def test_a_hash_with_few_values_costs_hits_and_never_an_output(
             return bytes([self.value]) * 32
 
     monkeypatch.setattr(block_hash, "sha256", Weak)
-    monkeypatch.setattr(block_tables, "sha256", Weak)
+    monkeypatch.setattr(publishing, "sha256", Weak)
     chance = random.Random(seed)
     driver = Driver(
         num_blocks=24,

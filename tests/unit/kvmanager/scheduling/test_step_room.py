@@ -93,7 +93,7 @@ def _content(prompt: list[int]) -> tuple[list[bytes | None], list[bytes], Any]:
     tables, sequence = tables_of(BlockPool(8, 2), 0), sequence_of(prompt)
     assert tables.admit([Arrival(sequence)], 0) == 0
     sequence.num_computed = len(prompt)
-    tables.publish(sequence)
+    tables.publisher.publish(sequence)
     return [*sequence.digests], [sequence.request.root, *sequence.digests[:3]], sequence
 
 

@@ -299,7 +299,7 @@ def swap_cost(driver: Driver, request: LiveRequest) -> tuple[int, int, int]:
     group = [s for s in request.sequences if s.state is SeqStatus.RUNNING]
     tables = driver.scheduler._tables
     for sequence in group:
-        tables.publish(sequence)
+        tables.publisher.publish(sequence)
     return tables.swapper.cost(group)
 
 

@@ -19,6 +19,6 @@ def test_limits_are_values() -> None:
     assert TenantLimits(max_running=3) == TenantLimits(max_running=3)
     assert TenantLimits(max_running=3) != TenantLimits(max_waiting=3)
     with pytest.raises(FrozenInstanceError):
-        TenantLimits().weight = 2.0  # type: ignore[misc]
+        TenantLimits().weight = 2.0  # type: ignore[misc]  # that it is refused is the test
     with pytest.raises(FrozenInstanceError):
-        SharedNamespace(frozenset("a"), frozenset()).read = frozenset()  # type: ignore[misc]
+        SharedNamespace(frozenset("a"), frozenset()).read = frozenset()  # type: ignore[misc]  # as above
