@@ -70,6 +70,19 @@ def test_while_tenants_compete_a_step_is_planned_when_the_one_that_runs_is_about
     assert asked.bounds
 
 
+def test_the_times_of_an_executor_are_not_those_of_the_next_one() -> None:
+    pace, in_flight, asked = pace_of(Clock(), competing=True)
+    scheduler = cast("Scheduler", asked)
+    in_flight.begin_epoch(1000)
+    pace.begin_epoch(64)
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == 0
+    pace.learn(scheduler, STEP, StepResult(1, [], [], {}, 4, 1000, 0))
+    in_flight.pop()
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) < 0.001
+
+
 def seen(costs_us: tuple[float, float, float], flooders: int) -> Seen:
     return FloodedEngine(costs_us, flooders).run(settle_s=4, seconds=12)
 
