@@ -238,9 +238,8 @@ class Admission:
         return arrivals
 
     def _is_stuck(self, step: StepBuilder) -> bool:
-        """Whether nothing is computed, now, by steps in flight or by later ones, so nobody will ever free a block: beams
-        hold theirs while others of their search wait. A sequence that a bounded step passes over decodes in a later
-        one.
+        """Whether nothing is computed, now, by steps in flight or by later ones, so nobody will ever free a block:
+        beams hold theirs while others of their search wait. A sequence that a bounded step passes over decodes later.
         """
         running = self._running
         under_way = step.plan.num_tokens or running.prefilling or running.returning or running.batch.decoding.any()
