@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +25,8 @@ from pagekv.common.watched_files import WatchedFiles
 
 # Bytes of a file at most.
 MAX_FILE_BYTES = 2**20
+# A handshake takes the certificate within microseconds of asking, or once its thread gets a core again.
+BEFORE_CHANGE_S = 0.1
 
 
 class TlsError(ValueError):
@@ -95,13 +98,23 @@ class Tls:
         return self._material.not_after
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a port of gRPC, which asks for the certificate anew at each handshake."""
+        """For a port of gRPC, which asks at each handshake whether there is another certificate. Call when `serves`."""
+        given = self._grpc_latest
+        assert given is not None, "only a process with a certificate serves TLS"
 
-        def latest() -> grpc.ServerCertificateConfiguration:
-            assert self._grpc_latest is not None, "only a process with a certificate serves TLS"
-            return self._grpc_latest
+        # The stubs do not know that None says "the same as before".
+        def changed() -> Any:
+            nonlocal given
+            latest = self._grpc_latest
+            if latest is given:
+                return None
+            # gRPC frees the former certificate when it gets another one, which a handshake that asked a moment ago on
+            # another thread may be about to take: the process would end. While this one waits, no other asks.
+            time.sleep(BEFORE_CHANGE_S)
+            given = latest
+            return latest
 
-        return grpc.dynamic_ssl_server_credentials(latest(), latest, bool(self._material.client_ca))
+        return grpc.dynamic_ssl_server_credentials(given, changed, bool(self._material.client_ca))
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """For one connection to the server whose authority `peer_ca` is, with this process's certificate as the

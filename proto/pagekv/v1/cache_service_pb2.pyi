@@ -32,8 +32,8 @@ class _BlockOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_OUTCOME_HIT: _BlockOutcome.ValueType  # 1
     """Cached and reachable."""
     BLOCK_OUTCOME_NEVER_SEEN: _BlockOutcome.ValueType  # 2
-    """No block with these tokens after this prefix was stored, as far back as the manager remembers (32768 removed
-    blocks at least).
+    """No block with these tokens after this prefix was stored, as far back as the manager remembers (as many
+    removed blocks as the device has, at least 4096 and at most 32768).
     """
     BLOCK_OUTCOME_EVICTED: _BlockOutcome.ValueType  # 3
     """It was stored and its memory was taken since."""
@@ -58,8 +58,8 @@ BLOCK_OUTCOME_UNSPECIFIED: BlockOutcome.ValueType  # 0
 BLOCK_OUTCOME_HIT: BlockOutcome.ValueType  # 1
 """Cached and reachable."""
 BLOCK_OUTCOME_NEVER_SEEN: BlockOutcome.ValueType  # 2
-"""No block with these tokens after this prefix was stored, as far back as the manager remembers (32768 removed
-blocks at least).
+"""No block with these tokens after this prefix was stored, as far back as the manager remembers (as many
+removed blocks as the device has, at least 4096 and at most 32768).
 """
 BLOCK_OUTCOME_EVICTED: BlockOutcome.ValueType  # 3
 """It was stored and its memory was taken since."""

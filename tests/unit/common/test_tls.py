@@ -6,6 +6,11 @@ import asyncio
 import os
 import socket
 import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,6 +18,7 @@ from typing import Any
 import grpc
 import pytest
 from support.clients.certificates import Authority, Pair, client_credentials
+from support.clients.stack import environment
 from support.event_loop import in_event_loop, until, until_true
 
 from pagekv.common import health
@@ -113,6 +119,59 @@ async def test_a_rotation_holds_for_new_connections_and_breaks_none(authority: A
     finally:
         watching.cancel()
         await server.stop(0)
+
+
+@in_event_loop
+async def test_connections_from_many_threads_do_not_end_a_process_that_rotates(
+    authority: Authority, tmp_path: Path
+) -> None:
+    config = config_of(authority.pair("server"))
+    with running_server(config) as (process, port):
+        end = time.monotonic() + 6
+        callers = [asyncio.create_task(asyncio.to_thread(connect_until, end, port)) for _ in range(8)]
+        while time.monotonic() < end:
+            authority.pair("server")
+            await asyncio.sleep(0.3)
+        counts = await asyncio.gather(*callers)
+        # Nothing but an end of the process refuses connections here.
+        assert process.poll() is None
+        assert sum(counts) > 1000
+        assert await ask(port, client(authority.ca)) == "OK"
+
+
+def connect_until(end: float, port: int) -> int:
+    """How many connections were made until then."""
+    count = 0
+    while time.monotonic() < end:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
+            count += 1
+    return count
+
+
+@contextmanager
+def running_server(config: TlsConfig) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that serves health with these files, which it watches; and its port."""
+    code = (
+        "import asyncio, sys\n"
+        "from pagekv.common.server import GrpcServer\n"
+        "from pagekv.common.tls import Tls\n"
+        "from pagekv.common.tls_flags import TlsConfig\n"
+        "async def main():\n"
+        "    tls = Tls(TlsConfig(*sys.argv[1:]))\n"
+        "    server = GrpcServer('127.0.0.1:0', [], reflection=False, credentials=tls.server_credentials())\n"
+        "    await server.start()\n"
+        "    print(server.port, flush=True)\n"
+        "    await tls.files.watch(0.02)\n"
+        "asyncio.run(main())\n"
+    )
+    words = [sys.executable, "-c", code, config.tls_cert, config.tls_key, config.tls_client_ca]
+    process = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield process, int(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @in_event_loop

@@ -8,6 +8,8 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -98,35 +100,70 @@ def test_parts_of_an_embedding_sum_to_it_exactly() -> None:
     assert torch.equal(torch.as_tensor(found), whole(ids))
 
 
-def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None:
-    code = (
-        "import os, sys, time\n"
-        "import torch\n"
-        "from pagekv.executor.model.tensor_parallel import Shards\n"
-        "from pagekv.executor.ranks.rendezvous import join_process_group, open_store\n"
-        "from pagekv.executor.ranks.gathering import Meeting\n"
-        "from pagekv.executor.world import read_world\n"
-        "world = read_world(os.environ)\n"
-        "join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)\n"
-        "shards = Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))\n"
-        "shards.limit_waits(1.0)\n"
-        "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
-        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
-    )
+JOINED = """
+import os, sys, time, zlib
+import torch
+from pagekv.executor.model import tensor_parallel
+from pagekv.executor.ranks.rendezvous import join_process_group, open_store
+from pagekv.executor.ranks.gathering import Meeting
+from pagekv.executor.world import read_world
+world = read_world(os.environ)
+join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)
+shards = tensor_parallel.Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))
+"""
+
+
+@contextmanager
+def ranks_running(code: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have joined in `shards` of one `world`, and go on with `code`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    env = {**environment(), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", code], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", JOINED + code], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
         )
-        for rank in (0, 1)
+        for rank in range(size)
     ]
     try:
-        output, _ = ranks[0].communicate(timeout=240)
+        yield ranks
     finally:
         for each in ranks:
             each.kill()
             each.wait()
-    assert output.startswith("[2.0, 2.0]\na collective failed: ")
-    assert ranks[0].returncode == 75
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_every_size_are_the_same_on_each_rank(size: int) -> None:
+    code = """
+digest = 0
+for count in (1, 7, tensor_parallel.GATHERED_BYTES // 256 + 1):
+    parts = [torch.randn(count, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    found = shards.sum(parts[world.rank].clone())
+    assert torch.allclose(found, sum(parts), atol=1e-5), count
+    digest = zlib.crc32(found.numpy().tobytes(), digest)
+    # A view of every other column is summed, too.
+    wide = parts[world.rank].repeat_interleave(2, 1)
+    assert torch.equal(shards.sum(wide[:, ::2]), found), count
+first = shards.sum(parts[world.rank][:1].clone())
+few = shards.sum(parts[world.rank][:9].clone())
+assert torch.equal(few[:1], first)
+print(digest, flush=True)
+"""
+    with ranks_running(code, size) as ranks:
+        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0] * size
+    assert outputs[0].strip()
+    assert len({*outputs}) == 1
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None:
+    code = (
+        "shards.limit_waits(1.0)\n"
+        "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
+        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
+    )
+    with ranks_running(code, 2) as ranks:
+        output, _ = ranks[0].communicate(timeout=240)
+        assert output.startswith("[2.0, 2.0]\na collective failed: ")
+        assert ranks[0].returncode == 75

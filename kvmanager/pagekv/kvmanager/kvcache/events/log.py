@@ -76,6 +76,7 @@ class TableLog:
             self.cleared()
         self._table = table
         self._host = host
+        self._history.size_for(len(table.published))
 
     def removed_ago(self, digest: bytes) -> Removal | None:
         """How long ago a digest last left the table, also if it is back by now; None when that is not remembered."""
@@ -197,8 +198,9 @@ class TableLog:
             watch.fail(error)
 
 
-# Digests in one generation. Two generations are kept: at least this many of the newest, at most twice as many.
-GENERATION = 32_768
+# Digests in one generation: as many as the device has blocks, within these bounds. Two generations are kept: at least
+# one of the newest digests, at most two. More would be memory that a small pool takes hours to fill.
+MIN_GENERATION, MAX_GENERATION = 4096, 32_768
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +217,7 @@ class RemovalNote:
 class RemovalHistory:
     """Digest to its latest removal, in bounded memory; adding and finding take constant time."""
 
-    def __init__(self, generation: int = GENERATION) -> None:
+    def __init__(self, generation: int = MAX_GENERATION) -> None:
         self._generation = generation
         # Whole generations are dropped: dropping single digests would need a second structure that knows the oldest.
         self._young: dict[bytes, Removal] = {}
@@ -223,6 +225,10 @@ class RemovalHistory:
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
+
+    def size_for(self, num_blocks: int) -> None:
+        """Makes room for the content of a device's pool. Nothing is forgotten by it at once."""
+        self._generation = min(max(num_blocks, MIN_GENERATION), MAX_GENERATION)
 
     def add(self, digests: Iterable[bytes], removal: Removal) -> None:
         """Remembers up to a generation of these digests."""

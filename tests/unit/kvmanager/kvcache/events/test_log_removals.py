@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pagekv.kvmanager.kvcache.events.log import Removal, RemovalHistory
+import pytest
+
+from pagekv.kvmanager.kvcache.events.log import MAX_GENERATION, MIN_GENERATION, Removal, RemovalHistory
 
 
 def digest(number: int) -> bytes:
@@ -36,3 +38,19 @@ def test_of_more_digests_at_once_than_it_holds_it_takes_the_first() -> None:
     assert len(history) == 100
     assert history.find(digest(99)) is not None
     assert history.find(digest(100)) is None
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "generation"), [(16, MIN_GENERATION), (5000, 5000), (10 * MAX_GENERATION, MAX_GENERATION)]
+)
+def test_it_remembers_as_many_as_the_pool_has_blocks_within_bounds(num_blocks: int, generation: int) -> None:
+    history = RemovalHistory()
+    history.size_for(num_blocks)
+    most = 0
+    for number in range(3 * generation):
+        history.add([digest(number)], removal(number))
+        most = max(most, len(history))
+    # One of two generations is dropped as soon as the other is full.
+    assert generation <= len(history) <= most < 2 * generation
+    assert history.find(digest(2 * generation)) is not None
+    assert history.find(digest(generation - 1)) is None
