@@ -235,10 +235,11 @@ class BlockPool:
 
     def share(self, blocks: Blocks) -> None:
         """Adds a holder to each block, none twice; cached blocks leave the free queue, so nobody can evict them."""
-        unheld = blocks[self.ref_counts[blocks] == 0]
+        counts = self.ref_counts[blocks]
+        unheld = blocks[counts == 0]
         if len(unheld):
             self._free.remove(unheld)
-        self.ref_counts[blocks] += 1
+        self.ref_counts[blocks] = counts + 1
 
     def allocate(
         self,

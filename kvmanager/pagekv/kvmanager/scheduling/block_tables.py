@@ -143,11 +143,15 @@ class BlockTables:
         needed = sum(arrival.num_fresh for arrival in arrivals)
         hits = [arrival.hits for arrival in arrivals if len(arrival.hits)]
         touched = (np.unique(np.concatenate(hits)) if len(hits) > 1 else hits[0]) if hits else None
-        if over_floors:
+        wanted = needed + keep_free
+        if pool.tenants is None and touched is not None and pool.num_free - len(touched) > wanted + len(arrivals):
+            # Enough for copies, too, however many of them are free: they need not be counted.
+            free = pool.num_free - len(touched)
+        elif over_floors:
             free = pool.num_free - (0 if touched is None else pool.num_unheld(touched))
         else:
             free = pool.num_free_for(arrivals[0].sequence.request.tenant, touched)
-        spare = free - needed - keep_free
+        spare = free - wanted
         if spare < 0:
             return -spare
         for arrival in arrivals:
