@@ -48,7 +48,7 @@ def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone
     listener, meeting = listen_as_leader(store, world)
     listener.close()
     end_meeting(store, meeting)
-    # Whoever listens there now is no rank 0.
+    # Another process listens there by now, which is no rank 0.
     with socket.create_server((meeting.host, meeting.port)):
         with pytest.raises(NoGroup, match="rank 0 is missing"):
             find_leader(store)
