@@ -191,6 +191,47 @@ def test_open_calls_of_a_tenant_are_bounded(tenants: ProtectedStack, callers: di
         streams.pop().cancel()
 
 
+def test_calls_that_never_send_their_request_are_open_calls_of_their_tenant(
+    tenants: ProtectedStack, callers: dict[str, Caller]
+) -> None:
+    """Refused where a call is that has sent it; and a caller who is not known need not send it."""
+    sends = threading.Event()
+
+    def never() -> Iterator[bytes]:
+        sends.wait(120)
+        return
+        yield b""
+
+    def begun(channel: Any, name: str) -> Any:
+        return channel.stream_stream("/pagekv.v1.InferenceService/Generate")(never(), metadata=key_of(name))
+
+    try:
+        with tenants.channel() as other:
+            silent = [begun(other, "erin") for _ in range(3)]
+            # The third, whichever that is at the manager.
+            deadline = time.monotonic() + 60
+            while not (over := [call for call in silent if call.done()]):
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            assert over[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            refused(lambda: callers["erin"].looked_up([1]), "RESOURCE_EXHAUSTED", "max_calls: your tenant has 2 of at")
+            callers["alice"].generate([1])
+            assert begun(other, "nobody").code() is grpc.StatusCode.UNAUTHENTICATED
+            assert sum(call.done() for call in silent) == 1
+            for call in silent:
+                call.cancel()
+        while True:
+            try:
+                assert callers["erin"].looked_up([1]) == 0
+                break
+            except grpc.RpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # noqa: PT017  # until it is over
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+    finally:
+        sends.set()
+
+
 def test_a_tenant_that_is_not_named_is_refused(callers: dict[str, Caller]) -> None:
     refused(lambda: callers["dave"].generate([1]), "PERMISSION_DENIED", "the tenant dave is not known")
 

@@ -33,8 +33,8 @@ EPOCH_KEY = "pagekv-epoch"
 # HTTP port, files. Where descriptors are few, connections get half of them at least.
 MAX_CONNECTIONS = 4096
 KEPT_DESCRIPTORS = 256
-# Milliseconds until a connection is closed that does not speak HTTP/2, and one without a call. Clients connect again by
-# themselves with their next call.
+# Milliseconds until a connection is closed that does not speak HTTP/2, and one without a call, and until a call ends
+# without its request. Clients connect again by themselves with their next call.
 HANDSHAKE_MS = 10_000
 IDLE_MS = 60_000
 # Freed memory that a process keeps for its next messages, and what it begins with: six copies of the largest one.
@@ -60,6 +60,9 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     Refuses requests whose bytes are no message, or which have too many fields or such as are not known here; a handler
     of several requests gets them as bytes and does so by itself. Of health and reflection, whose messages are gRPC's
     own, unknown fields are ignored, and a handler of several requests gets messages.
+
+    To gRPC every method is one of several requests, for those are called once their headers are there: so a call is
+    admitted, and counted, though its request never comes, and ends when that takes too long.
 
     A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
     `context.write` by itself, with messages that are serialised already. The answer of other handlers is a message or
@@ -104,18 +107,21 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             async for data in requests:
                 yield await read(data)
 
+        async def begun(requests: AsyncIterator[bytes], context: Any) -> Any:
+            """The argument of the handler: the request of a method that has one, or else all of them."""
+            if self._admit is not None:
+                await self._admit(method, context)
+            if handler.request_streaming:
+                return requests if own else read_all(requests)
+            return await read(await _only_request(requests))
+
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
             writes = inspect.iscoroutinefunction(inner_stream)
 
-            async def stream(request: Any, context: Any) -> None:
+            async def stream(requests: Any, context: Any) -> None:
                 try:
-                    if self._admit is not None:
-                        await self._admit(method, context)
-                    if not handler.request_streaming:
-                        request = await read(request)
-                    elif not own:
-                        request = read_all(request)
+                    request = await begun(requests, context)
                     if writes:
                         await inner_stream(request, context)
                         return
@@ -126,24 +132,30 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 except Exception as error:
                     await _abort(context, method, error)
 
-            serializer = None if writes else handler.response_serializer
-            if handler.request_streaming:
-                return grpc.stream_stream_rpc_method_handler(stream, None, serializer)
-            return grpc.unary_stream_rpc_method_handler(stream, None, serializer)
+            return grpc.stream_stream_rpc_method_handler(stream, None, None if writes else handler.response_serializer)
         inner_unary, serialise = handler.unary_unary, handler.response_serializer
 
-        async def unary(request: bytes, context: Any) -> Any:
+        async def unary(requests: Any, context: Any) -> Any:
             try:
-                if self._admit is not None:
-                    await self._admit(method, context)
-                return await inner_unary(await read(request), context)
+                return await inner_unary(await begun(requests, context), context)
             except Exception as error:
                 await _abort(context, method, error)
 
         def written(response: Any) -> Any:
             return response if serialise is None or isinstance(response, bytes) else serialise(response)
 
-        return grpc.unary_unary_rpc_method_handler(unary, None, written)
+        return grpc.stream_unary_rpc_method_handler(unary, None, written)
+
+
+async def _only_request(requests: AsyncIterator[bytes]) -> bytes:
+    """The request of a call that has one. Raises InvalidRequest where none comes."""
+    try:
+        async with asyncio.timeout(IDLE_MS / 1000):
+            async for request in requests:
+                return request
+    except TimeoutError:
+        raise InvalidRequest("", f"no request came within {IDLE_MS / 1000:g} s of the call") from None
+    raise InvalidRequest("", "the call ended without a request")
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:

@@ -159,13 +159,15 @@ def run(
     **changes: object,
 ) -> None:
     """Runs an engine while `body` does; it must be consistent and idle at the end. Among `changes` of its configuration
-    may be `accounts`, of tenants.
+    may be `accounts`, of tenants; `link`, the class of its executor; and `loop_factory`, of its event loop.
     """
+    link: Any = changes.pop("link", Link)
+    loop_factory: Any = changes.pop("loop_factory", None)
     accounts = changes.pop("accounts", None)
 
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: link(bench, wake))
         engine = EngineLoop(config(**changes), accounts=accounts)  # type: ignore[arg-type]  # a test's own
         for observer in observers:
             engine.observers.add(observer)
@@ -181,7 +183,8 @@ def run(
         await engine.stop(1)
         await task
 
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(main())
 
 
 def command(name: str, prompt: list[int], max_tokens: int = 6, n: int = 1) -> GenerateCommand:

@@ -40,8 +40,10 @@ class Seen:
 class FloodedEngine:
     """The quiet tenant sends 512 tokens that are always the same and 32 others; each flooder keeps 8 requests going."""
 
-    def __init__(self, costs_us: tuple[float, float, float], flooders: int, num_blocks: int = 2048) -> None:
-        """`costs_us`: of a step, of a decode and of a token of a prompt."""
+    def __init__(
+        self, costs_us: tuple[float, float, float], flooders: int, num_blocks: int = 2048, *, together: bool = False
+    ) -> None:
+        """`costs_us`: of a step, of a decode and of a token of a prompt. `together`: the flooders are one tenant."""
         self._costs = costs_us
         self._chance = random.Random(flooders)
         self._driver = Driver(
@@ -64,7 +66,8 @@ class FloodedEngine:
         self._live: dict[LiveRequest, tuple[Tenant, float, bool]] = {}
         self._prefix = self._tokens(512)
         self._seen = Seen()
-        self._callers = [QUIET, *(Tenant(f"flooder{at}", 2 + at) for at in range(flooders) for _ in range(8))]
+        tenants = [0 if together else at for at in range(flooders) for _ in range(8)]
+        self._callers = [QUIET, *(Tenant(f"flooder{at}", 2 + at) for at in tenants)]
 
     def run(self, settle_s: float, seconds: float) -> Seen:
         """The answers of so many seconds, behind those in which everybody began."""

@@ -11,6 +11,7 @@ import msgpack
 import pytest
 from support.engine.engine_harness import Bench, command, config, described, expect, read, run, until
 from support.engine.scheduler_driver import Driver
+from support.engine.timed_engine import flood, run_timed, submit
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -21,6 +22,7 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
+from pagekv.kvmanager.tenants.accounts import Accounts
 
 EIGHT = [*range(8)]
 
@@ -115,6 +117,33 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=64))
     run(monkeypatch, busy, num_device_blocks=20, num_host_blocks=12, limits=limits)
+    file.close()
+    return file.path
+
+
+def record_competing_tenants(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Runs an engine in which a quiet tenant comes and goes beside one that floods it, over a lost executor; returns
+    its recording.
+    """
+    file = RecordingFile(tmp_path / "steps", "steps")
+    (tmp_path / "tenants.toml").write_text(
+        "[default]\n[tenants.quiet]\nweight = 2\nfloor_blocks = 9\nmax_running = 3\n"
+    )
+    accounts = Accounts(tmp_path / "tenants.toml")
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        others = flood(engine, accounts, 40)
+        for at in range(12):
+            for stream in [submit(engine, accounts, "quiet", f"q{at}-{nth}", [at, *EIGHT, nth], 4) for nth in range(5)]:
+                await read(stream)
+                engine.release(stream)
+            if at == 6:
+                assert bench.link is not None
+                bench.link.lose()
+        for stream in others:
+            await read(stream)
+
+    run_timed(monkeypatch, body, accounts, [StepRecorder(file, config())])
     file.close()
     return file.path
 

@@ -164,6 +164,7 @@ class EngineLoop:
         pool = BlockPool(model.num_device_blocks, config.block_size, order, self._state.cache.log, clock)
         host = HostPool(model.num_host_blocks, config.block_size, self._state.cache.log)
         self._in_flight.begin_epoch(model.vocab_size)
+        self._pace.begin_epoch(limits.max_batch_tokens)
         if state.scheduler is None:
             state.scheduler = Scheduler(pool, limits, model.eos_token_ids, host, self.observers)
         else:

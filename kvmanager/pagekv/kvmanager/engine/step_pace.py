@@ -23,6 +23,12 @@ class StepPace:
         self._in_flight = in_flight
         self._times = StepTimes(max_batch_tokens)
 
+    def begin_epoch(self, max_batch_tokens: int) -> None:
+        """Forgets the times of the executor before: this one may be another, and from nothing they are learnt in a
+        dozen steps, from wrong ones in a hundred.
+        """
+        self._times = StepTimes(max_batch_tokens)
+
     def wait_s(self, scheduler: Scheduler) -> float:
         """Seconds until the next step is to be planned: 0 for now, infinite for not before a result."""
         running = self._in_flight.oldest

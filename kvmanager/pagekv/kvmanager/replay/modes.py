@@ -20,6 +20,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
+from pagekv.kvmanager.engine.step_times import StepTimes
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -241,7 +242,9 @@ def fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
 
 
 class TimedReplay:
-    """Requests that all fit, in the order of their arrival, on their way through the scheduler."""
+    """Requests that all fit, in the order of their arrival, on their way through the scheduler. As in the engine loop
+    steps are bounded while tenants compete, and planned just in time: each when the one before it has ended.
+    """
 
     def __init__(
         self,
@@ -269,18 +272,24 @@ class TimedReplay:
         self._tenants = tenants or [NO_TENANT] * len(records)
         self._roots = {tenant.name: root_digest("replay", tenant.name, "") for tenant in self._tenants}
         self._arrived = 0
+        self._times = StepTimes(options.max_batch_tokens)
         self._in_flight: deque[BegunStep] = deque()
 
     def run(self, progress: Callable[[int], None]) -> None:
         """Plans and commits steps until every request has all its tokens."""
         while True:
             self._arrive()
-            while len(self._in_flight) < self._options.pipeline_depth and self._plan():
-                pass
+            while len(self._in_flight) < (1 if self.scheduler.competing else self._options.pipeline_depth):
+                if not self._plan():
+                    break
             if self._in_flight:
                 step = self._in_flight.popleft()
                 self.now_s += step.seconds
-                self.scheduler.commit(step.plan, self.executor.finish(step, self.now_s))
+                result = self.executor.finish(step, self.now_s)
+                self.scheduler.commit(step.plan, result)
+                if self.scheduler.competing:
+                    self._times.learn(step.plan, result.execute_us)
+                    self.scheduler.set_bound(self._times.bound())
             elif self._arrived < len(self._records):
                 self.now_s = max(self.now_s, self.arrivals[self._arrived])
             else:

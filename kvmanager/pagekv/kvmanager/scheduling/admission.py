@@ -238,11 +238,11 @@ class Admission:
         return arrivals
 
     def _is_stuck(self, step: StepBuilder) -> bool:
-        """Whether nothing is computed, now or by steps in flight, so nobody will ever free a block: beams hold theirs
-        while others of their search wait.
+        """Whether nothing is computed, now, by steps in flight or by later ones, so nobody will ever free a block:
+        beams hold theirs while others of their search wait. A sequence that a bounded step passes over decodes later.
         """
         running = self._running
-        under_way = step.plan.num_tokens or running.prefilling or running.returning
+        under_way = step.plan.num_tokens or running.prefilling or running.returning or running.batch.decoding.any()
         return not under_way and not running.batch.pending.any()
 
     def _watermark(self, request: LiveRequest) -> int:

@@ -40,6 +40,9 @@ from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResul
 from pagekv.kvmanager.scheduling.step_share import StepShare
 from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
+# So many steps longer than tenants really do, they are taken to compete: who asks now and then finds short steps, too.
+LINGERING_STEPS = 1000
+
 
 class Scheduler:
     """Owns the queues and, through its block tables, every block. Single-threaded; `schedule` and `commit` alternate
@@ -62,6 +65,8 @@ class Scheduler:
         self._tenants: tuple[dict[int, float], dict[int, int]] = {}, {}
         # Of steps for which tenants compete; None: the limits alone.
         self._bound: StepBound | None = None
+        # Steps for which tenants compete though there is but one.
+        self._lingering = 0
         self._begin_epoch(pool, limits, eos_token_ids, host)
 
     def _begin_epoch(
@@ -124,8 +129,11 @@ class Scheduler:
 
     @property
     def competing(self) -> bool:
-        """Whether more than one tenant has sequences."""
-        return self.waiting.served.several and len(self._running.tenants.keys() | self.waiting.tenants) > 1
+        """Whether more than one tenant has sequences, or had in one of the LINGERING_STEPS before."""
+        return self.waiting.served.several and (self._lingering > 0 or self._are_several())
+
+    def _are_several(self) -> bool:
+        return len(self._running.tenants.keys() | self.waiting.tenants) > 1
 
     # -- planning
 
@@ -173,7 +181,9 @@ class Scheduler:
     def _greet(self) -> None:
         """Tells newcomers, where steps are bounded."""
         served, running = self.waiting.served, self._running.tenants
-        if self._bound is not None and self.competing:
+        several = self._are_several()
+        self._lingering = LINGERING_STEPS if several else max(0, self._lingering - 1)
+        if self._bound is not None and several:
             served.greet(running, self.waiting.tenants, self.limits.max_batch_tokens)
         else:
             served.newcomers = frozenset()

@@ -73,6 +73,10 @@ class VirtualTokens:
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
         """Tells newcomers: tenants that wait or run and would with one sequence more have less than an equal share of
         those that run, for their weights; they are served as if they had had `credit` tokens less.
+
+        Sequences count, and not blocks as for preemption: newcomers are given time of steps, of which each sequence
+        takes as much whatever it holds. So a tenant of long prompts and short answers stays a newcomer for good; others
+        decode beside it in the turns that `StepShare` leaves them.
         """
         present = running.keys() | waiting
         share = sum(running.values()) / sum(map(self.weight, present))

@@ -70,16 +70,30 @@ def test_while_tenants_compete_a_step_is_planned_when_the_one_that_runs_is_about
     assert asked.bounds
 
 
-def seen(costs_us: tuple[float, float, float], flooders: int) -> Seen:
-    return FloodedEngine(costs_us, flooders).run(settle_s=4, seconds=12)
+def test_the_times_of_an_executor_are_not_those_of_the_next_one() -> None:
+    pace, in_flight, asked = pace_of(Clock(), competing=True)
+    scheduler = cast("Scheduler", asked)
+    in_flight.begin_epoch(1000)
+    pace.begin_epoch(64)
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == 0
+    pace.learn(scheduler, STEP, StepResult(1, [], [], {}, 4, 1000, 0))
+    in_flight.pop()
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) < 0.001
+
+
+def seen(costs_us: tuple[float, float, float], flooders: int, *, together: bool = False) -> Seen:
+    return FloodedEngine(costs_us, flooders, together=together).run(settle_s=4, seconds=12)
 
 
 # A small model on a CPU, on two machines; and a large one on a GPU, on paper.
 @pytest.mark.parametrize("costs_us", [(3600, 300, 120), (1300, 170, 48), (10_000, 20, 60)])
 def test_a_quiet_tenant_beside_floods_in_virtual_time(costs_us: tuple[float, float, float]) -> None:
     alone = seen(costs_us, 0)
-    for flooders, bar in ((4, 2.0), (32, 2.5)):
-        beside = seen(costs_us, flooders)
+    # Each flooder a tenant, or one tenant that has them all.
+    for flooders, bar, together in ((4, 2.0, False), (32, 2.5, False), (4, 2.0, True), (32, 2.5, True)):
+        beside = seen(costs_us, flooders, together=together)
         assert len(beside.first_ms) >= 10
         assert statistics.median(beside.first_ms) <= bar * statistics.median(alone.first_ms)
         assert beside.cached_tokens / beside.prompt_tokens >= 0.9 * alone.cached_tokens / alone.prompt_tokens

@@ -15,10 +15,16 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from support.engine.scheduler_machine import SchedulerMachine
-from support.engine.step_recordings import RecordedDriver, record_busy_engine, records, write
+from support.engine.step_recordings import (
+    RecordedDriver,
+    record_busy_engine,
+    record_competing_tenants,
+    records,
+    write,
+)
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS
+from pagekv.kvmanager.observe.recording.step_recorder import COLUMNS, numbers
 from pagekv.kvmanager.replay.cli import main as replay
 from pagekv.kvmanager.replay.step_replay import StepsError, StepsReport, replay_steps
 
@@ -80,6 +86,23 @@ def test_a_recording_is_derived_again(recording: Path, capsys: pytest.CaptureFix
     )
     assert replay(["--steps", str(recording), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == report.steps
+
+
+def test_what_was_recorded_while_tenants_compete_is_derived_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Bounds that were learnt from times, and the tenants that short steps linger for, are in the recording."""
+    recording = record_competing_tenants(monkeypatch, tmp_path)
+    report, found = replay_steps(recording), records(recording)
+    assert (report.epochs, report.requests, report.complete) == (2, 84, True)
+    assert {"tenants", "bound"} < {record[0] for record in found[1:]}
+    column = COLUMNS.index("tokens of the scheduled")
+    plans = [record[1] for record in found[1:] if record[0] == "plan" and record[1]]
+    assert any(0 in numbers(plan[column]) for plan in plans)
+    for kind in ("tenants", "bound"):
+        write(recording, [found[0], *(record for record in found[1:] if record[0] != kind)])
+        with pytest.raises(StepsError, match="step"):
+            replay_steps(recording)
 
 
 def test_another_decision_is_reported_with_its_step_and_column(

@@ -153,3 +153,55 @@ def test_beams_that_come_back_do_not_keep_a_newcomer_out(depth: int, searches: i
         turn()
         turns += 1
         assert turns < 6
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("children", [3, 7, 30])
+def test_forks_keep_a_step_within_its_bound_and_neither_starve_nor_keep_a_newcomer_out(
+    depth: int, children: int
+) -> None:
+    """Where a step has no room for all of a request's sequences they come in one by one."""
+    driver = Driver(num_blocks=6000, max_batch_tokens=256, max_running=64, depth=depth)
+    bound = StepBound(24, 1.0)
+
+    def turn() -> None:
+        plan = driver.plan()
+        if plan is None or len(driver.in_flight) == depth:
+            driver.complete()
+        if plan is not None and driver.scheduler.competing:
+            assert plan.num_tokens - plan.num_decodes <= bound.left_beside(plan.num_decodes)
+
+    driver.submit([9, 9], max_tokens=80, tenant=B)
+    driver.scheduler.set_bound(bound)
+    forks = [driver.submit([at, 1, 2], max_tokens=6, n=1 + children, tenant=A) for at in range(9)]
+    for _ in range(12):
+        turn()
+    assert any(request.sequences[-1].num_output for request in forks) or children > 24
+    newcomer, turns = driver.submit([5] * 20, max_tokens=2, tenant=C), 0
+    while not newcomer.sequences[0].num_output:
+        turn()
+        turns += 1
+        assert turns < 6 * depth
+    while not all(map(finished, driver.requests)):
+        turn()
+        turns += 1
+        assert turns < 2000
+    for request in forks:
+        wanted = expected_output(list(request.command.prompt_ids), 6, VOCAB)
+        assert [output(request, at) for at in range(1 + children)] == [wanted] * (1 + children)
+
+
+def test_a_sequence_that_is_passed_over_is_waited_for_before_anybody_goes_over_a_floor() -> None:
+    """The one that should decode found no block and waits: nothing is computed in that step."""
+    driver = Driver(num_blocks=10, block_size=2, depth=1)
+    driver.scheduler.set_tenants({}, {C.number: 4})
+    driver.submit([7] * 8, max_tokens=1, tenant=C)
+    driver.drain()
+    driver.scheduler.set_bound(StepBound(1, 1.0))
+    requests = [driver.submit([1] * 6, max_tokens=5, tenant=A), driver.submit([2] * 5, max_tokens=6, tenant=B)]
+    tenants = driver.pool.tenants
+    assert tenants is not None
+    while driver.step():
+        assert tenants.footprint(C.number) == 4
+    assert all(map(finished, requests))
+    assert any(not plan.num_tokens and plan.preempted for plan in driver.plans)
