@@ -58,7 +58,7 @@ def test_hits_then_a_partial_tail() -> None:
 
 
 def test_numbers_that_others_change_can_be_left_out() -> None:
-    """Those of blocks and of steps; the outcomes, and times in seconds, stay."""
+    """Numbers of blocks and of steps; the outcomes, and times in seconds, stay."""
     told, untold = list[pb.BlockExplanation](), list[pb.BlockExplanation]()
     for bench, numbers, found in ((Bench(3), True, told), (Bench(3), False, untold)):
         cache(bench.pool, [*range(8)])
