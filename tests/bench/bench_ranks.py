@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from support.clients.calls import Caller, request_for
-from support.clients.stack import ORACLE, Stack, running_executor, running_stack
+from support.clients.calls import Caller, aio_channel, request_for
+from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
 
 from pagekv.executor.backend.interface import LAYOUT
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -33,6 +35,8 @@ RANKS = (1, 2, 8)
 SEQUENCES = 64
 # Of `manager`, in milliseconds.
 STEP_MS = 20
+# Of `manager`, in seconds: for prompts, and for a measurement.
+ENTRY_S, ROUND_S = 0.4, 2.0
 # Of `tokens`.
 PROMPTS, PROMPT_TOKENS, NEW_TOKENS = 16, 96, 64
 # At most; of idle, at 2 ranks.
@@ -46,10 +50,13 @@ def cpu_s(pid: int) -> float:
     return time.clock_gettime((~pid << 3) | 2)
 
 
-def spread(numbers: Sequence[float]) -> str:
-    """Median, and the quartiles around it."""
+def spread(numbers: Sequence[float], digits: int = 3) -> str:
+    """Median, how far it may be off, and the quartiles around it."""
     low, middle, high = statistics.quantiles(numbers, n=4)
-    return f"{middle:.3f} (quartiles {low:.3f} to {high:.3f})"
+    # Of the median of numbers that are normally distributed between their quartiles; few lie far outside.
+    error = 0.93 * (high - low) / math.sqrt(len(numbers))
+    shown = f"{middle:.{digits}f} (standard error {error:.{digits}f}"
+    return f"{shown}, quartiles {low:.{digits}f} to {high:.{digits}f})"
 
 
 def verdict(holds: bool) -> str:
@@ -63,17 +70,38 @@ def in_turn(count: int, of: Sequence[int]) -> Iterator[list[int]]:
         yield [*of[first:], *of[:first]]
 
 
-async def decode(stack: Stack, tokens: int) -> tuple[float, float]:
-    """CPU microseconds of the manager per step, and the share of time that the executor was idle, of so many tokens of
-    each sequence. Prompts are not counted, nor streams that end.
+def keep_apart(running: Mapping[int, Stack]) -> None:
+    """Managers on one core, everything else on the others: what ranks take of a core is no cost of the manager."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    if not others:
+        return
+    pin(os.getpid(), others)
+    for stack in running.values():
+        pin(stack.manager.pid, [first])
+        executor = stack.executor
+        for pid in [executor.pid, *(executor.rank_pids().values() if executor.ranks > 1 else ())]:
+            pin(pid, others)
+
+
+def pin(pid: int, cores: list[int]) -> None:
+    """All threads of a process; threads that they start are where they are."""
+    for task in os.listdir(f"/proc/{pid}/task"):
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(task), cores)
+
+
+async def decode(stack: Stack) -> tuple[float, float]:
+    """CPU microseconds of the manager per step, and the share of time that the executor was idle. Prompts are not
+    counted, nor streams that end.
     """
+    tokens = int(1.2e3 * (ENTRY_S + ROUND_S) / STEP_MS)
     async with Caller(stack.target) as caller:
         requests = [request_for([index, 5, 7], max_tokens=tokens, ignore_eos=True) for index in range(SEQUENCES)]
         calls = [asyncio.ensure_future(caller.generate(request)) for request in requests]
-        # By the clock, so that the load is nothing but steps: 0.9 of what the tokens take.
-        await asyncio.sleep(0.4)
+        # By the clock, so that the load is nothing but steps.
+        await asyncio.sleep(ENTRY_S)
         before, cpu = await caller.stats(), cpu_s(stack.manager.pid)
-        await asyncio.sleep(0.9 * tokens * STEP_MS / 1e3 - 0.4)
+        await asyncio.sleep(ROUND_S)
         used, after = cpu_s(stack.manager.pid) - cpu, await caller.stats()
         await asyncio.gather(*calls)
     steps = after.steps_total - before.steps_total
@@ -82,7 +110,7 @@ async def decode(stack: Stack, tokens: int) -> tuple[float, float]:
     return 1e6 * used / steps, idle / max(1, idle + busy)
 
 
-def manager_and_idle(rounds: int, tokens: int, ranks: Sequence[int]) -> None:
+def manager_and_idle(rounds: int, ranks: Sequence[int]) -> None:
     rows: dict[int, list[tuple[float, float]]] = {count: [] for count in ranks}
     with ExitStack() as stacks:
         running = {
@@ -91,10 +119,11 @@ def manager_and_idle(rounds: int, tokens: int, ranks: Sequence[int]) -> None:
             )
             for count in ranks
         }
+        keep_apart(running)
         # One that is not counted: first calls of everything.
         for turn in [[*ranks], *in_turn(rounds, ranks)]:
             for count in turn:
-                rows[count].append(asyncio.run(decode(running[count], tokens)))
+                rows[count].append(asyncio.run(decode(running[count])))
     found = {count: each[1:] for count, each in rows.items()}
     for count, each in found.items():
         ratios = [cpu / base for (cpu, _), (base, _) in zip(each, found[ranks[0]], strict=True)]
@@ -115,42 +144,38 @@ def messages(epoch: int, count: int) -> Iterator[pb.StepRequest]:
         yield pb.StepRequest(epoch=epoch, step=step)
 
 
-def round_trip_us(stub: pb_grpc.ExecutorServiceStub, count: int) -> float:
-    """Microseconds from a step to its result, one at a time: the median."""
+async def round_trip_us(executor: Process, count: int) -> float:
+    """Microseconds from a step to its result, one at a time: the median. Between them the client sleeps: one that
+    looked again and again would take a core from the ranks.
+    """
     attach = pb.AttachRequest(
         manager_id="bench", block_size=16, num_device_blocks=300, layout=LAYOUT, contract_revision=1
     )
-    epoch = stub.Attach(attach).epoch
-    begin, took = 0.0, list[float]()
-
-    def timed() -> Iterator[pb.StepRequest]:
-        nonlocal begin
+    took = []
+    async with aio_channel(executor.target) as channel:
+        stub: Any = pb_grpc.ExecutorServiceStub(channel)
+        epoch = (await stub.Attach(attach)).epoch
+        call = stub.Run()
         for message in messages(epoch, count):
-            while len(took) < message.step - 1:
-                time.sleep(0)
             begin = time.perf_counter()
-            yield message
-
-    for _ in stub.Run(timed()):
-        took.append(1e6 * (time.perf_counter() - begin))
+            await call.write(message)
+            await call.read()
+            took.append(1e6 * (time.perf_counter() - begin))
+        await call.done_writing()
     return statistics.median(took[10:])
 
 
 def hand_on(rounds: int, steps: int) -> None:
     found: dict[int, list[float]] = {1: [], 2: []}
     with ExitStack() as stacks:
-        stubs = {}
-        for count in found:
-            executor = stacks.enter_context(running_executor(ORACLE, ranks=count))
-            stubs[count] = pb_grpc.ExecutorServiceStub(stacks.enter_context(executor.channel()))
+        executors = {count: stacks.enter_context(running_executor(ORACLE, ranks=count)) for count in found}
         for turn in in_turn(rounds, (1, 2)):
             for count in turn:
-                found[count].append(round_trip_us(stubs[count], steps))
+                found[count].append(asyncio.run(round_trip_us(executors[count], steps)))
     more = [two - one for one, two in zip(found[1], found[2], strict=True)]
-    # Other work on the machine makes it longer, never shorter.
     print(
-        f"a step that takes no time, there and back: 1 rank {min(found[1]):.0f} us, 2 ranks {min(found[2]):.0f} us; "
-        f"2 ranks take {statistics.median(more):.0f} us more, {min(more):.0f} in the quietest round "
+        f"a step that takes no time, there and back: 1 rank {statistics.median(found[1]):.0f} us, 2 ranks "
+        f"{statistics.median(found[2]):.0f} us; 2 ranks take {spread(more, 0)} us more "
         f"(at most {HAND_ON_BAR_US}: {verdict(statistics.median(more) <= HAND_ON_BAR_US)})",
         flush=True,
     )
@@ -205,8 +230,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{os.cpu_count()} cores, load {' '.join(f'{each:.1f}' for each in os.getloadavg())} before", flush=True)
     parts = {
-        "hand-on": lambda: hand_on(*((3, 300) if args.quick else (9, 1000))),
-        "manager": lambda: manager_and_idle(*((3, 60, RANKS[:2]) if args.quick else (9, 250, RANKS))),
+        "hand-on": lambda: hand_on(*((4, 300) if args.quick else (20, 1000))),
+        "manager": lambda: manager_and_idle(*((4, RANKS[:2]) if args.quick else (36, RANKS))),
         "tokens": lambda: tokens_per_s(3 if args.quick else 7),
     }
     for name in args.only.split(","):

@@ -118,7 +118,7 @@ def measured_us(ranks: int, sequences: int, steps: int = 200) -> tuple[float, fl
         cpu, begin = time.process_time(), time.perf_counter()
         leader.hand_on(5, limits, step)
         sending.append(time.perf_counter() - begin)
-        leader.collected(number, DIGEST, 1000)
+        leader.collected(5, number, DIGEST, 1000)
         # All reports of this step, as a step that takes time has them.
         time.sleep(2e-3)
         whole.append(time.process_time() - cpu)

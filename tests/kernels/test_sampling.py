@@ -266,6 +266,7 @@ def check_some(launcher: HostLauncher) -> None:
         Sampling(temperature=3.0, top_k=1700, top_p=0.999),
         Sampling(temperature=1.5, top_k=2),
         Sampling(temperature=1.5, top_k=50, top_p=0.6),
+        Sampling(temperature=1.5, top_k=50, min_p=0.3),
         Sampling(temperature=1.5, min_p=0.3),
     ]
     numbers = [*(number / 12 for number in range(12)), math.nextafter(1, 0)]
@@ -294,7 +295,13 @@ FAULTS = [
     Fault("ties by nothing", SAMPLE, "<< kIdBits | static_cast<u32>(id)", "<< kIdBits | (id & 0u)", check_ties),
     Fault("one too many", SAMPLE, "static_cast<u64>(choice.top_k) - 1", "static_cast<u64>(choice.top_k)", check_some),
     Fault("top-p of everything", SAMPLE, "== prefix && bound.keeps(key, id))", "== prefix)", check_some),
-    Fault("too many listed", SAMPLE, "shared.found <= kListed ? shared.found : -1", "kListed", check_some),
+    Fault("too many listed", SAMPLE, "shared.found <= kListed ? end : 0u", "end", check_some),
+    Fault("more than are listed", SAMPLE, "(counts && target <", "(counts && target + 2 * kListed >", check_some),
+    Fault("listed in part", SAMPLE, "listed = shared.listed_below >= end;", "listed = true;", check_some),
+    Fault("no room for rounding", SAMPLE, "max(row.key(bar), 1u) - 1u", "kLastKey", check_some),
+    Fault("drawn by rank", SAMPLE, "add(shared, token.id >> kLastBits, held)", "add(shared, i, held)", check_some),
+    Fault("another run of ids", SAMPLE, "else if (token.id >> kLastBits == first)", "else", check_some),
+    Fault("a draw of the rest", SAMPLE, "held < min_weight) continue", "held < 0 * min_weight) continue", check_some),
     Fault(
         "a digit as large as its sum",
         SAMPLE,

@@ -19,7 +19,13 @@ from pagekv.executor.machine import usable_cores
 from pagekv.executor.ranks.follower import Follower
 from pagekv.executor.ranks.gathering import Gathering, join
 from pagekv.executor.ranks.leader import GroupBackend, Leader
-from pagekv.executor.ranks.rendezvous import find_leader, join_process_group, listen_as_leader, open_store
+from pagekv.executor.ranks.rendezvous import (
+    end_meeting,
+    find_leader,
+    join_process_group,
+    listen_as_leader,
+    open_store,
+)
 from pagekv.executor.world import World
 
 log = Log(__name__)
@@ -44,8 +50,11 @@ def lead(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> G
     facts = rank_facts(config, world)
     store = open_store(world, config.join_timeout_s)
     listener, meeting = listen_as_leader(store, world)
-    with phase(f"waiting for {world.size - 1} other ranks"):
-        links = Gathering(listener, meeting, world, facts).gather(config.join_timeout_s)
+    try:
+        with phase(f"waiting for {world.size - 1} other ranks"):
+            links = Gathering(listener, meeting, world, facts).gather(config.join_timeout_s)
+    finally:
+        end_meeting(store, meeting)
     leader = Leader(links, config.rank_timeout_s, with_parent=world.has_store)
     log.info("all ranks are there", ranks=world.size)
     if _backend(config) != "oracle":

@@ -150,22 +150,29 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu) -> Backend:
         import_transformers()
         from pagekv.executor.cuda.backend import CudaBackend
         from pagekv.executor.cuda.device import CudaDevice
+        from pagekv.kernels.cupy_launcher import GpuUnavailable
 
     try:
-        device = CudaDevice()
-    except RuntimeError as error:
-        # The type of every error of torch and CuPy.
+        return CudaBackend(
+            directory,
+            model_id(config.model),
+            CudaDevice(),
+            config.dtype,
+            config.kv_dtype,
+            graphs=config.cuda_graphs,
+            fused=config.fused,
+            **_pool_options(config),
+        )
+    except GpuUnavailable as error:
         raise ValueError(f"--backend {config.backend}: the GPU cannot be used: {error}") from error
-    return CudaBackend(
-        directory,
-        model_id(config.model),
-        device,
-        config.dtype,
-        config.kv_dtype,
-        graphs=config.cuda_graphs,
-        fused=config.fused,
-        **_pool_options(config),
-    )
+    except RuntimeError as error:
+        # The type of every error of torch, CuPy and the compiler. Most of them have many lines.
+        log.debug("the GPU cannot be used", exc_info=True)
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"--backend {config.backend}: the GPU cannot be used: {reason}; look at nvidia-smi, try --no-fused, or use "
+            "--backend cpu (--log-level debug shows where it failed)"
+        ) from error
 
 
 def _pool_options(config: ExecutorConfig) -> dict[str, Any]:

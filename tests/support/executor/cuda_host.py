@@ -75,7 +75,8 @@ class HostStreams(Streams):
 class HostDevice(CudaDevice):
     """A device without streams. Recording a graph notes the function; replaying runs it, with what it had bound when it
     was recorded. It must be `Recordable` when it is first replayed, since recording emulates nothing: many graphs are
-    recorded that no test replays.
+    recorded that no test replays. `refuses_capture`: no function can be recorded; `tries_capture`: one that is not
+    `Recordable` cannot, which is slow to find out.
     """
 
     launcher: Launcher = field(default_factory=HostLauncher)
@@ -84,6 +85,7 @@ class HostDevice(CudaDevice):
     streams: Streams = field(default_factory=HostStreams)
     pinned_bytes: int = 0
     refuses_capture: bool = False
+    tries_capture: bool = False
     memory: int = 2**28
     prepared: Variant | None = None
 
@@ -120,6 +122,12 @@ class HostDevice(CudaDevice):
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         if self.refuses_capture:
             raise RuntimeError("operation not permitted when stream is capturing")
+        if self.tries_capture:
+            try:
+                with Recordable():
+                    function()
+            except AssertionError as error:
+                raise RuntimeError(f"called a synchronizing CUDA operation: {error}") from error
         replayed = False
 
         def replay() -> torch.Tensor:

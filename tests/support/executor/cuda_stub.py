@@ -187,6 +187,7 @@ def installed() -> Iterator[None]:
         "memory_reserved": lambda *_: 0,
         "max_memory_reserved": lambda *_: 2**20,
         "graph_pool_handle": lambda: (0, 0),
+        "set_sync_debug_mode": lambda mode: None,
         "cudart": lambda: SimpleNamespace(
             cudaHostRegister=lambda *_: 0,
             cudaHostUnregister=lambda *_: 0,

@@ -156,14 +156,14 @@ class CudaBackend:
         if self._runner is not None:
             self._runner.pools.close()
         self._runner = None
-        size = self._info.geometry.bytes_per_block(block_size)
+        info, size = self._info, self._info.geometry.bytes_per_block(block_size)
         available = self._device.available_bytes()
         if size * num_device_blocks > available:
             raise MemoryError(
                 f"{num_device_blocks} device blocks need {size * num_device_blocks} bytes; {available} are available: "
                 "give the manager a smaller --num-device-blocks"
             )
-        pools = KvPools(self._info.geometry, block_size, num_device_blocks, self._device)
+        pools = KvPools(info.geometry, block_size, num_device_blocks, self._device)
         try:
             runner = self._step_runner(pools)
         except torch.OutOfMemoryError as error:
@@ -182,7 +182,11 @@ class CudaBackend:
                     offering=self._host_bytes,
                 )
                 raise
-        runner.record_graphs()
+        try:
+            runner.record_graphs(reserve=info.step_bytes - runner.graph_logits.nbytes)
+        except BaseException:
+            pools.close()
+            raise
         self._runner = runner
         graphs = runner.graphs
         return GraphCounts(graphs.num_captured, graphs.num_failed)

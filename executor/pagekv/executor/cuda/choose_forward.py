@@ -38,19 +38,19 @@ def load_forward(
     loaded = load()
     if not fused:
         return loaded, TransformersForward(loaded.model)
-    reason = ""
+    kind = loaded.model.config.model_type
     if read_decoder(loaded.model, experts=True) is None:
-        reason = f"no fused layers for models of type {loaded.model.config.model_type}"
-    else:
-        found = _checked(loaded, device)
-        if not isinstance(found, str):
-            log.info("steps are computed in fused layers", model_type=loaded.model.config.model_type)
-            return loaded, found
-        reason = found
-        # The other way took the weights.
-        del loaded
-        loaded = load()
-    log.info("steps are computed by transformers' model", reason=reason)
+        reason = f"no fused layers for models of type {kind}"
+        log.info("steps are computed by transformers' model", reason=reason)
+        return loaded, TransformersForward(loaded.model)
+    found = _checked(loaded, device)
+    if not isinstance(found, str):
+        log.info("steps are computed in fused layers", model_type=kind)
+        return loaded, found
+    # The other way took the weights.
+    del loaded
+    loaded = load()
+    log.warning("steps are computed by transformers' model, slower", reason=found)
     return loaded, TransformersForward(loaded.model)
 
 
@@ -66,6 +66,8 @@ def _checked(loaded: LoadedModel, device: CudaDevice) -> DeviceForward | str:
         # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
         except Exception as error:
             first_line = str(error).partition("\n")[0]
+            # Raises where a kernel ended the use of the device: no other way could compute then.
+            device.synchronize()
             return f"the fused layers failed: {type(error).__name__}: {first_line}"
     if (found - expected).abs().max() <= TOLERANCE[loaded.geometry.dtype] * expected.abs().max():
         return forward

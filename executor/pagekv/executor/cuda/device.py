@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ class CudaDevice:
         For pools of gigabytes (`host_memory`): torch's own pinned memory is rounded up to a power of two.
         """
         if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            # The runtime keeps the error for whoever asks next, which is torch behind its next launch of a kernel.
+            with suppress(RuntimeError):
+                torch.empty(1, device=self.torch_device).fill_(0)
             raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
 
     def unpin(self, tensor: torch.Tensor) -> None:
@@ -137,9 +141,13 @@ class CudaDevice:
         device. Runs `function` once before, because what a first call sets up cannot be recorded.
 
         Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
-        cannot be recorded.
+        cannot be recorded. A function that waits for the device is found out by the run before.
         """
-        function()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            function()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         if not self._replays:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
@@ -149,9 +157,10 @@ class CudaDevice:
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError as error:
+            self._end_failed_recording()
             # Ending a recording that ran out of memory may fail too, with an error that hides the first one.
-            if isinstance(error.__context__, torch.OutOfMemoryError):
-                raise error.__context__ from None
+            if (short := _out_of_memory(error.__context__) or _out_of_memory(error)) is not None:
+                raise short from None
             raise
         finally:
             # After a recording that cannot be ended, its stream is still current.
@@ -163,3 +172,23 @@ class CudaDevice:
 
         self._replays.add(replay)
         return replay
+
+    def _end_failed_recording(self) -> None:
+        """Ends for torch's allocator a recording that CUDA did not end: else it counts as under way for good, and every
+        later attempt to give memory back to the device is an error.
+        """
+        # Where it has ended the first call says so, and then the second one would be wrong.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
+            torch._C._cuda_releasePool(self.torch_device.index, self._graph_pool)
+
+
+def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
+    """The error, where it says that memory of the device is short; CUDA itself says so by another type than torch's
+    allocator.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return error
+    if isinstance(error, RuntimeError) and "out of memory" in str(error):
+        return torch.OutOfMemoryError(str(error).partition("\n")[0])
+    return None

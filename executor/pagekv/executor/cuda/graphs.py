@@ -122,14 +122,19 @@ class GraphCache:
         self.num_failed = 0
         self.num_replayed = 0
 
-    def record(self, keys: Sequence[GraphKey], forward_of: Callable[[GraphKey], Callable[[], torch.Tensor]]) -> None:
+    def record(
+        self, keys: Sequence[GraphKey], forward_of: Callable[[GraphKey], Callable[[], torch.Tensor]], reserve: int = 0
+    ) -> None:
         """Records a graph for each shape, of what `forward_of` returns for it. A failure is logged as an error and
         counted, and steps of its shape run without a graph: all shapes where the model cannot be recorded,
-        those left where memory is short.
+        those left where memory is short. `reserve`: bytes of the device that must be left when all is recorded.
         """
         for number, key in enumerate(keys):
             try:
                 self._graphs[key] = self._device.capture(forward_of(key))
+                if self._device.available_bytes() < reserve:
+                    del self._graphs[key]
+                    raise torch.OutOfMemoryError(f"steps need {reserve} bytes beside the graphs")
             except RuntimeError as error:
                 if isinstance(error, torch.OutOfMemoryError):
                     self.num_failed = len(keys) - number
@@ -144,7 +149,7 @@ class GraphCache:
                 self._graphs.clear()
                 self._of_batch.clear()
                 self.num_captured, self.num_failed = 0, len(keys)
-                log.exception("this model cannot be recorded as a CUDA graph: all steps run without, slower")
+                log.exception("this model cannot be recorded as CUDA graphs: all steps run without, slower")
                 return
             self._of_batch[key.batch].append(key)
             self.num_captured += 1

@@ -62,8 +62,10 @@ class StepRunner:
         self.graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
     @torch.inference_mode()
-    def record_graphs(self) -> None:
-        """Records the graphs that steps replay; before the first step."""
+    def record_graphs(self, reserve: int = 0) -> None:
+        """Records the graphs that steps replay; before the first step. `reserve`: bytes of the device that graphs must
+        leave. Raises MemoryError where the inputs of graphs do not fit.
+        """
         if not self.graphs.enabled:
             return
         pool_tokens = len(self.pools.device) * self.pools.block_size
@@ -77,11 +79,13 @@ class StepRunner:
         )
         words = max(self._empty_plan(key).words.size for key in keys)
         # As much again for what sampling needs.
-        self._words = self._inputs = torch.zeros(
-            max(UPLOAD_WORDS, next_power(2 * words)), dtype=torch.int32, device=self._device.torch_device
-        )
+        size = max(UPLOAD_WORDS, next_power(2 * words))
+        try:
+            self._words = self._inputs = torch.zeros(size, dtype=torch.int32, device=self._device.torch_device)
+        except RuntimeError as error:
+            raise MemoryError(f"{size} words for the inputs of CUDA graphs: {error}") from error
         with phase(f"recording {len(keys)} CUDA graphs"):
-            self.graphs.record(keys, self._recordable)
+            self.graphs.record(keys, self._recordable, reserve)
 
     def _empty_plan(self, key: GraphKey) -> HostPlan:
         """The inputs of a step of this shape without a sequence."""

@@ -98,11 +98,16 @@ class ModelBackendInfo:
         )
 
     @property
-    def left(self) -> int:
-        """Bytes available beside a step. The most that any profile took counts: a later profile finds memory that an
-        earlier one left to torch.
+    def step_bytes(self) -> int:
+        """The most that a step took in any profile, 0 before the first: a later profile finds memory that an earlier
+        one left to torch.
         """
-        return max(0, self.available - max(profile.activation_bytes for profile in self.profiles.values()))
+        return max((profile.activation_bytes for profile in self.profiles.values()), default=0)
+
+    @property
+    def left(self) -> int:
+        """Bytes available beside a step."""
+        return max(0, self.available - self.step_bytes)
 
     @property
     def device_kv_bytes(self) -> int:

@@ -23,6 +23,7 @@ from pagekv.executor.ranks.agreement import description_from_json, group_descrip
 from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
 from pagekv.executor.ranks.reports import RankReport, RankReports, RanksLate
 from pagekv.executor.ranks.watch import RankWatch, end_process
+from pagekv.executor.session.epoch import RanksDiffer
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_check import EpochLimits
 
@@ -86,9 +87,9 @@ class Leader:
             except LinkLost as error:
                 self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
-    def collected(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
+    def collected(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
         try:
-            return self._reports.settle(step, digest, worked_us)
+            return self._reports.settle(epoch, step, digest, worked_us)
         except RanksLate as error:
             self._watch.lose(str(error), *error.ranks)
             raise
@@ -172,5 +173,7 @@ class GroupBackend:
         self._own.finish(states)
 
     def is_lost(self, error: Exception) -> bool:
-        """As rank 0's own backend says."""
-        return self._own.is_lost(error)
+        """As rank 0's own backend says, but for a difference, which is found between steps: no rank waits for another
+        one, and the process goes on, which has it counted.
+        """
+        return not isinstance(error, RanksDiffer) and self._own.is_lost(error)

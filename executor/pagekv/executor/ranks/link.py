@@ -38,6 +38,9 @@ class Kind(IntEnum):
     BYE = 12
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class LinkLost(Exception):
     """The connection has ended, or brought something that is no message."""
 
@@ -109,11 +112,13 @@ class RankLink:
     def receive(self, timeout_s: float | None = None) -> Message:
         """The next message. Raises LinkLost, also when nothing comes for `timeout_s` seconds; None: waits for ever."""
         try:
-            self._socket.settimeout(timeout_s)
-            kind, size = _HEADER.unpack(self._read(_HEADER.size))
-            if size > MAX_BYTES or kind not in iter(Kind):
-                raise LinkLost(f"a message of kind {kind} and {size} bytes, which no rank sends")
-            return Message(Kind(kind), self._read(size))
+            if self._socket.gettimeout() != timeout_s:
+                self._socket.settimeout(timeout_s)
+            number, size = _HEADER.unpack(self._read(_HEADER.size))
+            kind = _KINDS.get(number)
+            if size > MAX_BYTES or kind is None:
+                raise LinkLost(f"a message of kind {number} and {size} bytes, which no rank sends")
+            return Message(kind, self._read(size))
         # ValueError: of a file that `close` has closed meanwhile.
         except (OSError, ValueError) as error:
             raise LinkLost(f"the connection broke: {error}") from error

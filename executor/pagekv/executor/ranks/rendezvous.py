@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -55,6 +56,16 @@ def listen_as_leader(store: Store, world: World) -> tuple[socket.socket, Meeting
             listen=f"{meeting.host}:{meeting.port}",
         )
     return listener, meeting
+
+
+def end_meeting(store: Store, meeting: Meeting) -> None:
+    """Takes a rank 0 that no longer listens out of the store, which outlives it: later, another process may have its
+    port.
+    """
+    # A rank that finds a store gone is about to end, or needs it no more.
+    with suppress(RuntimeError):
+        if store.check([_KEY]) and _read(store) == meeting:
+            store.delete_key(_KEY)
 
 
 def find_leader(store: Store) -> Meeting:

@@ -87,17 +87,27 @@ class RankReports:
                 self._difference = step, RanksDiffer(f"rank {rank} differs from rank 0 at step {step}: {reason}")
                 self._changed.notify_all()
 
-    def settle(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
+    def settle(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
         """Adds a step of rank 0's, waits until every rank has reported the one before, and compares what is there.
-        Returns microseconds by rank of the latest step that all ended. Raises RanksDiffer or RanksLate.
+        Returns microseconds by rank of the latest step that all ended; none of an epoch behind which another one has
+        begun, whose results nobody waits for. Raises RanksDiffer or RanksLate.
         """
+
+        def settled() -> bool:
+            return self._epoch != epoch or self._differs(step) or self._least >= step - 1
+
         with self._changed:
+            # A backend may let an epoch begin before the last steps of the one before are collected.
+            if self._epoch != epoch:
+                return ()
             self._own[step] = (digest, worked_us)
             for rank in self._early:
                 self._compare(rank)
-            if not self._changed.wait_for(lambda: self._differs(step) or self._least >= step - 1, self._timeout_s):
+            if not self._changed.wait_for(settled, self._timeout_s):
                 late = [rank for rank, compared in self._compared.items() if compared < step - 1]
                 raise RanksLate(late, step - 1, self._timeout_s)
+            if self._epoch != epoch:
+                return ()
             self._check(step)
             return self._latest
 

@@ -70,6 +70,7 @@ class RankWatch:
         self._silent = dict.fromkeys(links, 0)
         self._parent = os.getppid() if with_parent else 0
         self._over = threading.Event()
+        self._losing = threading.Lock()
         self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def start(self) -> None:
@@ -82,7 +83,8 @@ class RankWatch:
 
     def lose(self, reason: str, *ranks: int) -> None:
         """Loses these ranks, or this one where none is named; nothing once the watch is over."""
-        if not self._over.is_set():
+        # Never let go: several threads may find the same loss.
+        if not self._over.is_set() and self._losing.acquire(blocking=False):
             self._over.set()
             for pid in [self._links[rank].peer_pid for rank in ranks if self._parent]:
                 end_sibling(pid, self._parent)

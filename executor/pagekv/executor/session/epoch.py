@@ -30,10 +30,11 @@ class OtherRanks(Protocol):
         """Sends them a step before rank 0 looks at it; called in the order of steps. Raises `RanksDiffer`."""
         ...
 
-    def collected(self, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
+    def collected(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
         """Compares a step of rank 0's with theirs, as far as they have come, but for the one before at least. Called in
         the order of steps, by the thread that collects. Returns the microseconds that each rank worked on the latest
-        step that all have ended, by rank; empty where there is none. Raises `RanksDiffer`.
+        step that all have ended, by rank; empty where there is none, and once a step of a later epoch was handed on.
+        Raises `RanksDiffer`.
         """
         ...
 
@@ -153,7 +154,7 @@ class LaunchedStep:
             worked_us = max(0, execute_us - int(1e6 * getattr(self._launch, "waited_s", 0.0)))
             rank_us = (worked_us,)
             if self._epoch.ranks is not None:
-                rank_us = self._epoch.ranks.collected(self._step, digest, worked_us)
+                rank_us = self._epoch.ranks.collected(self._epoch.epoch, self._step, digest, worked_us)
         return ExecutedStep(
             epoch=self._epoch.epoch,
             step=self._step,

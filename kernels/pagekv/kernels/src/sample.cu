@@ -4,8 +4,10 @@
 // from the key, as an integer. So sums are exact and in no order: a row's token depends neither on the batch nor on the GPU.
 // Key and token id together are the rank of a token, smaller ones come first, and equally likely tokens go by id.
 // Top-k and top-p each find the last rank that is kept, digit by digit: a pass over the tokens that have the digits found so
-// far sums up what the tokens with each next digit have, 1 each for top-k, their weights for top-p. After the first digit
-// the tokens up to there are mostly few, and kept in shared memory; else later passes read the row again.
+// far sums up what the tokens with each next digit have, 1 each for top-k, their weights for top-p.
+// What filters keep is mostly some hundred tokens. So a pass lists the likeliest thousand or so in shared memory, those above a
+// bar that the first pass found, and where these are enough all that follows is done on them: top-k altogether, of top-p
+// all but the sum of all weights, and the draw. Else passes read the row again. Either way the token is the same.
 #include "sampling_weight.cuh"
 
 constexpr i32 kThreads = 512;
@@ -18,6 +20,9 @@ constexpr i32 kDigitBits = 12;
 constexpr i32 kKeyShift = kRankBits - kIdBits - kDigitBits;  // from a key to the first digit of its rank
 constexpr i32 kDigits = 1 << kDigitBits;  // at least as many as there are runs
 constexpr i32 kListed = 1536;
+// Lanes of each warp whose likeliest token is at the bar or above: 384 tokens at least, and about 1,100 where the likely ones are
+// spread evenly.
+constexpr i32 kAboveBar = 24;
 constexpr u64 kNone = ~0ull;
 
 struct Shared {
@@ -27,7 +32,9 @@ struct Shared {
     u64 of_warps[kWarps];
     u64 rest;
     i32 found;
-    i32 num_listed;  // -1: the tokens are not listed
+    i32 num_listed;
+    i32 num_below;     // tokens that are listed and have a key below the next one
+    u32 listed_below;  // a key: of the tokens that filters have kept so far all below it are listed, and maybe others
 };
 
 template <typename T> struct Row {
@@ -37,7 +44,7 @@ template <typename T> struct Row {
     float scale;
     float scale_low;
 
-    __device__ __forceinline__ u32 key(T logit) const { return key_of(to_float(logit), best, scale, scale_low); }
+    __device__ __forceinline__ u32 key(float logit) const { return key_of(logit, best, scale, scale_low); }
 };
 
 __device__ __forceinline__ u64 rank_of(u32 key, i32 id) { return static_cast<u64>(key) << kIdBits | static_cast<u32>(id); }
@@ -110,31 +117,76 @@ __device__ __forceinline__ u32 crossing(Shared& shared, u64& target, u64 share) 
 
 // --- tokens
 
-// Calls `visit` with key and id of every token.
-template <typename T, typename Visit> __device__ __forceinline__ void each_token(const Row<T>& row, Visit visit) {
-    for (i32 first = threadIdx.x; first < row.size; first += kEach * kThreads) {
-        T logits[kEach];
+// Calls `visit` with logit and id of every token.
+template <typename T, typename Visit> __device__ __forceinline__ void each_token(const T* logits, i32 size, Visit visit) {
+    i32 first = threadIdx.x;
+    for (; first + (kEach - 1) * kThreads < size; first += kEach * kThreads) {
+        T loaded[kEach];
 #pragma unroll
-        for (i32 i = 0; i < kEach; ++i) logits[i] = row.logits[min(first + i * kThreads, row.size - 1)];
+        for (i32 i = 0; i < kEach; ++i) loaded[i] = logits[first + i * kThreads];
 #pragma unroll
-        for (i32 i = 0; i < kEach; ++i)
-            if (first + i * kThreads < row.size) visit(row.key(logits[i]), first + i * kThreads);
+        for (i32 i = 0; i < kEach; ++i) visit(loaded[i], first + i * kThreads);
     }
+#pragma unroll 1
+    for (; first < size; first += kThreads) visit(logits[first], first);
 }
 
-// Lists the tokens that the bound keeps with first digits up to `digit`, unless they are too many.
+// `what`: its key, or anything else of 32 bits.
+__device__ __forceinline__ void put(Shared& shared, u32 what, i32 id) {
+    const i32 at = atomicAdd(&shared.found, 1);
+    if (at < kListed) shared.list[at] = rank_of(what, id);
+}
+
+// After all `put`: the list holds all tokens below the key `end` that were to be listed, unless they are too many.
+__device__ __forceinline__ void end_list(Shared& shared, u32 end) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        shared.num_listed = shared.found <= kListed ? shared.found : 0;
+        shared.listed_below = shared.found <= kListed ? end : 0u;
+        shared.num_below = 0;
+    }
+    __syncthreads();
+}
+
+// Lists the likeliest tokens; `most` is the largest logit of the thread's tokens.
+template <typename T> __device__ __forceinline__ void list_best(const Row<T>& row, Shared& shared, float most) {
+    const i32 lane = threadIdx.x % 32;
+    i32 before = 0;
+    for (i32 other = 0; other < 32; ++other) {
+        const float theirs = __shfl_sync(kFullWarp, most, other);
+        before += theirs > most || (theirs == most && other < lane) ? 1 : 0;
+    }
+    if (before == kAboveBar - 1) shared.of_warps[threadIdx.x / 32] = __float_as_uint(most);
+    if (threadIdx.x == 0) shared.found = 0;
+    __syncthreads();
+    float bar = infinity();
+    for (i32 warp = 0; warp < kWarps; ++warp) bar = fminf(bar, __uint_as_float(static_cast<u32>(shared.of_warps[warp])));
+    // A warp has none of these in most rounds, and goes on at once.
+    each_token(row.logits, row.size, [&](T logit, i32 id) {
+        if (to_float(logit) >= bar) put(shared, __float_as_uint(to_float(logit)), id);
+    });
+    // Keys of less likely logits are no smaller, but for one unit by rounding.
+    const u32 end = max(row.key(bar), 1u) - 1u;
+    end_list(shared, end);
+    for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
+        const Bound token = bound_of(shared.list[i]);
+        const u32 key = row.key(__uint_as_float(token.key));
+        shared.list[i] = rank_of(key, static_cast<i32>(token.id));
+        if (key < end) atomicAdd(&shared.num_below, 1);
+    }
+    __syncthreads();
+}
+
+// Lists the tokens that the bound keeps with first digits up to `digit`.
 template <typename T> __device__ __forceinline__ void list(const Row<T>& row, Shared& shared, Bound bound, u32 digit) {
     __syncthreads();  // all threads have read what was found
     if (threadIdx.x == 0) shared.found = 0;
     __syncthreads();
-    each_token(row, [&](u32 key, i32 id) {
-        if (key >> kKeyShift > digit || !bound.keeps(key, id) || shared.found > kListed) return;
-        const i32 at = atomicAdd(&shared.found, 1);
-        if (at < kListed) shared.list[at] = rank_of(key, id);
+    each_token(row.logits, row.size, [&](T logit, i32 id) {
+        const u32 key = row.key(to_float(logit));
+        if (key >> kKeyShift <= digit && bound.keeps(key, id) && shared.found <= kListed) put(shared, key, id);
     });
-    __syncthreads();
-    if (threadIdx.x == 0) shared.num_listed = shared.found <= kListed ? shared.found : -1;
-    __syncthreads();
+    end_list(shared, (digit + 1u) << kKeyShift);
 }
 
 // The last token that is kept of those that `bound` keeps: the first at which the sum of masses, 1 each where `counts`, else
@@ -143,9 +195,12 @@ template <bool counts, typename T>
 __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bound bound, u64 target, u64 share) {
     u64 prefix = 0ull;
     i32 done = 0;  // digits
-    if (shared.num_listed < 0) {
+    // Whether the list has all tokens that decide: all that are kept, or as many of the first as are counted.
+    bool listed = bound.key < shared.listed_below || (counts && target < static_cast<u64>(shared.num_below));
+    if (!listed) {
         clear(shared);
-        each_token(row, [&](u32 key, i32 id) {
+        each_token(row.logits, row.size, [&](T logit, i32 id) {
+            const u32 key = row.key(to_float(logit));
             if (!bound.keeps(key, id)) return;
             if (counts)
                 atomicAdd(&shared.low[key >> kKeyShift], 1u);
@@ -155,7 +210,9 @@ __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bo
         prefix = crossing(shared, target, share);
         share = 0ull;
         done = 1;
-        list(row, shared, bound, static_cast<u32>(prefix));
+        const u32 digit = static_cast<u32>(prefix), end = (digit + 1u) << kKeyShift;
+        if (shared.listed_below < end) list(row, shared, bound, digit);
+        listed = shared.listed_below >= end;
     }
 #pragma unroll 1
     for (i32 shift = kRankBits - (done + 1) * kDigitBits; shift >= 0; shift -= kDigitBits) {
@@ -165,13 +222,13 @@ __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bo
             if (rank >> (shift + kDigitBits) == prefix && bound.keeps(key, id))
                 add(shared, static_cast<u32>(rank >> shift) % kDigits, counts ? 1ull : weight(key));
         };
-        if (shared.num_listed >= 0) {
+        if (listed) {
             for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
                 const Bound token = bound_of(shared.list[i]);
                 visit(token.key, static_cast<i32>(token.id));
             }
         } else {
-            each_token(row, visit);
+            each_token(row.logits, row.size, [&](T logit, i32 id) { visit(row.key(to_float(logit)), id); });
         }
         prefix = prefix << kDigitBits | crossing(shared, target, share);
         share = 0ull;
@@ -179,22 +236,20 @@ __device__ __forceinline__ Bound last_kept(const Row<T>& row, Shared& shared, Bo
     return bound_of(prefix);
 }
 
-// The likeliest token, of equals the first, and its logit; -1 where a logit is not a number.
-template <typename T> __device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shared, float& best) {
-    float most = -infinity();
+// The likeliest token, of equals the first, and its logit; -1 where a logit is not a number. `most`: the largest logit of the
+// thread's tokens.
+template <typename T>
+__device__ __forceinline__ i32 likeliest(const T* logits, i32 size, Shared& shared, float& best, float& most) {
+    most = -infinity();
     i32 id = threadIdx.x;
     bool broken = false;
-    for (i32 first = threadIdx.x; first < size; first += kEach * kThreads) {
-#pragma unroll
-        for (i32 i = 0; i < kEach; ++i) {
-            const i32 at = first + i * kThreads;
-            const float logit = to_float(logits[min(at, size - 1)]);
-            if (logit <= most || at >= size) continue;
-            broken = broken || logit != logit;
-            most = logit;
-            id = at;
-        }
-    }
+    each_token(logits, size, [&](T loaded, i32 at) {
+        const float logit = to_float(loaded);
+        if (logit <= most) return;
+        broken = broken || logit != logit;
+        most = logit;
+        id = at;
+    });
     // As integers in the order of floats, -0 as 0; behind them the smaller ids.
     const u32 bits = __float_as_uint(most + 0.0f);
     const u32 order = bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -213,13 +268,36 @@ template <typename T> __device__ __forceinline__ i32 likeliest(const T* logits, 
     return static_cast<i32>(0xffffffffu - static_cast<u32>(found));
 }
 
-// The token at `number` of the distribution of what is kept, in the order of ids.
+// The token at `number` of the distribution of what is kept, all of which is listed, in the order of ids: by digits of the id.
+__device__ __forceinline__ i32 draw_listed(Shared& shared, Bound bound, u64 min_weight, u64 number) {
+    constexpr i32 kLastBits = kIdBits - kDigitBits;
+    u64 target = 0ull;
+    u32 digit = 0u, first = 0u;
+#pragma unroll 1
+    for (i32 done = 0; done < 2; ++done) {
+        first = digit;
+        clear(shared);
+        for (i32 i = threadIdx.x; i < shared.num_listed; i += kThreads) {
+            const Bound token = bound_of(shared.list[i]);
+            const u64 held = weight(token.key);
+            if (!bound.keeps(token.key, static_cast<i32>(token.id)) || held < min_weight) continue;
+            if (done == 0)
+                add(shared, token.id >> kLastBits, held);
+            else if (token.id >> kLastBits == first)
+                add(shared, token.id % (1u << kLastBits), held);
+        }
+        digit = crossing(shared, target, done == 0 ? number : 0ull);
+    }
+    return static_cast<i32>(first << kLastBits | digit);
+}
+
+// The same of all that is kept.
 template <typename T>
 __device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bound, u64 min_weight, u64 number) {
     const i32 lane = threadIdx.x % 32;
     auto mass = [&](i32 id) {
         if (id >= row.size) return 0ull;
-        const u32 key = row.key(row.logits[id]);
+        const u32 key = row.key(to_float(row.logits[id]));
         if (!bound.keeps(key, id)) return 0ull;
         const u64 held = weight(key);
         return held >= min_weight ? held : 0ull;
@@ -253,18 +331,24 @@ __device__ __forceinline__ i32 draw(const Row<T>& row, Shared& shared, Bound bou
 
 template <typename T> __device__ __forceinline__ i32 choose(const T* logits, i32 size, const Choice& choice, Shared& shared) {
     Row<T> row = {logits, size, 0.0f, choice.scale, choice.scale_low};
-    const i32 likely = likeliest(logits, size, shared, row.best);
+    float most;
+    const i32 likely = likeliest(logits, size, shared, row.best, most);
     if (likely < 0 || choice.scale == 0.0f) return likely;
     Bound bound = {kLastKey, ~0u};
+    if (choice.top_k > 0 || choice.top_p != kNone) list_best(row, shared, most);
     if (choice.top_k > 0) bound = last_kept<true>(row, shared, bound, static_cast<u64>(choice.top_k) - 1, 0ull);
     if (choice.top_p != kNone) bound = last_kept<false>(row, shared, bound, 0ull, choice.top_p);
+    if (bound.key < shared.listed_below) return draw_listed(shared, bound, choice.min_weight, choice.number);
     return draw(row, shared, bound, choice.min_weight, choice.number);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) pagekv_sample(const SampleParams p) {
     __shared__ Shared shared;
     const Choice choice = p.choices[blockIdx.x];
-    if (threadIdx.x == 0) shared.num_listed = -1;
+    if (threadIdx.x == 0) {
+        shared.num_listed = 0;
+        shared.listed_below = 0u;
+    }
     __syncthreads();
     const i64 row = blockIdx.x;
     const i32 token =

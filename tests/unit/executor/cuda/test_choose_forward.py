@@ -85,3 +85,26 @@ def test_layers_that_fail_are_not_used(
     assert isinstance(forward, TransformersForward)
     assert choose_forward._logits(forward, loaded, device).isfinite().all()
     assert "the fused layers failed: ValueError: rows: must be float32" in reasons(caplog)
+    assert [record.levelname for record in caplog.records if "slower" in record.message] == ["WARNING"]
+
+
+def test_a_device_that_is_lost_is_no_reason_for_another_way(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is not loaded again onto it, and the first error is told."""
+
+    class Lost(HostDevice):
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    loads = []
+
+    def load() -> LoadedModel:
+        loads.append(load_model(llama, torch.float32))
+        return loads[-1]
+
+    def broken(*_: object) -> DecoderLayer:
+        raise RuntimeError("a kernel failed")
+
+    monkeypatch.setattr(Decoder, "take_layer", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        load_forward(load, Lost(), fused=True)
+    assert len(loads) == 1

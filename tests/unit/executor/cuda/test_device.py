@@ -1,10 +1,11 @@
-"""`CudaDevice.capture` around torch: the memory that graphs share, the error raised, and the stream afterwards."""
+"""`CudaDevice` around torch: recordings, whether or not they succeed, and memory that cannot be locked."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,17 @@ from pagekv.executor.cuda.device import CudaDevice
 
 
 class FakeGraphs:
-    """Stands for torch's graphs: keeps the pool of each recording; `end_fails`: ending a failed one raises too."""
+    """Stands for torch's graphs: keeps the pool of each recording, the pools that its allocator takes to be recorded
+    into, and the number of graphs that hold each. Only where CUDA ends a recording does torch 2.13 end it for its
+    allocator. `end_fails`: ending a failed one raises too.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[int] = []
+        self.under_way: list[int] = []
+        self.holders: dict[int, int] = {}
         self.streams_set: list[str] = []
+        self.sync_modes: list[str] = []
         self.end_fails = False
         self._handles = 0
         monkeypatch.setattr(torch.cuda, "graph", self._graph)
@@ -26,6 +33,9 @@ class FakeGraphs:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", self._handle)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "own stream")
         monkeypatch.setattr(torch.cuda, "set_stream", self.streams_set.append)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.sync_modes.append)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self._release, raising=False)
 
     def _handle(self) -> int:
         self._handles += 1
@@ -34,12 +44,28 @@ class FakeGraphs:
     @contextmanager
     def _graph(self, graph: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
         self.pools.append(pool)
+        self.under_way.append(pool)
+        self.holders[pool] = self.holders.get(pool, 0) + 1
         try:
             yield
         except RuntimeError as error:
             if self.end_fails:
                 raise RuntimeError("capture_end: the recording is invalid") from error
+            self._end(0, pool)
+            # The graph's destructor.
+            self._release(0, pool)
             raise
+        self._end(0, pool)
+
+    def _end(self, index: int, pool: int) -> None:
+        assert index == 0
+        if pool not in self.under_way:
+            raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+        self.under_way.remove(pool)
+
+    def _release(self, index: int, pool: int) -> None:
+        assert index == 0
+        self.holders[pool] -= 1
 
 
 class _Graph:
@@ -50,7 +76,7 @@ class _Graph:
 def _device() -> CudaDevice:
     """Without a GPU: only what `capture` uses."""
     device = object.__new__(CudaDevice)
-    device.torch_device = torch.device("cuda")
+    device.torch_device = torch.device("cuda:0")
     device._graph_pool = None
     device._replays = weakref.WeakSet()
     return device
@@ -86,3 +112,77 @@ def test_a_recording_without_memory_says_so_and_leaves_the_stream(
     with pytest.raises(torch.OutOfMemoryError):
         device.capture(full)
     assert graphs.streams_set == ["own stream"]
+    assert (graphs.under_way, graphs.holders) == ([], {1: 0})
+
+
+@pytest.mark.parametrize("end_fails", [False, True])
+def test_a_recording_that_fails_is_over_for_the_allocator(monkeypatch: pytest.MonkeyPatch, end_fails: bool) -> None:
+    """Else no memory could ever be given back to the device, and no manager could attach again. A recording that torch
+    ended itself is not ended twice, and graphs recorded before keep their pool.
+    """
+    graphs, device = FakeGraphs(monkeypatch), _device()
+    held = device.capture(lambda: torch.ones(1))
+    graphs.end_fails = end_fails
+    runs = iter((False, True))
+
+    def waits() -> torch.Tensor:
+        if next(runs):
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return torch.ones(1)
+
+    with pytest.raises(RuntimeError, match=r"not permitted|invalid"):
+        device.capture(waits)
+    assert (graphs.under_way, graphs.holders) == ([], {1: 1})
+    assert held().item() == 1
+
+
+def test_memory_that_only_cuda_misses_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Instantiating a graph takes memory beside torch's allocator."""
+    FakeGraphs(monkeypatch)
+    runs = iter((False, True))
+
+    def full() -> torch.Tensor:
+        if next(runs):
+            raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be reported later")
+        return torch.ones(1)
+
+    with pytest.raises(torch.OutOfMemoryError, match=r"^CUDA error: out of memory$"):
+        _device().capture(full)
+
+
+def test_what_waits_for_the_device_is_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch is asked to refuse it in the run before the recording, and in no run after it."""
+    graphs, device = FakeGraphs(monkeypatch), _device()
+    device.capture(lambda: torch.ones(1))
+    assert graphs.sync_modes == ["error", "default"]
+
+    def waits() -> torch.Tensor:
+        assert graphs.sync_modes[-1] == "error"
+        raise RuntimeError("called a synchronizing CUDA operation")
+
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        device.capture(waits)
+    assert (len(graphs.pools), graphs.sync_modes[-1]) == (1, "default")
+
+
+def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps an error until it is asked for, which torch does behind every launch of a kernel of its own."""
+    last_error: list[int] = []
+
+    def register(*_: int) -> int:
+        last_error.append(2)
+        return 2
+
+    class Launching:
+        def fill_(self, _: int) -> None:
+            if last_error:
+                raise RuntimeError(f"CUDA error {last_error.pop()}: out of memory")
+
+    device = _device()
+    locked = torch.zeros(8)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+        patch.setattr(torch, "empty", lambda *_, **__: Launching())
+        with pytest.raises(MemoryError, match="32 bytes of host memory cannot be page-locked: CUDA error 2"):
+            device.pin(locked)
+    assert not last_error

@@ -17,6 +17,7 @@ from support.executor.launch_count import CountingLauncher, CountingOperators
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.cuda.fused_decoder import FusedLayers, _table
+from pagekv.executor.model.loading import load_model
 
 MOST_LAUNCHES = 12
 NEW = 4
@@ -68,6 +69,35 @@ def test_mixtures_of_experts_are_fused_around_them(name: str, tmp_path: Path) ->
     assert kernels["pagekv_gated"] == 0
     assert kernels["pagekv_cache_write"] == 2 * steps
     assert kernels["pagekv_add_norm"] == steps * (2 * (2 + norms_of_heads) + 2)
+
+
+@pytest.mark.parametrize("experts", ["grouped_mm", "eager"])
+def test_experts_are_in_graphs_unless_the_host_has_to_count_their_tokens(
+    experts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers' grouped products leave all counts on the device; its loop over experts asks for those that have
+    tokens. Then no graph is recorded, which is told, and tokens are the same.
+    """
+
+    def load(*args: Any) -> Any:
+        loaded = load_model(*args)
+        loaded.model.set_experts_implementation(experts)
+        return loaded
+
+    monkeypatch.setattr("pagekv.executor.cuda.backend.load_model", load)
+    model = save_small_model("qwen2_moe", tmp_path)
+    backend = host_backend(tmp_path, HostDevice(tries_capture=True), max_sequences=1)
+    driver, (prompt,) = Driver(backend, 16, num_blocks=8), prompts_of([5], seed=3)
+    assert driver.generate([driver.sequence(prompt)], NEW) == [reference(model, prompt, NEW)]
+    graphs = backend.runner.graphs
+    errors = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    if experts == "grouped_mm":
+        assert (graphs.num_failed, errors) == (0, [])
+        assert graphs.num_replayed == NEW - 1
+    else:
+        assert (graphs.num_captured, graphs.num_replayed) == (0, 0)
+        assert graphs.num_failed > 0
+        assert errors == ["this model cannot be recorded as CUDA graphs: all steps run without, slower"]
 
 
 def launches(directory: Path, name: str, layers: int, *, fused: bool = True) -> tuple[Counter[str], Counter[str]]:

@@ -125,12 +125,18 @@ def test_steps_that_share_a_prefix_have_shapes_of_their_own() -> None:
 
 
 class Recorder:
-    """A device that counts recordings and waits; `error` is what recording raises after `good` ones."""
+    """A device that counts recordings and waits; `error` is what recording raises after `good` ones. A recording takes
+    a byte of its `memory`.
+    """
 
-    def __init__(self, error: Exception | None = None, good: int = 0) -> None:
+    def __init__(self, error: Exception | None = None, good: int = 0, memory: int = 1000) -> None:
         self.captured = 0
         self.waited = 0
         self.error, self.good = error, good
+        self.memory = memory
+
+    def available_bytes(self) -> int:
+        return self.memory
 
     def synchronize(self) -> None:
         self.waited += 1
@@ -139,15 +145,16 @@ class Recorder:
         if self.error is not None and self.captured == self.good:
             raise self.error
         self.captured += 1
+        self.memory -= 1
         return function
 
 
 KEYS = [GraphKey(4, 16, 4), GraphKey(4, 64, 16), GraphKey(2, 16, 2)]
 
 
-def recorded(recorder: Recorder) -> GraphCache:
+def recorded(recorder: Recorder, reserve: int = 0) -> GraphCache:
     cache = GraphCache(recorder)  # type: ignore[arg-type]  # a device that only records
-    cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
+    cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items), reserve)
     return cache
 
 
@@ -170,6 +177,15 @@ def test_without_memory_the_graphs_recorded_so_far_stay(caplog: pytest.LogCaptur
     assert cache.find(KEYS[2]) is None
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "no memory to record more CUDA graphs" in caplog.text
+
+
+def test_graphs_leave_the_memory_that_steps_need(caplog: pytest.LogCaptureFixture) -> None:
+    """The one that took of it is given up, and so are those left."""
+    cache = recorded(Recorder(memory=12), reserve=10)
+    assert (cache.num_captured, cache.num_failed) == (2, 1)
+    assert cache.find(KEYS[1]) == KEYS[1]
+    assert cache.find(KEYS[2]) is None
+    assert "steps need 10 bytes beside the graphs" in str(vars(caplog.records[-1]))
 
 
 def test_a_model_that_cannot_be_recorded_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:

@@ -97,3 +97,26 @@ def test_a_failed_allocation_leaves_nothing_pinned(
         backend.launch([])
     backend.allocate(4, 8, 2)
     assert (device.num_pins, device.held) == (1, [backend.cache.host.data_ptr()])
+
+
+@pytest.mark.parametrize("lacking", ["device", "host"])
+def test_recordings_that_cannot_begin_leave_nothing_pinned(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    """Where inputs of graphs do not fit the device, or buffers for them the host."""
+    device = _CountingDevice()
+    backend = host_backend(llama, device)
+
+    def full(*_: object) -> None:
+        raise MemoryError("host memory cannot be page-locked")
+
+    with monkeypatch.context() as patch:
+        if lacking == "device":
+            patch.setattr("pagekv.executor.cuda.runner.next_power", lambda _: 2**60)
+        else:
+            patch.setattr(device, "pinned", full)
+        with pytest.raises(MemoryError, match=r"inputs of CUDA graphs|page-locked"):
+            backend.allocate(4, 8, 2)
+    assert (device.num_pins, device.held) == (1, [])
+    with pytest.raises(RuntimeError, match="no pools"):
+        backend.launch([])

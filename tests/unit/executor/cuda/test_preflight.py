@@ -21,6 +21,8 @@ from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu, check_machine, check_model, installed_builds
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.server import load_backend
+from pagekv.kernels.cupy_launcher import GpuUnavailable
+from pagekv.kernels.nvrtc import CompileError
 
 GIB = 2**30
 H200 = Gpu("NVIDIA H200", 90, 140 * GIB, (13, 0))
@@ -196,6 +198,31 @@ def test_the_checks_run_in_order_and_before_the_model_is_looked_for(monkeypatch:
     monkeypatch.setattr(preflight, "installed_builds", lambda: BUILDS)
     with pytest.raises(ValueError, match=r"demo_model: its weights take 0\.\d\d GiB in float32, NVIDIA H200 has"):
         load_backend(config("--dtype", "float32"))
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (GpuUnavailable("capability 14.0: install a newer nvidia-cuda-nvrtc"), "used: capability 14.0: install"),
+        (RuntimeError("CUDA error: misaligned address\nCUDA kernel errors"), "RuntimeError: CUDA error: misaligned ad"),
+        (CompileError("decode.cu: error\nline 3"), "CompileError: decode.cu: error; look at nvidia-smi, try --no-fu"),
+    ],
+)
+def test_what_only_the_gpu_finds_out_ends_the_start_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    """A compiler that does not know the GPU, and a kernel that fails while the backend is made."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(preflight, "find_gpu", lambda: H200)
+    monkeypatch.setattr(preflight, "installed_builds", lambda: BUILDS)
+    monkeypatch.setattr("pagekv.executor.cuda.device.CudaDevice.__init__", lambda _: None)
+    monkeypatch.setattr("pagekv.executor.cuda.backend.CudaBackend.__init__", failing)
+    with pytest.raises(ValueError, match="--backend cuda: the GPU cannot be used") as caught:
+        load_backend(parse_config(["--backend", "cuda", "--dtype", "bfloat16"], env={}))
+    assert words in one_line(caught.value)
 
 
 @pytest.mark.e2e

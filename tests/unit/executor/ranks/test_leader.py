@@ -13,7 +13,7 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.rpc import wire
-from pagekv.executor.session.epoch import Epoch, RanksDiffer
+from pagekv.executor.session.epoch import Epoch, LaunchedStep, RanksDiffer
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep
 from pagekv.executor.session.step_check import EpochLimits
@@ -58,9 +58,13 @@ def message(number: int, epoch: int = 5) -> pb.StepRequest:
     return pb.StepRequest(epoch=epoch, step=1, new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[3])
 
 
-def run(epoch: Epoch, number: int) -> ExecutedStep:
+def launch(epoch: Epoch, number: int) -> LaunchedStep:
     request = message(number, epoch.epoch)
-    return epoch.launch(wire.step(request, request.SerializeToString())).collect()
+    return epoch.launch(wire.step(request, request.SerializeToString()))
+
+
+def run(epoch: Epoch, number: int) -> ExecutedStep:
+    return launch(epoch, number).collect()
 
 
 def run_all(epoch: Epoch) -> None:
@@ -127,6 +131,24 @@ def test_a_rank_that_samples_another_token_ends_the_epoch_and_another_epoch_begi
     assert group.lost == []
 
 
+def test_a_difference_costs_no_process_and_is_counted() -> None:
+    """Also where the ranks compute together, so that most errors leave some waiting for others."""
+
+    class Together(OracleBackend):
+        def is_lost(self, error: Exception) -> bool:
+            return True
+
+    with running_group(Together(MODEL), Other(3)) as group:
+        with pytest.raises(RanksDiffer) as found:
+            run_all(epoch_of(group))
+        assert not group.backend.is_lost(found.value)
+        assert group.backend.is_lost(RuntimeError("a collective failed"))
+        assert group.backend.describe(4, 64).rank_differences == 1
+        run_all(epoch_of(group, 6))
+        assert group.backend.describe(4, 64).rank_differences == 1
+    assert group.lost == []
+
+
 def test_a_rank_that_breaks_ends_the_epoch() -> None:
     with running_group(OracleBackend(MODEL), Breaks(MODEL)) as group:
         epoch = epoch_of(group)
@@ -143,6 +165,23 @@ def test_a_step_that_all_refuse_is_refused_as_by_one_rank() -> None:
             epoch.launch(wire.step(request, request.SerializeToString()))
         run(epoch_of(group, 6), 1)
     assert group.lost == []
+
+
+def test_steps_of_an_epoch_that_are_collected_in_the_next_one_disturb_it_not() -> None:
+    """A manager attaches while steps of the one before still run: a backend need not wait for them to allocate."""
+    backends = (OracleBackend(MODEL, step_time_s=0.05) for _ in range(2))
+    with running_group(*backends, timeout_s=5.0) as group:
+        before = epoch_of(group)
+        late = [launch(before, number) for number in (1, 2)]
+        epoch = epoch_of(group, 6)
+        first = launch(epoch, 1)
+        for step in late:
+            assert step.collect().rank_us == ()
+        first.collect()
+        for number in range(2, 6):
+            assert len(run(epoch, number).rank_us) == 2
+    assert group.lost == []
+    assert group.leader.num_differences == 0
 
 
 def test_a_rank_whose_connection_ends_is_lost_to_all() -> None:

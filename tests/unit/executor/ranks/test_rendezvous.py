@@ -8,7 +8,13 @@ import pytest
 import torch.distributed as dist
 
 from pagekv.executor.ranks.gathering import Meeting, NoGroup
-from pagekv.executor.ranks.rendezvous import find_leader, join_process_group, listen_as_leader, open_store
+from pagekv.executor.ranks.rendezvous import (
+    end_meeting,
+    find_leader,
+    join_process_group,
+    listen_as_leader,
+    open_store,
+)
 from pagekv.executor.world import World
 
 WAIT_S = 60.0
@@ -33,6 +39,22 @@ def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one() ->
     listener.close()
     again, later = listen_as_leader(store, world)
     assert find_leader(other) == later != meeting
+    again.close()
+
+
+def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone() -> None:
+    world = World(0, 2, 2, "127.0.0.1", free_port())
+    store = open_store(world, 0.5)
+    listener, meeting = listen_as_leader(store, world)
+    listener.close()
+    end_meeting(store, meeting)
+    # Another process listens there by now, which is no rank 0.
+    with socket.create_server((meeting.host, meeting.port)):
+        with pytest.raises(NoGroup, match="rank 0 is missing"):
+            find_leader(store)
+        again, later = listen_as_leader(store, world)
+    end_meeting(store, meeting)
+    assert find_leader(store) == later
     again.close()
 
 
