@@ -186,3 +186,18 @@ def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest
         with pytest.raises(MemoryError, match="32 bytes of host memory cannot be page-locked: CUDA error 2"):
             device.pin(locked)
     assert not last_error
+
+
+def test_buffers_that_cannot_be_locked_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start too, whose first buffer measures the bus."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(
+            MemoryError, match=r"^host memory \(67108864,\) of torch.uint8 cannot be .*: CUDA error"
+        ) as caught:
+            _device().bandwidth()
+    assert "free memory of the host, or raise the memory limit of the container" in str(caught.value)
