@@ -16,7 +16,7 @@ from pagekv.client.errors import (
     Unavailable,
     Unreachable,
 )
-from pagekv.client.launcher.stack import StackError
+from pagekv.client.launcher.errors import StackError
 from pagekv.common.error_line import FAILED, USAGE, error_line
 from pagekv.common.statuses import status_row
 

@@ -34,7 +34,7 @@ from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
-from pagekv.client.launcher.stack import StackError
+from pagekv.client.launcher.errors import StackError
 from pagekv.common.flags import add_version
 
 EXAMPLES = """\

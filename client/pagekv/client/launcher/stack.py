@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
-import socket
-import subprocess
 import sys
-import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,10 +17,11 @@ from typing import Any, Self
 import grpc
 
 from pagekv.client.launcher.certificates import PROBE, StackCertificates, server_name
-from pagekv.client.launcher.child_flags import event_endpoints, flag_value, tcp_port
+from pagekv.client.launcher.child import Child
+from pagekv.client.launcher.child_flags import event_endpoints, flag_value
+from pagekv.client.launcher.errors import StackError
 from pagekv.client.launcher.gateway import COMMAND, GatewayConfig, gateway_args, has_tokenizer, serves
-from pagekv.common.parent import ENDS_WITH_PARENT
-from pagekv.common.port_file import read_port_file
+from pagekv.client.launcher.held_ports import HeldPorts
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor")
@@ -39,24 +34,9 @@ MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
 # Where what the processes of a stack alone connect to listens, whatever the host of the rest: executors, and the
 # gateway's own metrics.
 LOOPBACK = "127.0.0.1"
-# Lines of each child's log that are kept for the report of its death.
-KEPT_LINES = 40
-# Exit status of a process whose command line is wrong.
-USAGE = 2
 _POLL_S = 0.1
-# Errors of a port, whatever the address: others are of the address.
-_PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 # Seconds that the gateway gets to answer its last callers once the managers are gone.
 _GATEWAY_LAST_S = 1.0
-
-
-class StackError(Exception):
-    """The processes could not be started or one of them died; the message says which, why and what to do."""
-
-    def __init__(self, message: str, exit_status: int = 1) -> None:
-        super().__init__(message)
-        # For the command that started them: 2 where a process refused its command line.
-        self.exit_status = exit_status
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,83 +68,6 @@ class StackConfig:
     on_log: Callable[[str, str], None] | None = None
 
 
-class Child:
-    """One process and the end of its log. States: running → ended."""
-
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        ready: Callable[[], bool],
-        port_file: Path,
-        on_log: Callable[[str, str], None] | None,
-    ) -> None:
-        """Starts it. `ready` says whether it serves now; a gateway writes no port file. Raises StackError."""
-        self.name, self.ready, self._port_file, self._on_log = name, ready, port_file, on_log
-        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
-        try:
-            self.popen = subprocess.Popen(
-                command,
-                # Held until the process has ended: it ends when this one is gone.
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                env=_environment(),
-                # Ctrl-C in the terminal is for this process alone, which stops its children in order.
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise StackError(f"cannot start the {name}: {error}") from error
-        # A full pipe would stall the process.
-        self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if self._on_log is not None:
-                # Where lines cannot be shown (a full disk, a pipe without a reader) they are read all the same.
-                with suppress(OSError):
-                    self._on_log(self.name, line.rstrip("\n"))
-
-    @property
-    def listening(self) -> dict[str, Any]:
-        """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
-        return read_port_file(self._port_file)
-
-    def wait_until(self, deadline: float) -> None:
-        """Waits for its end, and kills it if that has not come by then, in seconds of `time.monotonic`."""
-        try:
-            self.popen.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-            self.popen.wait()
-        assert self.popen.stdin is not None
-        self.popen.stdin.close()
-        self._reader.join(timeout=2)
-
-    def death(self) -> StackError:
-        """How the process ended, and its last log lines."""
-        status = self.popen.wait()
-        self._reader.join(timeout=2)
-        if reason := self.listening.get("cannot_start"):
-            return StackError(f"the {self.name} cannot start: {reason}")
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        if status == USAGE:
-            # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
-            # process's own --help.
-            reason = [line for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
-            return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
-        return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
-
-    def tail(self) -> str:
-        """The last lines of the log, as the end of a sentence about the process."""
-        return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
-
-
 class Stack:
     """Executors, their managers, and a gateway if one is asked for. States: built → started → stopped. Leaving a `with`
     statement stops all of them.
@@ -175,9 +78,8 @@ class Stack:
         self._config = config
         if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
-        # By port, held until the end: no other process of this machine is given one that it did not ask for.
-        self._held: dict[int, socket.socket] = {}
-        target, inner = partial(_usable_target, self._held, config.host), partial(_usable_target, self._held, LOOPBACK)
+        self._ports = HeldPorts()
+        target, inner = partial(self._ports.target, config.host), partial(self._ports.target, LOOPBACK)
         self.targets = [target(0 if pair else config.port, "--port") for pair in range(config.replicas)]
         self.executor_targets = [
             inner(0 if pair else config.executor_port, "--executor-port") for pair in range(config.replicas)
@@ -201,7 +103,7 @@ class Stack:
         except ValueError as error:
             raise StackError(str(error)) from error
         for endpoints in self._event_endpoints:
-            _refuse_taken(self._held, endpoints)
+            self._ports.hold(endpoints)
         # For port files; there from `with` on.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
@@ -222,8 +124,7 @@ class Stack:
             raise
         finally:
             self._directory.cleanup()
-            for held in self._held.values():
-                held.close()
+            self._ports.close()
 
     @property
     def certificates(self) -> StackCertificates | None:
@@ -358,18 +259,6 @@ class Stack:
             child.popen.kill()
 
 
-def _environment() -> dict[str, str]:
-    """This process's environment, in which the children find the same modules, and learn that they end with it."""
-    # A script's directory or `python -c` may have put entries on sys.path that an environment variable has to carry on.
-    paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "pagekv"))]
-    known = os.environ.get("PYTHONPATH", "")
-    return {
-        **os.environ,
-        ENDS_WITH_PARENT: "1",
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])])),
-    }
-
-
 def _sleep(seconds: float) -> bool:
     time.sleep(seconds)
     return False
@@ -383,47 +272,3 @@ def _serves(target: str, role: str = "", certificates: StackCertificates | None 
         return check(target, "", 1.0, certificates.credentials(PROBE), server_name(role)) == "SERVING"
     except grpc.RpcError:
         return False
-
-
-def _usable_target(held: dict[int, socket.socket], host: str, port: int, flag: str) -> str:
-    """`host`, an address of IPv6 in brackets, with `port`, or with a free one for 0, in `held` from now on. Raises
-    StackError where it is taken.
-
-    Linux gives a port that is held to nobody who asks for any, and lets a process listen there that asks for it by
-    number, as gRPC, ZeroMQ, aiohttp and the gateway do: with SO_REUSEADDR.
-    """
-    if port and port in held:
-        raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
-    probe = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
-    try:
-        # A port in TIME_WAIT is free for gRPC, which binds in this way.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host.strip("[]"), port))
-    except OSError as error:
-        probe.close()
-        if error.errno not in _PORT_ERRORS:
-            raise StackError(f"--host {host}: this machine cannot listen there ({error.strerror})") from error
-        raise StackError(
-            f"port {port} of {host} cannot be used ({error.strerror}): is PageKV running already? "
-            f"Choose another with {flag}, or {flag} 0 for a free one"
-        ) from error
-    found: int = probe.getsockname()[1]
-    if found in held:
-        # Free at this host, and another process of the stack has it at another.
-        probe.close()
-        return _usable_target(held, host, port, flag)
-    held[found] = probe
-    return f"{host}:{found}"
-
-
-def _refuse_taken(held: dict[int, socket.socket], endpoints: Mapping[str, str]) -> None:
-    """Raises StackError for a TCP endpoint, named by its flag, whose port is not free; holds the others."""
-    for name, endpoint in endpoints.items():
-        if port := tcp_port(endpoint):
-            try:
-                # On every interface: the host may be a name or * that only ZeroMQ knows.
-                _usable_target(held, "", port, f"--{name}")
-            except StackError as error:
-                raise StackError(
-                    f"--{name} {endpoint}: this port cannot be had; choose another, or 0 for any"
-                ) from error

@@ -25,7 +25,7 @@ from pagekv.client.errors import (
     Unavailable,
     Unreachable,
 )
-from pagekv.client.launcher.stack import StackError
+from pagekv.client.launcher.errors import StackError
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ import pytest
 from support.clients.held_port import held_port, hold
 from support.clients.stand_ins import config
 
+from pagekv.client.launcher.errors import StackError
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Child, Stack, StackError
+from pagekv.client.launcher.stack import Stack
 
 
 def is_alive(pid: int) -> bool:
@@ -138,14 +139,6 @@ def test_a_start_that_takes_too_long(journal: Path) -> None:
             stack.wait_ready(0)
 
 
-def test_a_command_that_does_not_exist(journal: Path) -> None:
-    with (
-        Stack(config(journal, executor_command=["/no/such/program"])) as stack,
-        pytest.raises(StackError, match="cannot"),
-    ):
-        stack.start()
-
-
 def test_waiting_ends_when_asked(journal: Path) -> None:
     with Stack(config(journal)) as stack:
         stack.start()
@@ -172,12 +165,6 @@ def test_ports_are_of_the_stack_before_its_processes_listen(journal: Path) -> No
                 other.bind((host, int(port)))
         stack.start()
         assert stack.wait_ready(120)
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
-def test_a_host_that_is_not_of_this_machine_is_not_told_as_a_taken_port(journal: Path, host: str) -> None:
-    with pytest.raises(StackError, match=rf"^--host {host}: this machine cannot listen there \("):
-        Stack(config(journal, host=host))
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
@@ -334,35 +321,3 @@ def test_of_a_gateways_usage_only_what_is_wrong_is_told(journal: Path, monkeypat
     assert str(caught.value).startswith("the gateway refuses its command line: ")
     assert str(caught.value).endswith(" error: unrecognized arguments: --nonsense")
     assert caught.value.exit_status == 2
-
-
-def test_no_port_is_given_twice_though_it_is_free_at_another_host(
-    journal: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    bind, wanted = socket.socket.bind, [0]
-
-    def again(probe: socket.socket, address: tuple[str, int]) -> None:
-        # The first port that Linux gives at one host is what it gives at the other, once.
-        if address[0] == "127.0.0.1" and wanted[0]:
-            address, wanted[0] = (address[0], wanted[0]), 0
-        bind(probe, address)
-        if address[0] == "127.0.0.2":
-            wanted[0] = probe.getsockname()[1]
-
-    monkeypatch.setattr(socket.socket, "bind", again)
-    stack = Stack(config(journal, host="127.0.0.2"))
-    assert stack.target.rpartition(":")[2] != stack.executor_target.rpartition(":")[2]
-    assert wanted == [0]
-
-
-def test_a_log_that_cannot_be_shown_is_read_all_the_same(journal: Path) -> None:
-    """Else the process would stand still once its pipe is full."""
-
-    def fail(name: str, line: str) -> None:
-        raise BrokenPipeError
-
-    command = [sys.executable, "-c", "for number in range(20_000): print('line', number)"]
-    child = Child("manager", command, lambda: False, journal, fail)
-    child.wait_until(time.monotonic() + 120)
-    assert child.popen.returncode == 0
-    assert child.lines[-1] == "line 19999"

@@ -23,8 +23,9 @@ from pagekv.client.cli.parser import UsageError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.child_flags import flag_value
+from pagekv.client.launcher.errors import StackError
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Stack, StackConfig, StackError
+from pagekv.client.launcher.stack import Stack, StackConfig
 from pagekv.v1 import inference_service_pb2 as pb
 
 

@@ -1,0 +1,113 @@
+"""A server process as a child of this one, and the end of its log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from pagekv.client.launcher.errors import StackError
+from pagekv.common.parent import ENDS_WITH_PARENT
+from pagekv.common.port_file import read_port_file
+
+# Lines of each child's log that are kept for the report of its death.
+KEPT_LINES = 40
+# Exit status of a process whose command line is wrong.
+USAGE = 2
+
+
+class Child:
+    """One process and the end of its log. States: running → ended."""
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        ready: Callable[[], bool],
+        port_file: Path,
+        on_log: Callable[[str, str], None] | None,
+    ) -> None:
+        """Starts it. `ready` says whether it serves now; a gateway writes no port file. Raises StackError."""
+        self.name, self.ready, self._port_file, self._on_log = name, ready, port_file, on_log
+        self.lines: deque[str] = deque(maxlen=KEPT_LINES)
+        try:
+            self.popen = subprocess.Popen(
+                command,
+                # Held until the process has ended: it ends when this one is gone.
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=_environment(),
+                # Ctrl-C in the terminal is for this process alone, which stops its children in order.
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise StackError(f"cannot start the {name}: {error}") from error
+        # A full pipe would stall the process.
+        self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if self._on_log is not None:
+                # Where lines cannot be shown (a full disk, a pipe without a reader) they are read all the same.
+                with suppress(OSError):
+                    self._on_log(self.name, line.rstrip("\n"))
+
+    @property
+    def listening(self) -> dict[str, Any]:
+        """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
+        return read_port_file(self._port_file)
+
+    def wait_until(self, deadline: float) -> None:
+        """Waits for its end, and kills it if that has not come by then, in seconds of `time.monotonic`."""
+        try:
+            self.popen.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            self.popen.wait()
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+        self._reader.join(timeout=2)
+
+    def death(self) -> StackError:
+        """How the process ended, and its last log lines."""
+        status = self.popen.wait()
+        self._reader.join(timeout=2)
+        if reason := self.listening.get("cannot_start"):
+            return StackError(f"the {self.name} cannot start: {reason}")
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        if status == USAGE:
+            # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
+            # process's own --help.
+            reason = [line for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
+            return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
+        return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
+
+    def tail(self) -> str:
+        """The last lines of the log, as the end of a sentence about the process."""
+        return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which the children find the same modules, and learn that they end with it."""
+    # A script's directory or `python -c` may have put entries on sys.path that an environment variable has to carry on.
+    paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "pagekv"))]
+    known = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        ENDS_WITH_PARENT: "1",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys([*paths, *([known] if known else [])])),
+    }

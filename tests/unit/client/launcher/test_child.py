@@ -1,0 +1,39 @@
+"""A process, its log and its end. `test_stack.py` has what a stack makes of them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pagekv.client.launcher.child import KEPT_LINES, Child
+from pagekv.client.launcher.errors import StackError
+
+
+def test_a_command_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(StackError, match=r"cannot start the executor: .*No such file"):
+        Child("executor", ["/no/such/program"], lambda: False, tmp_path / "port", None)
+
+
+def test_the_end_of_the_log_is_told_with_a_death(tmp_path: Path) -> None:
+    script = "for number in range(100): print('line', number)\nraise SystemExit(3)"
+    child = Child("executor", [sys.executable, "-c", script], lambda: False, tmp_path / "port", None)
+    child.wait_until(time.monotonic() + 120)
+    told = str(child.death())
+    assert told.startswith(f"the executor exited with status 3; its last lines:\n  line {100 - KEPT_LINES}\n")
+    assert told.endswith("line 99")
+
+
+def test_a_log_that_cannot_be_shown_is_read_all_the_same(tmp_path: Path) -> None:
+    """Else the process would stand still once its pipe is full."""
+
+    def fail(name: str, line: str) -> None:
+        raise BrokenPipeError
+
+    command = [sys.executable, "-c", "for number in range(20_000): print('line', number)"]
+    child = Child("manager", command, lambda: False, tmp_path / "port", fail)
+    child.wait_until(time.monotonic() + 120)
+    assert child.popen.returncode == 0
+    assert child.lines[-1] == "line 19999"
