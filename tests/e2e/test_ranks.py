@@ -15,8 +15,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.clients import stack as stack_module
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import CPU, EXECUTOR, ORACLE, Stack, environment, running_executor, running_stack
+from support.clients.stack import (
+    CPU,
+    EXECUTOR,
+    ORACLE,
+    ROOT,
+    Stack,
+    environment,
+    running_executor,
+    running_manager,
+    running_stack,
+)
+from support.executor.differing_rank import WRONG_STEP
 
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -107,6 +119,31 @@ def test_two_ranks_answer_as_one_with_beams_forks_and_preemptions() -> None:
         results, preemptions = asyncio.run(run(stack))
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
     assert preemptions > 0
+
+
+def test_a_difference_ends_the_epoch_and_no_process_and_costs_no_token(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Over ranks that compute together."""
+    monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.differing_rank")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+
+    async def run(stack: Stack) -> tuple[Result, int]:
+        async with Caller(stack.target) as caller:
+            found = await caller.generate(request_for([1, 5, 7], max_tokens=30, ignore_eos=True))
+            return found, (await caller.stats()).executor_rank_differences_total
+
+    args = [*CPU, "--rank-timeout-s", "60"]
+    with running_executor(args, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
+        before = executor.rank_pids()
+        found, differences = asyncio.run(run(stack))
+        again, later = asyncio.run(run(stack))
+        assert executor.rank_pids() == before
+    assert differences == later == 1
+    assert len(found.tokens) == 30
+    assert found.tokens == again.tokens
+    words = f"rank 1 differs from rank 0 at step {WRONG_STEP}: tables or tokens are not the same"
+    assert words in executor.log.read_text()
 
 
 def start_by_hand(ranks: list[tuple[dict[str, str], list[str]]], join_s: float = 60.0) -> list[tuple[int, str]]:

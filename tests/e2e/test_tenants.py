@@ -99,6 +99,21 @@ class Caller:
         request = cache_service_pb2.LookupPrefixRequest(prompt=as_prompt(prompt), **fields)
         return int(self._cache.LookupPrefix(request, metadata=self._metadata, timeout=60).device_tokens)
 
+    def looked_at(self, prompt: list[int]) -> list[Any]:
+        """The look-up and the explanation of a prompt, and of one that differs at its end."""
+        found: list[Any] = []
+        for each in (prompt, [*prompt[:-9], 91]):
+            lookup = cache_service_pb2.LookupPrefixRequest(prompt=as_prompt(each))
+            found.append(self._cache.LookupPrefix(lookup, metadata=self._metadata, timeout=60))
+            explain = cache_service_pb2.ExplainPrefixRequest(prompt=as_prompt(each))
+            found.append(self._cache.ExplainPrefix(explain, metadata=self._metadata, timeout=60))
+        return found
+
+    def empty_the_cache(self) -> None:
+        """For all tenants, as operators do."""
+        request = operator_service_pb2.ResetPrefixCacheRequest(force=True)
+        self._operator.ResetPrefixCache(request, metadata=self._metadata, timeout=60)
+
     def abort(self, request_id: str) -> list[str]:
         answer = self._inference.Abort(pb.AbortRequest(request_ids=[request_id]), metadata=self._metadata, timeout=60)
         return list(answer.aborted_request_ids)
@@ -125,6 +140,15 @@ def test_blocks_of_one_tenant_are_found_by_no_other(callers: dict[str, Caller]) 
     assert bob.cached(PROMPT) == 0
     # Its own are found now.
     assert bob.cached(PROMPT) > 0
+
+
+def test_numbers_of_blocks_are_told_to_operators_alone(callers: dict[str, Caller]) -> None:
+    for name in ("alice", "olga"):
+        callers[name].generate(PROMPT)
+        lookup, explanation, *_ = callers[name].looked_at(PROMPT)
+        assert lookup.device_tokens
+        assert bool(lookup.block_ids) == (name == "olga")
+        assert {block.HasField("block_id") for block in explanation.blocks} == {name == "olga"}
 
 
 def test_a_shared_namespace_is_read_and_written_by_those_who_may(callers: dict[str, Caller]) -> None:
@@ -239,24 +263,27 @@ def test_a_tenant_that_is_not_named_is_refused(callers: dict[str, Caller]) -> No
 def test_alone_or_beside_an_adversary_a_tenant_sees_the_same(
     tenants: ProtectedStack, callers: dict[str, Caller]
 ) -> None:
-    """Answers, counts of cached tokens, look-ups and refusals, to the byte; its working set is within its floor."""
+    """Answers, look-ups, explanations and refusals, to the byte; its working set is within its floor."""
     alice, bob = callers["alice"], callers["bob"]
 
-    def workload(base: int) -> list[Any]:
+    def workload() -> list[Any]:
+        """From an empty cache on."""
+        callers["erin"].empty_the_cache()
         seen: list[Any] = []
         for turn in range(6):
-            prompt = [base + turn % 3, *PROMPT[: 20 + turn]]
+            prompt = [70 + turn % 3, *PROMPT[: 20 + turn]]
             answer = alice.generate(prompt, 6, request_id=f"r{turn}")
-            # The first token of prompts differs from run to run, since those of the first are cached.
-            assert len(answer.token_ids) == 6
-            seen += [answer.cached_tokens, alice.looked_up(prompt), alice.abort("another")]
+            # Waiting may mean to be preempted and to go on later.
+            answer.preemptions = 0
+            seen += [answer.SerializeToString(deterministic=True), alice.abort("another")]
+            seen += [each.SerializeToString(deterministic=True) for each in alice.looked_at(prompt)]
             try:
                 alice.generate([1], priority=9)
             except grpc.RpcError as error:
-                seen.append((error.code().name, error.details()))
+                seen.append((error.code().name, error.details(), error.trailing_metadata()))
         return seen
 
-    alone = workload(70)
+    alone = workload()
     over = threading.Event()
 
     def attack() -> None:
@@ -272,7 +299,7 @@ def test_alone_or_beside_an_adversary_a_tenant_sees_the_same(
     for thread in attackers:
         thread.start()
     try:
-        beside = workload(80)
+        beside = workload()
     finally:
         over.set()
         for thread in attackers:

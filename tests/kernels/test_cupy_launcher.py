@@ -33,6 +33,11 @@ class FakeKernel:
         return self._call
 
     @property
+    def shared_size_bytes(self) -> int:
+        """Of the kernel's own: the sampler's has much of it."""
+        return 45208 if self.name == "pagekv_sample" else 8192
+
+    @property
     def max_dynamic_shared_size_bytes(self) -> int:
         return self._most_shared
 
@@ -177,6 +182,12 @@ def test_a_kernel_of_large_shared_memory_gets_all_that_the_multiprocessor_has(
     launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 70_656), merge_params())
     assert [entry[0] for entry in log[-3:]] == ["allow", "carve out", "launch"]
     assert asked(log, "carve out") == [("pagekv_merge", 100)]
+
+
+def test_so_does_one_with_much_shared_memory_of_its_own(launcher: CupyLauncher, log: list[Any]) -> None:
+    """The sampler, of which two thread blocks share a multiprocessor."""
+    launcher.prepare(PLAIN)
+    assert asked(log, "carve out") == [("pagekv_sample", 100)]
 
 
 def test_prepare_compiles_every_kernel_ahead(launcher: CupyLauncher, log: list[Any]) -> None:

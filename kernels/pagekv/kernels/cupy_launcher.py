@@ -27,6 +27,8 @@ STATIC_SHARED_LIMIT = 48 << 10
 """Bytes of dynamic shared memory; more has to be requested for each kernel."""
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory for L1 and shared memory that is shared memory."""
+MUCH_SHARED = 16 << 10
+"""Bytes of shared memory of a kernel's own with which it asks for all of that."""
 
 Say = Callable[[str], None]
 
@@ -144,7 +146,6 @@ class CupyLauncher:
         function = self._functions[kernel, variant]
         if config.shared_bytes > self._shared[kernel, variant]:
             function.max_dynamic_shared_size_bytes = config.shared_bytes
-            # By default the driver may reserve less shared memory than the resident thread blocks need.
             function.preferred_shared_memory_carveout = ALL_SHARED
             self._shared[kernel, variant] = config.shared_bytes
         # torch may have switched streams (a capture does), so its stream is looked up each time. CuPy passes a NumPy
@@ -163,7 +164,11 @@ class CupyLauncher:
             with ThreadPoolExecutor(len(new)) as pool:
                 files = list(pool.map(lambda kernel: self._compile(kernel, variant), new))
             for kernel, file in zip(new, files, strict=True):
-                self._by_text[self._key(kernel, variant)] = self._cupy.RawModule(path=str(file)).get_function(kernel)
+                function = self._cupy.RawModule(path=str(file)).get_function(kernel)
+                if function.shared_size_bytes > MUCH_SHARED:
+                    # By default the driver may reserve less shared memory than the resident thread blocks need.
+                    function.preferred_shared_memory_carveout = ALL_SHARED
+                self._by_text[self._key(kernel, variant)] = function
                 took, label = time.perf_counter() - started, KERNELS[kernel].label(variant)
                 self._say(f"kernels: {kernel} for {label} on {self.arch} ready in {took:.1f} s")
         for kernel in missing:

@@ -16,9 +16,9 @@ os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.freed_memory import share_heaps
 from pagekv.common.logs import Log, setup_logs
-from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.models import ModelNotFound
 from pagekv.common.parent import parent_is_gone
-from pagekv.common.phases import phase, phases_told
+from pagekv.common.phases import phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import Admit, GrpcServer, prepare_to_serve, run_async, stop_event
 from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
@@ -30,13 +30,12 @@ from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.config import FROM_EXECUTOR, NO_TOKENIZER, ManagerConfig, parse_config
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.tenants.accounts import Accounts
 from pagekv.kvmanager.tenants.open_calls import OpenCalls
 from pagekv.kvmanager.tenants.tenants_file import TenantsError
-from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
+from pagekv.kvmanager.text.served_tokenizer import ServedTokenizer, load_tokenizer
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import (
     cache_service_pb2,
@@ -83,7 +82,7 @@ class Manager:
         `config.access` names, opened. Raises ExtraMissing and TenantsError.
         """
         self._config = config
-        self._given_tokenizer = tokenizer
+        self._tokenizer = ServedTokenizer(tokenizer, from_executor=config.tokenizer == FROM_EXECUTOR)
         # Whether everything was opened: errors after that do not keep the manager from starting.
         self.started = False
         self._changed = asyncio.Event()
@@ -91,9 +90,6 @@ class Manager:
         # Whether gRPC's health says so.
         self._serving = False
         self._draining = False
-        # The tokenizer of the model served, and the task that warms it: the event loop forgets tasks that nobody holds.
-        self._tokenizer: Tokenizer | None = None
-        self._warming: asyncio.Task[None] | None = None
         accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
         self._access = replace(access or Access(), tenants=accounts.files)
         self._open_calls = OpenCalls(accounts)
@@ -234,7 +230,7 @@ class Manager:
         if reached := config.open_listeners():
             addresses = " ".join(reached.values())
             log.warning("other machines can connect, without TLS or a login (--insecure)", listen=addresses)
-        self._opened.callback(self._keep, None)
+        self._opened.callback(self._tokenizer.close)
         self._opened.enter_context(phases_told(config.port_file))
         if http_port:
             log.info("serving HTTP", address=config.observe.http_listen, port=http_port)
@@ -330,7 +326,7 @@ class Manager:
             self._changed.clear()
             model = self.engine.model
             if model is not None and model.model_fingerprint != loaded:
-                tokenizer = await self._tokenizer_for(model)
+                tokenizer = await self._tokenizer.of_model(model.model_id)
                 if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
                     log.warning(
                         "the tokenizer knows more ids than the model; text that needs them will be refused",
@@ -341,7 +337,7 @@ class Manager:
                     prepare_to_serve()
                 loaded = model.model_fingerprint
                 self._state.open(loaded, tokenizer)
-                self._keep(tokenizer)
+                self._tokenizer.keep(tokenizer)
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
                 self._serving = self._attached
@@ -349,58 +345,12 @@ class Manager:
                 log.info("serving" if self._serving else "not serving until an executor is attached again")
             await self._changed.wait()
 
-    def _keep(self, tokenizer: Tokenizer | None) -> None:
-        """Makes this the tokenizer that has processes; those of the one before end."""
-        former, self._tokenizer = self._tokenizer, tokenizer
-        if former is tokenizer:
-            return
-        if self._warming is not None:
-            # First, for it would take the end of the process for a fault of the template.
-            self._warming.cancel()
-            self._warming = None
-        if former is not None:
-            former.close()
-        if tokenizer is not None:
-            self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
-
-    async def _tokenizer_for(self, model: EngineInfo) -> Tokenizer | None:
-        if self._config.tokenizer != FROM_EXECUTOR:
-            return self._given_tokenizer
-        if not model.model_id:
-            log.info("the executor has no model directory: serving token ids only; --tokenizer names a tokenizer")
-            return None
-        try:
-            with phase("loading the tokenizer"):
-                return await asyncio.to_thread(load_tokenizer, model.model_id)
-        except (ModelNotFound, TokenizerError) as error:
-            log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
-            return None
-
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
     """Cancels tasks and waits for their ends; their errors stay with them."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-
-
-async def _warm(tokenizer: Tokenizer) -> None:
-    """Compiles the chat template, if there is one, so that the first conversation need not wait for it."""
-    if tokenizer.chat_template is None:
-        return
-    try:
-        await tokenizer.chat_template.warm()
-    except ChatTemplateError as error:
-        log.warning("conversations will be refused: the chat template cannot be used", reason=error)
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of a model directory, of "demo" or of a hub id. Raises ModelNotFound, TokenizerError."""
-    tokenizer = Tokenizer.load(resolve_model(name, weights=False))
-    log.info(
-        "tokenizer loaded", tokenizer=name, vocabulary=tokenizer.vocab_size, chat=tokenizer.chat_template is not None
-    )
-    return tokenizer
 
 
 async def serve(config: ManagerConfig) -> int:

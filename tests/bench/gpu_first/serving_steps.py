@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gpu_first.failures import checked_failures
 from gpu_first.in_process import (
     GREEDY,
     REHEARSED,
@@ -107,6 +108,11 @@ def step_llama(context: Context) -> None:
         distinct = len(set(_flat(answers[1])))
         context.log.check(f"{dtype}: the model says more than one thing", distinct > 4, error=distinct)
         context.say(f"{dtype}: {different} of {len(_flat(answers[0]))} tokens differ, {distinct} distinct")
+    if not context.small:  # the stub records whatever it is given
+        from pagekv.executor.cuda.device import CudaDevice
+
+        for check, passed in checked_failures(CudaDevice()).items():
+            context.log.check(f"after a failure: {check}", passed)
 
 
 def _fails_alone(backend: CudaBackend) -> bool:

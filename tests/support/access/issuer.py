@@ -11,6 +11,8 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import ECAlgorithm, OKPAlgorithm, RSAAlgorithm
 
+# Tokens of parametrized tests are made before the first test of a run, which may take hours.
+DAY_S = 86_400
 ISSUER, AUDIENCE = "https://login.example", "pagekv"
 ROLES = ["generate", "observe", "admin of another system"]
 
@@ -48,7 +50,7 @@ def jwks(*keys: dict[str, Any]) -> bytes:
 def claims(**changed: Any) -> dict[str, Any]:
     """The claims of a good token; None leaves one out."""
     now = int(time.time())
-    good = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": now + 600, "iat": now, "roles": ROLES} | changed
+    good = {"iss": ISSUER, "aud": AUDIENCE, "sub": "alice", "exp": now + DAY_S, "iat": now, "roles": ROLES} | changed
     return {name: value for name, value in good.items() if value is not None}
 
 

@@ -141,6 +141,8 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         page_size: int,
         token: str = "",
         prepared: PreparedPrompt | None = None,
+        *,
+        numbers: bool = True,
     ) -> pb.ExplainPrefixResponse:
         self.lookups.append((list(token_ids), identity))
         blocks = [

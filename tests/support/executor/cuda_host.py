@@ -126,6 +126,8 @@ class HostDevice(CudaDevice):
             try:
                 with Recordable():
                     function()
+                    # The run that is recorded.
+                    function()
             except AssertionError as error:
                 raise RuntimeError(f"called a synchronizing CUDA operation: {error}") from error
         replayed = False

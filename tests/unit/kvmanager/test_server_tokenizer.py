@@ -29,7 +29,7 @@ from support.prompts import as_chat, as_prompt
 from pagekv.common.errors import Unavailable
 from pagekv.common.port_file import read_port_file
 from pagekv.kvmanager import server
-from pagekv.kvmanager.text import chat_template, worker_process
+from pagekv.kvmanager.text import chat_template, served_tokenizer, worker_process
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -72,7 +72,7 @@ def test_processes_of_a_tokenizer_end_with_its_model_and_with_the_manager(
         info = replace(model(where, fingerprint=name), max_model_len=2**20)
         attach(running.manager.engine, info)
         while not used or used[-1][0].directory != where:
-            tokenizer = running.manager._tokenizer
+            tokenizer = running.manager._tokenizer.kept
             if tokenizer is not None and tokenizer.directory == where:
                 await tokenizer.encode_long("a" * 10, special_tokens=False, limit=100)
                 used.append((tokenizer, tokenizer._worker._processes[0]))
@@ -140,10 +140,10 @@ def test_a_tokenizer_that_is_loaded_too_late_is_not_taken(tmp_path: Path, monkey
         self._opened.push_async_callback(last)
         await start(self)
 
-    monkeypatch.setattr(server, "load_tokenizer", load)
+    monkeypatch.setattr(served_tokenizer, "load_tokenizer", load)
     monkeypatch.setattr(server.Manager, "_start", with_last)
     assert run(config(tmp_path), body) == 0
-    assert managers[0]._tokenizer is None
+    assert managers[0]._tokenizer.kept is None
 
 
 @pytest.mark.parametrize("make", [False, True])

@@ -35,6 +35,8 @@ CHECKED = (
     Sampling(temperature=1.0),
     Sampling(temperature=0.8, top_k=3),
     Sampling(temperature=1.2, top_p=0.5),
+    # More tokens than the kernel lists, of most vocabularies.
+    Sampling(temperature=4.0, top_p=0.95),
     Sampling(temperature=1.0, top_k=30, top_p=0.9, min_p=0.3),
     Sampling(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
     Sampling(bias_token_ids=(0,), biases=(3.0,)),

@@ -7,6 +7,7 @@ and a launcher that emulates the kernels.
 from __future__ import annotations
 
 import time
+import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -143,7 +144,9 @@ class CudaDevice:
         Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
         cannot be recorded. A function that waits for the device is found out by the run before.
         """
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
+            # Said once: torch does not know every operator that waits. A recording finds out about the others.
+            torch.cuda.set_sync_debug_mode("error")
         try:
             function()
         finally:

@@ -16,11 +16,16 @@ def tenant_of_call() -> str:
     return known.tenant if known is not None else ""
 
 
+def sees_all() -> bool:
+    """Whether the present call may be told of all tenants: nobody is asked for an identity, or an operator calls and
+    acts for nobody.
+    """
+    known = caller.get()
+    return known is None or (Role.OPERATE in known.roles and not known.acting)
+
+
 def tenant_to_abort() -> str | None:
     """The tenant of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
     requests of this tenant alone, not its own and not those of others that it may act for, operators included.
     """
-    known = caller.get()
-    if known is None or (Role.OPERATE in known.roles and not known.acting):
-        return None
-    return known.tenant
+    return None if sees_all() else tenant_of_call()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.access.caller import sees_all
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id, read_lookup
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -15,7 +16,10 @@ from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 
 
 class CacheService(pb_grpc.CacheServiceServicer):
-    """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`."""
+    """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`.
+
+    Numbers of blocks and of steps depend on what others do, so a tenant is not told them.
+    """
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries = engine.queries
@@ -25,14 +29,19 @@ class CacheService(pb_grpc.CacheServiceServicer):
         served = self._served_model.served()
         prompt, identity = await read_lookup(request, served)
         prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
-        return self._queries.lookup_prefix(prompt, identity, prepared)
+        answer = self._queries.lookup_prefix(prompt, identity, prepared)
+        if not sees_all():
+            del answer.block_ids[:]
+        return answer
 
     async def ExplainPrefix(self, request: pb.ExplainPrefixRequest, context: Any) -> pb.ExplainPrefixResponse:
         page_size = read_page_size(request.page_size)
         served = self._served_model.served()
         prompt, identity = await read_lookup(request, served)
         prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
-        return await self._queries.explain_prefix(prompt, identity, page_size, request.page_token, prepared)
+        return await self._queries.explain_prefix(
+            prompt, identity, page_size, request.page_token, prepared, numbers=sees_all()
+        )
 
     async def PinPrefix(self, request: pb.PinPrefixRequest, context: Any) -> pb.PinPrefixResponse:
         lease = request.lease_seconds

@@ -172,12 +172,18 @@ class CacheAdmin:
         return match_prefix(self.pool, self.root(identity), token_ids, identity.media, prepared)
 
     def explainer(
-        self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
+        self,
+        token_ids: Sequence[int],
+        identity: CacheIdentity,
+        prepared: PreparedPrompt | None = None,
+        *,
+        numbers: bool = True,
     ) -> PrefixExplainer:
         """An explainer of why each of a prompt's blocks hits or misses now; changes nothing."""
         others = self.adapters.others(identity.namespace, identity.adapter_id)
         roots = [(adapter, self._root(identity, adapter)) for adapter in others]
-        return PrefixExplainer(self.pool, self.log, self.root(identity), token_ids, identity.media, roots, prepared)
+        root, media = self.root(identity), identity.media
+        return PrefixExplainer(self.pool, self.log, root, token_ids, media, roots, prepared, numbers=numbers)
 
     def root(self, identity: CacheIdentity) -> bytes:
         """Parent digest of the first block of this identity's prompts."""

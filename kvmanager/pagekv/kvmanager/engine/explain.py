@@ -31,10 +31,14 @@ class PrefixExplainer:
         media: Sequence[MediaSpan],
         other_roots: Sequence[tuple[str, bytes]],
         prepared: PreparedPrompt | None = None,
+        *,
+        numbers: bool = True,
     ) -> None:
         """`root` is the digest before the first block, `other_roots` are adapters ("": none) and the roots that the
-        prompt would have with them, `prepared` as in `match_prefix`.
+        prompt would have with them, `prepared` as in `match_prefix`. `numbers`: blocks have their numbers, and times
+        are in steps, too.
         """
+        self._numbers = numbers
         size = pool.block_size
         self._pool, self._log, self._root, self._media = pool, log, root, media
         self._tokens, chunks, self._digests, self._hits = match_prefix(pool, root, token_ids, media, prepared)
@@ -65,16 +69,19 @@ class PrefixExplainer:
         explanation = partial(pb.BlockExplanation, start=index * size, end=(index + 1) * size, block_hash=digest.hex())
         if index < len(self._hits):
             block = int(self._hits[index])
-            reason = f"cached in block {block}"
+            reason = f"cached in block {block}" if self._numbers else "cached"
             if (index + 1) * size == len(self._tokens):
                 reason += "; a request still computes its last token"
-            return explanation(outcome=pb.BLOCK_OUTCOME_HIT, reason=reason, block_id=block, shared_tokens=size)
+            return explanation(
+                outcome=pb.BLOCK_OUTCOME_HIT, reason=reason, block_id=self._number(block), shared_tokens=size
+            )
         removed = self._log.removed_ago(digest)
         if removed is not None:
-            when = f"{removed.steps} steps and {removed.seconds:.1f} s ago"
+            steps = removed.steps if self._numbers else None
+            when = f"{f'{steps} steps and ' if self._numbers else ''}{removed.seconds:.1f} s ago"
             reason = f"the table was cleared {when}" if removed.cleared else f"evicted {when}"
             outcome = pb.BLOCK_OUTCOME_CLEARED if removed.cleared else pb.BLOCK_OUTCOME_EVICTED
-            return explanation(outcome=outcome, reason=reason, steps_ago=removed.steps, seconds_ago=removed.seconds)
+            return explanation(outcome=outcome, reason=reason, steps_ago=steps, seconds_ago=removed.seconds)
         reach, adapter = self._elsewhere
         if index < reach:
             where = f"for adapter {adapter!r}" if adapter else "without an adapter"
@@ -86,10 +93,12 @@ class PrefixExplainer:
         near, shared = self._near
         if shared:
             reason = (
-                f"block {near} follows the same prefix and shares {shared} of {size} tokens; "
+                f"{self._named(near)} follows the same prefix and shares {shared} of {size} tokens; "
                 f"they differ at position {index * size + shared}"
             )
-            return explanation(outcome=pb.BLOCK_OUTCOME_DIVERGED, reason=reason, block_id=near, shared_tokens=shared)
+            return explanation(
+                outcome=pb.BLOCK_OUTCOME_DIVERGED, reason=reason, block_id=self._number(near), shared_tokens=shared
+            )
         return explanation(outcome=pb.BLOCK_OUTCOME_NEVER_SEEN, reason="never stored after this prefix")
 
     def _tail(self) -> pb.BlockExplanation:
@@ -98,15 +107,21 @@ class PrefixExplainer:
         reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
         near, shared = self._near if index == len(self._hits) else (-1, 0)
         if shared:
-            reason += f"; block {near} begins with the first {shared}"
+            reason += f"; {self._named(near)} begins with the first {shared}"
         return pb.BlockExplanation(
             start=index * size,
             end=len(self._tokens),
             outcome=pb.BLOCK_OUTCOME_PARTIAL_TAIL,
             reason=reason,
-            block_id=near if shared else None,
+            block_id=self._number(near) if shared else None,
             shared_tokens=shared,
         )
+
+    def _number(self, block: int) -> int | None:
+        return block if self._numbers else None
+
+    def _named(self, block: int) -> str:
+        return f"block {block}" if self._numbers else "a cached block"
 
     def _nearest(self, index: int) -> tuple[int, int]:
         """The cached block after the hits that shares most leading tokens with block `index`, and how many."""

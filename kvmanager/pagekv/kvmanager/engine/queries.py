@@ -90,11 +90,14 @@ class EngineQueries:
         page_size: int,
         token: str = "",
         prepared: PreparedPrompt | None = None,
+        *,
+        numbers: bool = True,
     ) -> pb.ExplainPrefixResponse:
         """Why each of a page of a prompt's blocks hits or misses, when it is called; changes nothing. A long page is
-        made in slices, with a turn of the event loop between two. Raises InvalidRequest.
+        made in slices, with a turn of the event loop between two. `numbers`: as in PrefixExplainer. Raises
+        InvalidRequest.
         """
-        explainer = self._cache.explainer(token_ids, identity, prepared)
+        explainer = self._cache.explainer(token_ids, identity, prepared, numbers=numbers)
         answer = explainer.page(min(page_size, EXPLAINED_AT_ONCE), token)
         while answer.next_page_token and (left := page_size - len(answer.blocks)):
             await asyncio.sleep(0)

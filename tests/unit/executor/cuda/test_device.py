@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ class FakeGraphs:
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", self._handle)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "own stream")
         monkeypatch.setattr(torch.cuda, "set_stream", self.streams_set.append)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self.sync_modes.append)
+        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self._set_sync_debug_mode)
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self._release, raising=False)
 
@@ -56,6 +57,11 @@ class FakeGraphs:
             self._release(0, pool)
             raise
         self._end(0, pool)
+
+    def _set_sync_debug_mode(self, mode: str) -> None:
+        if mode != "default":
+            warnings.warn("Synchronization debug mode is a prototype feature", UserWarning, stacklevel=2)
+        self.sync_modes.append(mode)
 
     def _end(self, index: int, pool: int) -> None:
         assert index == 0
@@ -153,7 +159,8 @@ def test_memory_that_only_cuda_misses_is_memory(monkeypatch: pytest.MonkeyPatch)
 def test_what_waits_for_the_device_is_never_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch is asked to refuse it in the run before the recording, and in no run after it."""
     graphs, device = FakeGraphs(monkeypatch), _device()
-    device.capture(lambda: torch.ones(1))
+    with warnings.catch_warnings(action="error"):
+        device.capture(lambda: torch.ones(1))
     assert graphs.sync_modes == ["error", "default"]
 
     def waits() -> torch.Tensor:
@@ -186,3 +193,18 @@ def test_memory_that_cannot_be_locked_leaves_no_error_behind(monkeypatch: pytest
         with pytest.raises(MemoryError, match="32 bytes of host memory cannot be page-locked: CUDA error 2"):
             device.pin(locked)
     assert not last_error
+
+
+def test_buffers_that_cannot_be_locked_say_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At start too, whose first buffer measures the bus."""
+
+    def full(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", full)
+        with pytest.raises(
+            MemoryError, match=r"^host memory \(67108864,\) of torch.uint8 cannot be .*: CUDA error"
+        ) as caught:
+            _device().bandwidth()
+    assert "free memory of the host, or raise the memory limit of the container" in str(caught.value)

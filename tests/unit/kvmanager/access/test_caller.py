@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 
-from pagekv.kvmanager.access.caller import caller, tenant_of_call, tenant_to_abort
+from pagekv.kvmanager.access.caller import caller, sees_all, tenant_of_call, tenant_to_abort
 from pagekv.kvmanager.access.identity import Identity, Role
 from pagekv.kvmanager.access.tenancy import acting
 
@@ -39,6 +39,16 @@ def test_requests_belong_to_the_tenant() -> None:
     assert asked(ALICE) == ("team-a", "team-a")
     assert asked(BOB) == ("bob", "bob")
     assert asked(OLGA) == ("olga", None)
+
+
+def test_operators_that_act_for_nobody_see_all() -> None:
+    both = Identity("root", frozenset({Role.OPERATE, Role.ACT_FOR}), act_for=frozenset({"*"}))
+    seen = []
+    for known in (None, OLGA, both, ALICE, GATEWAY, acting(both, ["team-a"])):
+        context = contextvars.copy_context()
+        context.run(caller.set, known)
+        seen.append(context.run(sees_all))
+    assert seen == [True, True, True, False, False, False]
 
 
 def test_who_may_abort_whose() -> None:

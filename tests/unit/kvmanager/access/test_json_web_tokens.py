@@ -14,7 +14,7 @@ import jwt
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
-from support.access.issuer import AUDIENCE, ISSUER, claims, ec_key, ed_key, jwk, jwks, rsa_key, token
+from support.access.issuer import AUDIENCE, DAY_S, ISSUER, claims, ec_key, ed_key, jwk, jwks, rsa_key, token
 from support.access.key_server import key_server
 
 from pagekv.kvmanager.access import json_web_tokens
@@ -150,8 +150,8 @@ FORGED = {
     "subject-empty": token(sub=""),
     "subject-a-line": token(sub="alice\nroot"),
     "subject-long": token(sub="a" * 129),
-    "not-yet": token(nbf=int(time.time()) + 3600),
-    "issued-by-a-clock-an-hour-ahead": token(iat=int(time.time()) + 3600),
+    "not-yet": token(nbf=int(time.time()) + DAY_S),
+    "issued-by-a-clock-a-day-ahead": token(iat=int(time.time()) + DAY_S),
     "too-long": token(more="x" * MAX_TOKEN_BYTES),
     "not-ascii": token() + "ä",
     "empty": "",

@@ -31,9 +31,11 @@ class Bench:
         others: tuple[str, ...] = (),
         page_size: int = 4096,
         token: str = "",
+        numbers: bool = True,
     ) -> pb.ExplainPrefixResponse:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
-        return PrefixExplainer(self.pool, self.log, root, prompt, media, other_roots).page(page_size, token)
+        explainer = PrefixExplainer(self.pool, self.log, root, prompt, media, other_roots, numbers=numbers)
+        return explainer.page(page_size, token)
 
     def outcomes(self, prompt: list[int], **more: object) -> list[pb.BlockOutcome.ValueType]:
         return [block.outcome for block in self.explain(prompt, **more).blocks]  # type: ignore[arg-type]  # by name
@@ -53,6 +55,31 @@ def test_hits_then_a_partial_tail() -> None:
     assert (two.start, two.end, two.outcome, two.block_id) == (4, 8, HIT, second)
     reason = "1 of 4 tokens: only full blocks are cached; 3 more would fill it"
     assert tail == pb.BlockExplanation(start=8, end=9, outcome=TAIL, reason=reason)
+
+
+def test_numbers_that_others_change_can_be_left_out() -> None:
+    """Numbers of blocks and of steps; the outcomes, and times in seconds, stay."""
+    told, untold = list[pb.BlockExplanation](), list[pb.BlockExplanation]()
+    for bench, numbers, found in ((Bench(3), True, told), (Bench(3), False, untold)):
+        cache(bench.pool, [*range(8)])
+        # Evicts the second block.
+        cache(bench.pool, [*range(50, 58)])
+        for prompt in (
+            [50, 51, 52, 53, 54, 55, 56, 57],
+            [50, 51, 52, 53, 54, 9, 9, 9],
+            [50, 51, 52, 53, 54],
+            [*range(8)],
+        ):
+            found += bench.explain(prompt, numbers=numbers).blocks
+    assert [(each.outcome, each.shared_tokens) for each in told] == [(e.outcome, e.shared_tokens) for e in untold]
+    assert {each.outcome for each in told} >= {HIT, pb.BLOCK_OUTCOME_DIVERGED, pb.BLOCK_OUTCOME_EVICTED, TAIL}
+    assert any(each.HasField("block_id") for each in told)
+    assert any(each.HasField("steps_ago") for each in told)
+    assert not any(each.HasField("block_id") or each.HasField("steps_ago") for each in untold)
+    reasons = {each.reason for each in untold}
+    assert not any("steps" in reason or "block 1" in reason or "block 2" in reason for reason in reasons)
+    assert "cached; a request still computes its last token" in reasons
+    assert any(reason.startswith("a cached block follows the same prefix and shares 1 of 4") for reason in reasons)
 
 
 def test_looking_changes_nothing() -> None:

@@ -1,0 +1,77 @@
+"""The tokenizer that a manager serves with: the one that was named, or that of the executor's model."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagekv.common.logs import Log
+from pagekv.common.models import ModelNotFound, resolve_model
+from pagekv.common.phases import phase
+from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
+from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
+
+log = Log(__name__)
+
+
+class ServedTokenizer:
+    """States: none kept, or one, whose processes it ends when another one is kept, and in the end."""
+
+    def __init__(self, named: Tokenizer | None, *, from_executor: bool) -> None:
+        """`named`: what --tokenizer names; `from_executor`: nothing, for the model decides."""
+        self._named, self._from_executor = named, from_executor
+        self.kept: Tokenizer | None = None
+        # The event loop forgets tasks that nobody holds.
+        self._warming: asyncio.Task[None] | None = None
+
+    async def of_model(self, model_id: str) -> Tokenizer | None:
+        """The tokenizer for a model, by its directory or hub id, "" where the executor has none; None: there is no
+        tokenizer, which is logged with the reason.
+        """
+        if not self._from_executor:
+            return self._named
+        if not model_id:
+            log.info("the executor has no model directory: serving token ids only; --tokenizer names a tokenizer")
+            return None
+        try:
+            with phase("loading the tokenizer"):
+                return await asyncio.to_thread(load_tokenizer, model_id)
+        except (ModelNotFound, TokenizerError) as error:
+            log.warning("no tokenizer: serving token ids only; --tokenizer names one", reason=error)
+            return None
+
+    def keep(self, tokenizer: Tokenizer | None) -> None:
+        """Makes this the tokenizer that has processes; those of the one before end."""
+        former, self.kept = self.kept, tokenizer
+        if former is tokenizer:
+            return
+        if self._warming is not None:
+            # First, for it would take the end of the process for a fault of the template.
+            self._warming.cancel()
+            self._warming = None
+        if former is not None:
+            former.close()
+        if tokenizer is not None:
+            self._warming = asyncio.create_task(_warm(tokenizer), name="chat template")
+
+    def close(self) -> None:
+        """Keeps none. Idempotent."""
+        self.keep(None)
+
+
+async def _warm(tokenizer: Tokenizer) -> None:
+    """Compiles the chat template, if there is one, so that the first conversation need not wait for it."""
+    if tokenizer.chat_template is None:
+        return
+    try:
+        await tokenizer.chat_template.warm()
+    except ChatTemplateError as error:
+        log.warning("conversations will be refused: the chat template cannot be used", reason=error)
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of a model directory, of "demo" or of a hub id. Raises ModelNotFound, TokenizerError."""
+    tokenizer = Tokenizer.load(resolve_model(name, weights=False))
+    log.info(
+        "tokenizer loaded", tokenizer=name, vocabulary=tokenizer.vocab_size, chat=tokenizer.chat_template is not None
+    )
+    return tokenizer
