@@ -113,7 +113,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 await self._admit(method, context)
             if handler.request_streaming:
                 return requests if own else read_all(requests)
-            return await read(await _only_request(requests))
+            return await read(await _only_request(context))
 
         if handler.response_streaming:
             inner_stream = handler.stream_stream if handler.request_streaming else handler.unary_stream
@@ -147,15 +147,18 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return grpc.stream_unary_rpc_method_handler(unary, None, written)
 
 
-async def _only_request(requests: AsyncIterator[bytes]) -> bytes:
+async def _only_request(context: Any) -> bytes:
     """The request of a call that has one. Raises InvalidRequest where none comes."""
     try:
         async with asyncio.timeout(IDLE_MS / 1000):
-            async for request in requests:
-                return request
+            # Not by the iterator of requests: asyncio would end that in a task for every call.
+            request = await context.read()
     except TimeoutError:
         raise InvalidRequest("", f"no request came within {IDLE_MS / 1000:g} s of the call") from None
-    raise InvalidRequest("", "the call ended without a request")
+    if request is grpc.aio.EOF:
+        raise InvalidRequest("", "the call ended without a request")
+    found: bytes = request
+    return found
 
 
 async def _abort(context: Any, method: str, error: Exception) -> None:
