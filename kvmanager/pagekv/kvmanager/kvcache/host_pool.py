@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_hash import Root
 from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
+from pagekv.kvmanager.kvcache.fresh_memory import fresh_zeros
 
 if TYPE_CHECKING:
     from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -49,7 +50,7 @@ class HostPool:
         # Of keyed blocks with a namespace or an adapter.
         self._names: dict[int, Names] = {}
         self._block_of: dict[bytes, int] = {}
-        self._tokens = np.zeros((num_blocks, block_size), np.uint32)
+        self._tokens = fresh_zeros((num_blocks, block_size), np.uint32)
         self.evictions = 0
         self.hash_alarms = 0
 

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.digest_map import DigestMap
+from pagekv.kvmanager.kvcache.fresh_memory import fresh_zeros
 from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 from pagekv.kvmanager.kvcache.retired_blocks import Note
 
@@ -83,7 +84,7 @@ class PrefixTable:
         self._published_at = self.published.data
         self.map = DigestMap(num_blocks)
         self._block_of, self._digest, self._retired = self.map.block_of, self.map.column, self.map.retired
-        self._tokens = np.zeros((num_blocks, block_size), np.uint32)
+        self._tokens = fresh_zeros((num_blocks, block_size), np.uint32)
         self._trie = PrefixTrie(num_blocks, self._tokens)
         # Blocks from the first medium of their chain on.
         self._media: set[int] = set()

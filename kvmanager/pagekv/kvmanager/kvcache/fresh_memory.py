@@ -1,0 +1,25 @@
+"""Large columns of zeros in memory of their own, straight from the kernel."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Smaller ones are as well off in the C library's heap.
+_LEAST_BYTES = 2**20
+
+
+def fresh_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
+    """`np.zeros` whose pages take memory when they are first written, and are given back with the array.
+
+    The manager keeps freed memory (`pagekv.common.freed_memory`), so the pools of a new epoch would get that of earlier
+    ones, which `np.zeros` has to clear at once: the process grew or not by where they came to lie.
+    """
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    if num_bytes < _LEAST_BYTES:
+        return np.zeros(shape, dtype)
+    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype).reshape(shape)
