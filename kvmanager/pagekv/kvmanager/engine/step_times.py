@@ -14,7 +14,7 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 # A bounded step takes so many times what every step costs: with fewer a newcomer is served sooner, with more a smaller
 # part of all time goes into that. Less than these microseconds is no wait that anybody notices.
-MOST_BASES = 3
+MOST_BASES = 4
 LEAST_US = 10_000.0
 # At least one part of the token budget is a step's, whatever was learnt.
 MIN_PARTS = 32
