@@ -285,3 +285,4 @@ def _end(process: Process) -> None:
             process.popen.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+    tls_on.ended(process.target)

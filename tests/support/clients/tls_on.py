@@ -73,6 +73,11 @@ def serves(target: str, *, manager: bool) -> grpc.ChannelCredentials:
     return found
 
 
+def ended(target: str) -> None:
+    """Nothing serves at this address with these flags any more; whoever has the port next may speak plain text."""
+    _TARGETS.pop(target, None)
+
+
 def secured(insecure: Callable[..., Any], secure: Callable[..., Any]) -> Callable[..., Any]:
     """In place of gRPC's `insecure_channel`: with credentials where the address is of such a process."""
 
