@@ -29,14 +29,11 @@ class PlainTenants:
     def victim(self, taker: int) -> int | None:
         """The tenant that loses the next block to this one."""
 
-        def may(tenant: int) -> bool:
-            return tenant == taker or self.footprint(tenant) > self.floors.get(tenant, 0)
-
-        candidates = [tenant for tenant in self.lists if self.cached(tenant) and may(tenant)]
+        candidates = [t for t in self.lists if self.cached(t) and self.footprint(t) > self.floors.get(t, 0)]
         return min(
             candidates,
             key=lambda t: (-(self.footprint(t) / self.weights.get(t, 1.0)), t != taker, t),
-            default=None,
+            default=taker if self.cached(taker) else None,
         )
 
     def take(self, count: int, taker: int) -> list[int] | None:

@@ -175,11 +175,12 @@ class TenantOrder:
         left = count - len(taken[0])
         if left:
             floors = 0 if over_floors else self._floor
-            allowed = np.clip(self._footprint - floors, 0, self._cached)
-            allowed[tenant] = self._cached[tenant]
             # The taker's when it has all but one: block by block it would evict in the very same way.
             footprint = self._footprint.copy()
             footprint[tenant] += count - 1
+            # The taker grows to its floor by others' blocks as long as these have any above theirs.
+            allowed = np.clip(footprint - floors, 0, self._cached)
+            allowed[tenant] += max(0, left - int(allowed.sum()))
             quotas = eviction_quotas(left, footprint, self._weight, allowed, tenant)
             numbers = np.flatnonzero(quotas).tolist()
             taken += [self._orders[number].pop(int(quotas[number])) for number in numbers]

@@ -145,6 +145,22 @@ def test_who_is_most_over_its_share_loses() -> None:
     assert [cache.footprint(tenant) for tenant in (1, 2, 3)] == [10, 10, 20]
 
 
+def test_a_tenant_grows_to_a_floor_above_its_share() -> None:
+    """As long as others have any block above theirs; what it has beyond its floor it loses like everybody."""
+    cache = Cache(40)
+    cache.pool.set_tenants({}, {1: 25, 3: 8})
+    cache.read(2, [*range(40)])
+    cache.read(3, [*range(8)])
+    for turn in range(10):
+        cache.read(1, [1000 * turn + word for word in range(4)])
+        cache.read(2, [1000 * turn + word for word in range(4)])
+    assert [cache.footprint(tenant) for tenant in (1, 2, 3)] == [25, 7, 8]
+    # Nobody has more than a floor beside it: its own blocks go.
+    cache.pool.set_tenants({}, {1: 25, 2: 7, 3: 8})
+    cache.read(1, [*range(5000, 5020)])
+    assert [cache.footprint(tenant) for tenant in (1, 2, 3)] == [25, 7, 8]
+
+
 def test_a_pool_is_shared_from_the_first_tenant_on() -> None:
     """Blocks from before are tenant 0's, in the order that they had."""
     cache = Cache(6, 0.5)
