@@ -55,6 +55,7 @@ class WaitingQueue:
         tenant = request.command.tenant.number
         if tenant not in self._orders:
             self.served.joined(tenant, self._orders.keys() - self._held_back)
+        self.served.sent(tenant, len(request.command.prompt_ids))
         self.push(request.sequences[0])
         self._forking[tenant] += len(request.sequences) - 1
 

@@ -37,9 +37,11 @@ class VirtualTokens:
         self._floor = 0.0
         # Whether there is more than one tenant.
         self.several = False
-        # Tenants that have less than their share of what runs, and the tokens by which these may come early.
+        # Tenants that have less than their share of what runs, and the tokens by which these may come early at least.
         self.newcomers: frozenset[int] = frozenset()
         self.credit = 0.0
+        # Tokens of the longest prompt that each tenant has sent.
+        self._longest: dict[int, int] = {}
 
     def know(self, tenant: int, weight: float = 1.0) -> None:
         """Gives a tenant its weight, above 0; from then on it is counted."""
@@ -72,7 +74,8 @@ class VirtualTokens:
 
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
         """Tells newcomers: tenants that wait or run and would with one sequence more have less than an equal share of
-        those that run, for their weights; they are served as if they had had `credit` tokens less.
+        those that run, for their weights; they are served as if they had had `credit` tokens less, or as many as their
+        longest prompt has, if that is more: or it would stop halfway for those of others.
 
         Sequences count, and not blocks as for preemption: newcomers are given time of steps, of which each sequence
         takes as much whatever it holds. So a tenant of long prompts and short answers stays a newcomer for good; others
@@ -85,7 +88,10 @@ class VirtualTokens:
 
     def place(self, tenant: int) -> float:
         """The order in which tenants are served: their counters, a newcomer's less its credit."""
-        return self.of(tenant) - (self.credit if tenant in self.newcomers else 0.0)
+        return self.of(tenant) - (self._credit_of(tenant) if tenant in self.newcomers else 0.0)
+
+    def _credit_of(self, tenant: int) -> float:
+        return max(self.credit, INPUT_COST * self._longest.get(tenant, 0) / self.weight(tenant))
 
     def goes_before(self, tenant: int, other: int) -> bool:
         """Whether another tenant's request goes before what is under way of this `other`."""
@@ -98,6 +104,11 @@ class VirtualTokens:
         if self.several:
             least = min((self.of(other) for other in waiting), default=self._floor)
             self._counters[tenant] = max(self._counters[tenant], least)
+
+    def sent(self, tenant: int, prompt_tokens: int) -> None:
+        """A tenant has sent a prompt of so many tokens."""
+        if self.several:
+            self._longest[tenant] = max(prompt_tokens, self._longest.get(tenant, 0))
 
     def left(self, tenant: int) -> None:
         """Nothing of a tenant waits any more."""

@@ -82,9 +82,37 @@ def test_newcomers_have_less_than_their_share_and_go_before_their_turn() -> None
     assert [served.place(number) for number in (1, 2, 3, 4)] == [10, 20, 5, 15]
     assert served.goes_before(3, 1)
     assert not served.goes_before(4, 1)
+    # The longest prompt that one has sent is its credit, where that is more.
+    for number, tokens in ((3, 20), (4, 60), (4, 7), (1, 1000)):
+        served.sent(number, tokens)
+    assert [served.place(number) for number in (1, 2, 3, 4)] == [10, 20, 5, -20]
+    served.set_weights({1: 1.0, 4: 0.5})
+    served.greet({1: 4, 2: 4}, {2, 3, 4}, credit=25)
+    assert served.place(4) == 40 - 60 / 0.5
     served.set_weights({1: 8.0, 3: 0.5})
     served.greet({1: 4, 2: 1}, {2, 3, 4}, credit=25)
     assert not served.newcomers
+
+
+def test_a_newcomers_long_prompt_does_not_stop_halfway_for_others() -> None:
+    """It is many steps' budgets long, and another tenant has prompts waiting all the time."""
+    driver = Driver(num_blocks=1024, max_running=64, max_batch_tokens=100, depth=1, prefix_cache=False)
+    driver.scheduler.set_bound(StepBound(32, 1.0))
+    flood = [driver.submit([7] * 24, max_tokens=50, tenant=A) for _ in range(50)]
+    for _ in range(4):
+        driver.step()
+    begun = sum(request.sequences[0].cached_tokens is not None for request in flood)
+    assert 8 < begun < 40
+    quiet = driver.submit([5] * 300, max_tokens=2, tenant=B)
+    steps = 0
+    while not quiet.sequences[0].num_output:
+        driver.step()
+        steps += 1
+    # Beside two decodes a step has 30 tokens for it; nobody else's prompt was begun.
+    assert steps <= 300 / 30 + 2
+    assert sum(request.sequences[0].cached_tokens is not None for request in flood) <= begun + 1
+    driver.drain()
+    assert all(map(finished, [*flood, quiet]))
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -139,7 +167,7 @@ def test_the_difference_of_what_two_tenants_get_is_bounded(
     assert all(map(finished, requests))
     assert len(differences) > 5
     most = 2 * max(INPUT_COST * longest, OUTPUT_COST * num_blocks * block_size) / min(weights)
-    credit = 0 if bound is None else driver.scheduler.limits.max_batch_tokens
+    credit = 0 if bound is None else max(driver.scheduler.limits.max_batch_tokens, longest / min(weights))
     assert max(differences) - min(differences) <= most + 2 * credit
 
 
