@@ -170,7 +170,7 @@ def test_a_step_that_all_refuse_is_refused_as_by_one_rank() -> None:
 def test_steps_of_an_epoch_that_are_collected_in_the_next_one_disturb_it_not() -> None:
     """A manager attaches while steps of the one before still run: a backend need not wait for them to allocate."""
     backends = (OracleBackend(MODEL, step_time_s=0.05) for _ in range(2))
-    with running_group(*backends, timeout_s=5.0) as group:
+    with running_group(*backends, timeout_s=60.0) as group:
         before = epoch_of(group)
         late = [launch(before, number) for number in (1, 2)]
         epoch = epoch_of(group, 6)
