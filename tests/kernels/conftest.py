@@ -31,6 +31,7 @@ SAMPLE = (
     "test_shared_splits.py",
     "test_sources.py",
     "test_swap.py",
+    "test_tensors.py",
     "test_variants.py",
 )
 

@@ -11,7 +11,7 @@ from support.kernels.bench_machine import HostMachine
 from support.kernels.host_build import HostLauncher
 from support.kernels.small_step import VARIANT, plan
 
-from pagekv.kernels.attention import PagedAttention, dtype_name
+from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import GraphKey, StepBatch
 from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.variants import UnsupportedVariant, Variant
@@ -76,10 +76,6 @@ def test_rows_that_the_kernels_cannot_read_are_refused(query: torch.Tensor, mess
 def test_a_layer_outside_of_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match=r"layer: must be in \[0, 2\), got 2"):
         make().attend(2, torch.zeros(5, 4, 64), torch.zeros(5, 4, 64), plan().bind(4096, 4096))
-
-
-def test_names_of_element_types() -> None:
-    assert dtype_name(torch.zeros(1, dtype=torch.float8_e4m3fn)) == "float8_e4m3fn"
 
 
 @pytest.mark.long

@@ -15,8 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from typing import Any, Protocol, TypedDict
+from typing import TypedDict
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_decodes, plan_step
@@ -24,6 +23,7 @@ from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork, every_it
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
 from pagekv.kernels.shared_splits import Ints
+from pagekv.kernels.tensors import Tensor, dtype_name
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
@@ -33,17 +33,6 @@ MAX_POOL_ROWS = 2**32
 
 NO_ROPE = dict.fromkeys(("query", "rope", "query_stride", "rotary_dim", "rope_interleaved"), 0)
 """Fields of the cache write with which it rotates nothing."""
-
-
-class Tensor(Protocol):
-    """The part of torch's tensor that is used here. Strides count elements."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> Any: ...
-    def stride(self) -> Sequence[int]: ...
-    def data_ptr(self) -> int: ...
 
 
 class _Planned(TypedDict):
@@ -365,13 +354,3 @@ class PagedAttention:
             raise ValueError(
                 f"{name}: heads must be side by side and rows at multiples of 16 bytes, got strides {stride}"
             )
-
-
-def dtype_name(tensor: Tensor) -> str:
-    """torch.float16 -> float16."""
-    return _last_name(tensor.dtype)
-
-
-@cache
-def _last_name(dtype: object) -> str:
-    return str(dtype).rpartition(".")[2]

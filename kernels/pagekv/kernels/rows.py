@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention import Tensor, dtype_name
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import ADD_NORM, GATED, fill
+from pagekv.kernels.tensors import Tensor, dtype_name
 from pagekv.kernels.variants import Variant
 
 ALIGN_BYTES = 16

@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention import Tensor
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import ADJUST, SAMPLE, fill
+from pagekv.kernels.tensors import Tensor
 from pagekv.kernels.variants import Variant
 
 MAX_VOCAB_SIZE = 2**19
