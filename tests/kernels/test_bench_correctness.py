@@ -8,6 +8,7 @@ from support.kernels.bench_machine import HostMachine
 from pagekv.kernels import launch_config
 from pagekv.kernels.bench import correctness
 from pagekv.kernels.bench.correctness import (
+    CHUNK,
     Check,
     checks,
     crowd,
@@ -16,6 +17,7 @@ from pagekv.kernels.bench.correctness import (
 )
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.decode_plan import LEAST_SPLIT, MAX_BLOCKS, MOST_FUSED_PARTIALS, most_partials
+from pagekv.kernels.prefill_splits import SPLIT_RULE
 from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
 HALF = Variant("float16", "float16", 64)
@@ -35,6 +37,7 @@ def test_setups_reach_what_is_timed() -> None:
     assert {s.num_heads // s.num_kv_heads for s in found} >= {1, 4, 8, 32, 64}
     assert {s.block_size for s in found} == {1, 16, 256}
     assert any(most_partials(max(s.lengths)) > MOST_FUSED_PARTIALS for s in found)
+    assert any(max(s.lengths) - CHUNK >= SPLIT_RULE.most_whole for s in found if not s.decodes_only)
     assert any(sum(-(-n // LEAST_SPLIT) for n in s.lengths) * s.num_kv_heads > MAX_BLOCKS for s in found)
     assert {s.variant.dtype for s in found if s.subnormal} == {"bfloat16", "float16"}
     assert len({str(s) for s in found}) == len(found)
@@ -63,6 +66,7 @@ def test_the_end_of_a_prompt_that_is_too_long_for_a_reference_is_checked(
     found = list(checks(machine, Setup(HALF, (40, 150))))
     assert all(check.passed for check in found)
     assert any(check.name.endswith("prefill behind 50 tokens") for check in found)
+    assert any(check.name.endswith("prefill behind 50 tokens does not depend on chunks") for check in found)
 
 
 def test_a_crowd_has_more_work_than_a_launch_has_blocks(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:

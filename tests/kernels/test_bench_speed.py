@@ -55,6 +55,15 @@ def test_decode_and_prefill_rows(machine: HostMachine, arena: Arena) -> None:
     case = AttentionCase(SMALL, 1, 40, new=24)
     row = speed.attention_row(machine, arena, case, bandwidth=1.0)
     assert row["tflop_per_s"] == pytest.approx(case.flops / 1e9)
+    assert (row["thread_blocks"], row["partial_mib"]) == (1, 0)
+
+
+def test_thread_blocks_and_partial_results_of_a_short_chunk_behind_a_long_context(
+    machine: HostMachine, arena: Arena
+) -> None:
+    """Of the plan that is timed; five splits of 2,048 keys."""
+    work = speed.paged(machine, arena, AttentionCase(SMALL, 1, 8200, 3, kv_dtype="float8_e4m3fn"), num_layers=1).prompts
+    assert (work.walks, work.partial_bytes(SMALL.num_heads, 128)) == (5, 3 * 5 * 2 * 130 * 4)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def test_other_grids() -> None:
     assert launch_config.cache_write(7).grid == (7, 1, 1)
     assert launch_config.prefill(HALF, 3, 8).grid == (24, 1, 1)
     assert launch_config.merge(HALF, 3, 32).grid == (3, 32, 1)
+    assert launch_config.merge_rows(HALF, 3, 32).grid == (3, 4, 1)
+    assert launch_config.merge_rows(Variant("float32", "float32", 80), 3, 5).grid == (3, 1, 1)
     assert launch_config.block_copy(3, 16385).grid == (3, 2, 1)
     assert launch_config.block_copy(3, 1 << 40).grid == (3, 65535, 1)  # the most that CUDA allows in y
 

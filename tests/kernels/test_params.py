@@ -23,6 +23,7 @@ from pagekv.kernels.params import (
     GATED,
     MERGE,
     PREFILL,
+    PREFILL_SPLIT,
     SAMPLE,
     fill,
 )
@@ -30,7 +31,7 @@ from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
 
 PLAIN = Variant("float16", "float16", 128)
-HEADERS = ("params.cuh", "row_params.cuh", "sample_params.cuh")
+HEADERS = ("params.cuh", "prefill_split_params.cuh", "row_params.cuh", "sample_params.cuh")
 # Name of the C++ structure -> its mirror.
 STRUCTS = {
     "CacheWriteParams": CACHE_WRITE,
@@ -45,6 +46,7 @@ STRUCTS = {
     "DecodeParams": DECODE,
     "MergeParams": MERGE,
     "PrefillParams": PREFILL,
+    "PrefillSplitParams": PREFILL_SPLIT,
 }
 
 
@@ -62,7 +64,8 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
             sizes.append(f'static_assert(sizeof({name}::{field}) == {kind.itemsize}, "{name}::{field}");')
             offsets.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{name}::{field}");')
     macros = [f"-D{name}={value}" for name, value in PLAIN.macros().items()]
-    text = "".join(map(translation_unit, HEADERS)) + "\n".join(sizes)
+    # The second header includes the first.
+    text = "".join(map(translation_unit, HEADERS[1:])) + "\n".join(sizes)
     nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
     # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
     plain = re.sub(r"^#(include|pragma).*$", "", "".join(map(sources.read, HEADERS)), flags=re.M)
@@ -79,9 +82,10 @@ def test_structures_have_the_fields_of_the_source() -> None:
     # In order: what was added to one side alone would otherwise shift nothing and be missed.
     text = re.sub(r"//[^\n]*", "", "".join(map(sources.read, HEADERS)))
     for name, dtype in STRUCTS.items():
-        body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.S)
+        body = re.search(rf"struct {name}(?: : (\w+))? \{{(.*?)\}};", text, re.S)
         assert body is not None, name
-        assert tuple(re.findall(r"(\w+)\s*;", body[1])) == dtype.names
+        inherited = STRUCTS[body[1]].names or () if body[1] else ()
+        assert (*inherited, *re.findall(r"(\w+)\s*;", body[2])) == dtype.names
 
 
 def test_fill_names_missing_unknown_and_oversized_fields() -> None:

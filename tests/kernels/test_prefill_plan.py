@@ -13,7 +13,7 @@ from support.kernels.prefill_cases import check, mixed_batch
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.decode_plan import Ints, KernelTile
-from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
+from pagekv.kernels.prefill_plan import prefill_tile, prefill_work
 from pagekv.kernels.variants import Variant, all_variants
 
 TILE = KernelTile(keys=64, rows=128, threads=128, shared_bytes=0)
@@ -28,7 +28,7 @@ def items_of(
 ) -> list[tuple[int, int]]:
     """(sequence, first row) of every item."""
     sequences = list(range(len(counts))) if chosen is None else chosen
-    items = prefill_items(
+    work = prefill_work(
         ints(0, *np.cumsum(counts).tolist()),
         ints(*contexts),
         ints(*sequences),
@@ -36,10 +36,12 @@ def items_of(
         tile=TILE,
         window=window,
     )
-    assert items.dtype == np.int32
-    assert items.shape[1] == 4
-    assert not items[:, 2:].any()
-    return [(int(sequence), int(row)) for sequence, row, *_ in items]
+    assert work.items.dtype == np.int32
+    assert work.num_split == len(work.split_items) == len(work.merges) == len(work.passes) == 0
+    rows = np.array(counts, np.int32)[work.items[:, 0]] * group
+    assert work.items[:, 2].tolist() == np.minimum(rows - work.items[:, 1], TILE.rows).tolist()
+    assert not work.items[:, 3].any()
+    return [(int(sequence), int(row)) for sequence, row, *_ in work.items]
 
 
 def test_a_tile_is_made_of_queries_and_the_heads_of_a_group() -> None:

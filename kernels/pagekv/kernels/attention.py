@@ -18,10 +18,21 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.attention_plan import AttentionPlan, GraphKey, HostPlan, StepBatch, plan_decodes, plan_step
+from pagekv.kernels.attention_plan import (
+    AttentionPlan,
+    GraphKey,
+    HostPlan,
+    StepBatch,
+    plan_decodes,
+    plan_prefills,
+    plan_step,
+)
 from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork, every_item_is_wide, most_members
 from pagekv.kernels.launch_config import Launcher
-from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, PREFILL, fill
+from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, fill
+from pagekv.kernels.prefill_launch import launch_prefill
+from pagekv.kernels.prefill_plan import PrefillWork
+from pagekv.kernels.prefill_splits import MOST_PARTIAL_BYTES, SPLIT_RULE, partial_bytes
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.tensors import Tensor, dtype_name
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
@@ -168,6 +179,17 @@ class PagedAttention:
         """The decode items of a batch, which `plan` makes where it is not given them. `share`: rows may share reads."""
         return plan_decodes(batch, share=share, **self._planned)
 
+    def plan_prefills(self, batch: StepBatch) -> PrefillWork:
+        """The prefill items of a batch, which `plan` makes too."""
+        planned = self._planned
+        return plan_prefills(
+            batch,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            variant=self.variant,
+            window=planned["window"],
+        )
+
     @property
     def most_members(self) -> int:
         """Rows that may share a read; 1 where every item is a wide one, shared or not."""
@@ -181,7 +203,14 @@ class PagedAttention:
 
     def scratch_bytes(self, num_partials: int) -> int:
         """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
-        return num_partials * self.num_heads * (self.variant.head_size + 2) * 4
+        return num_partials * partial_bytes(self.num_heads, self.variant.head_size)
+
+    def most_prompt_scratch(self, num_rows: int, context_len: int) -> int:
+        """The most bytes that partial results of a step's prompts take: of so many rows, in contexts of at most so many
+        tokens."""
+        partials = SPLIT_RULE.most_partials(context_len, self.plan_window)
+        one_row = self.scratch_bytes(partials)
+        return min(num_rows * one_row, max(MOST_PARTIAL_BYTES, one_row))
 
     def write(
         self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan, rotation: Rotation | None = None
@@ -261,24 +290,20 @@ class PagedAttention:
         if plan.num_decode_items or plan.num_wide_items:
             self._decode(values, plan)
         if plan.num_prefill_items:
-            self._launcher.launch(
-                "pagekv_prefill",
+            launch_prefill(
+                self._launcher,
                 self.variant,
-                launch_config.prefill(self.variant, plan.num_prefill_items, self.num_kv_heads),
-                fill(
-                    PREFILL,
-                    query_start=plan.at["query_start"],
-                    items=plan.at["prefill_items"],
-                    num_items=plan.num_prefill_items,
-                    **values,
-                ),
+                plan,
+                {**values, "query_start": plan.at["query_start"]},
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                split=SPLIT_RULE.splits(self._windows[layer]),
             )
 
     def _decode(self, values: Mapping[str, float], plan: AttentionPlan) -> None:
         """`values`: the fields that both kernels of attention have."""
         fused = plan.most_partials <= MOST_FUSED_PARTIALS
-        partial_out = plan.scratch
-        partial_state = partial_out + plan.num_partials * self.num_heads * self.variant.head_size * 4
+        partial_out, partial_state = plan.partials(self.num_heads, self.variant.head_size)
         kinds = (
             ("pagekv_decode_wide", plan.num_wide_items, "wide_items"),
             ("pagekv_decode", plan.num_decode_items, "decode_items"),

@@ -29,7 +29,8 @@ from pagekv.kernels.decode_plan import (
     most_members,
     most_partials,
 )
-from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
+from pagekv.kernels.prefill_plan import PrefillPass, PrefillWork, prefill_tile, prefill_work
+from pagekv.kernels.prefill_splits import MOST_PARTIAL_BYTES, partial_bytes
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import Variant
 
@@ -87,6 +88,8 @@ class GraphKey:
             "members": (self.batch if self.wide_items else 0, 4),
             "merge_items": (self.batch if self.partials else 0, 4),
             "prefill_items": (0, 4),
+            "split_items": (0, 4),
+            "row_merges": (0, 4),
         }
 
 
@@ -100,13 +103,21 @@ class AttentionPlan:
     num_wide_items: int
     num_merge_items: int
     num_prefill_items: int
+    num_split_tiles: int
+    """Prefill items at the front that split items replace in layers that split."""
     num_partials: int
     most_partials: int
-    """Of one row."""
+    """Of one decode."""
+    passes: tuple[PrefillPass, ...]
+    """Of the split items."""
     at: Mapping[str, int]
     """Section -> its address."""
     scratch: int
     """Address of float32 [num_partials, num_heads, head_size + 2] words: see `PagedAttention.scratch_bytes`."""
+
+    def partials(self, num_heads: int, head_size: int) -> tuple[int, int]:
+        """Addresses of the partial results' outputs and of their (maximum, sum) pairs."""
+        return self.scratch, self.scratch + self.num_partials * num_heads * head_size * 4
 
 
 @dataclass(frozen=True)
@@ -118,6 +129,7 @@ class HostPlan:
     offsets: Mapping[str, int]
     """Section -> its first word."""
     counts: Mapping[str, int]
+    passes: tuple[PrefillPass, ...]
 
     def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
@@ -129,7 +141,7 @@ class HostPlan:
         if self.counts["num_partials"] and not scratch:
             raise ValueError("scratch: this step has partial results and needs memory for them")
         at = {name: address + 4 * offset for name, offset in self.offsets.items()}
-        return AttentionPlan(**self.counts, at=at, scratch=scratch)
+        return AttentionPlan(**self.counts, passes=self.passes, at=at, scratch=scratch)
 
 
 SKIPPED_BELOW_ZERO = ("slots", "decode_items", "wide_items", "merge_items", "prefill_items")
@@ -161,6 +173,26 @@ def plan_decodes(
     )
 
 
+def plan_prefills(
+    batch: StepBatch,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    variant: Variant,
+    window: int = 0,
+) -> PrefillWork:
+    """The work of a batch's prompts; nothing of the batch is checked. Arguments as of `plan_step`."""
+    return prefill_work(
+        np.asarray(batch.query_start, np.int32),
+        np.asarray(batch.context_lens, np.int32),
+        np.flatnonzero(~np.asarray(batch.decodes, bool)).astype(np.int32),
+        group_size=num_heads // num_kv_heads,
+        tile=prefill_tile(variant),
+        window=window,
+        pass_partials=MOST_PARTIAL_BYTES // partial_bytes(num_heads, variant.head_size),
+    )
+
+
 def plan_step(
     batch: StepBatch,
     *,
@@ -186,7 +218,6 @@ def plan_step(
     counts = validate(batch, num_blocks, block_size)
     positions = row_positions(query_start, context_lens, counts)
     slots = row_slots(tables, positions, counts, block_size)
-    decodes = np.asarray(batch.decodes, bool)
     if work is None:
         work = plan_decodes(
             batch,
@@ -199,14 +230,7 @@ def plan_step(
     # The first sequence beyond the step's has no keys.
     padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
     work = work.with_empty_rows(padding, len(context_lens))
-    prefills = prefill_items(
-        query_start,
-        context_lens,
-        np.flatnonzero(~decodes).astype(np.int32),
-        group_size=num_heads // num_kv_heads,
-        tile=prefill_tile(variant),
-        window=window,
-    )
+    prefills = plan_prefills(batch, num_heads=num_heads, num_kv_heads=num_kv_heads, variant=variant, window=window)
     arrays = {
         "query_start": query_start,
         "context_lens": context_lens,
@@ -218,10 +242,13 @@ def plan_step(
         "members": work.members,
         "merge_items": work.merges,
         "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
-        "prefill_items": prefills,
+        "prefill_items": prefills.items,
+        "split_items": prefills.split_items,
+        "row_merges": prefills.merges,
         **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
     }
-    num_partials, longest = work.num_partials, work.most_partials
+    # Decodes have done with their partial results when the first prompt needs memory for its own.
+    num_partials, longest = max(work.num_partials, prefills.num_partials), work.most_partials
     shapes = {name: array.shape for name, array in arrays.items()}
     if graph:
         if num_partials > graph.partials:
@@ -244,9 +271,11 @@ def plan_step(
             "num_wide_items": shapes["wide_items"][0],
             "num_merge_items": shapes["merge_items"][0],
             "num_prefill_items": shapes["prefill_items"][0],
+            "num_split_tiles": prefills.num_split,
             "num_partials": num_partials,
             "most_partials": longest,
         },
+        prefills.passes,
     )
 
 

@@ -79,7 +79,14 @@ def merge(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig:
     return LaunchConfig((num_items, num_heads, 1), variant.head_size * 2, 0)
 
 
+def merge_rows(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig:
+    """A thread has four dims of a query head; x walks over the rows."""
+    pieces = num_heads * variant.head_size // 4
+    return LaunchConfig((num_items, -(-pieces // 256), 1), 256, 0)
+
+
 def prefill(variant: Variant, num_items: int, num_kv_heads: int) -> LaunchConfig:
-    """One thread block an item (a tile of query rows) and KV head; the KV heads of an item are neighbours."""
+    """One thread block an item (a tile of query rows, or a split of one) and KV head; the KV heads of an item are
+    neighbours."""
     tile = prefill_tile(variant)
     return LaunchConfig((num_items * num_kv_heads, 1, 1), tile.threads, tile.shared_bytes)

@@ -19,6 +19,7 @@ from pagekv.kernels.bench.correctness import (
     write_checks,
 )
 from pagekv.kernels.bench.scene import LAYER, Scene, Setup
+from pagekv.kernels.prefill_splits import SPLIT_RULE
 from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
@@ -115,4 +116,8 @@ def smallest_checks(machine: FirstMachine, variant: Variant) -> Iterator[Check]:
     long = Scene(machine, Setup(variant, (5000,), decodes_only=True))
     yield Check("decode 1 x 5000, merged", largest(long.decode([0]), long.expected_last()), allowed)
     yield Check("prefill 17", largest(short.prefill(0, 0, 17), short.expected(0, 0)), allowed)
+    cached = SPLIT_RULE.most_whole
+    behind = Scene(machine, Setup(variant, (cached + 3,), decodes_only=True))
+    rows = behind.prefill(0, cached, cached + 3)
+    yield Check(f"prefill 3 behind {cached}, split and merged", largest(rows, behind.expected(0, cached)), allowed)
     yield from block_copy_checks(short)

@@ -97,6 +97,8 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
                 shapes.append(launch_config.decode(variant, 1, group_size, 1, wide=True))
             case "pagekv_merge":
                 shapes.append(launch_config.merge(variant, 1, group_size))
-            case "pagekv_prefill":
+            case "pagekv_merge_rows":
+                shapes.append(launch_config.merge_rows(variant, 1, group_size))
+            case "pagekv_prefill" | "pagekv_prefill_split":
                 shapes.append(launch_config.prefill(variant, 1, 1))
     return max(shape.shared_bytes for shape in shapes), max(shape.threads for shape in shapes)

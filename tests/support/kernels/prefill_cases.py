@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from support.kernels import stored_sequences, twin
-from support.kernels.host_build import HostLauncher, address
+from support.kernels.host_build import HostLauncher, address, aligned_empty
 from support.kernels.stored_sequences import (
     PLAIN,
     TOLERANCE,
@@ -21,9 +22,10 @@ from support.kernels.stored_sequences import (
     store,
 )
 
-from pagekv.kernels import launch_config
-from pagekv.kernels.params import PREFILL, fill
-from pagekv.kernels.prefill_plan import prefill_items, prefill_tile
+from pagekv.kernels.attention_plan import AttentionPlan
+from pagekv.kernels.prefill_launch import launch_prefill
+from pagekv.kernels.prefill_plan import prefill_tile, prefill_work
+from pagekv.kernels.prefill_splits import SPLIT_RULE, SplitRule
 from pagekv.kernels.variants import Variant
 
 # A chunk behind cached tokens, a single token, a sequence without rows, a whole prompt, one key, no key at all.
@@ -113,34 +115,59 @@ def run_prefill(
     features: Features = PLAIN,
     *,
     padding: int = 0,
+    rule: SplitRule = SPLIT_RULE,
+    pass_partials: int = 1 << 30,
+    plan_window: int | None = None,
 ) -> Array:
-    """[T, H, D]: the kernel's results, as stored elements. `padding`: items that do nothing, as in a captured graph."""
+    """[T, H, D]: the kernels' results, as stored elements. `padding`: items that do nothing, as in a captured graph.
+
+    `rule`: of splits. `pass_partials`: most partial results of a pass. `plan_window`: the widest of any layer, where
+    that is another one than this layer's.
+    """
     variant, sequences = prompts.variant, prompts.sequences
     heads, kv_heads = prompts.queries[0].shape[1], cache.pool.shape[4]
     query_start = np.concatenate([[0], np.cumsum(prompts.counts)]).astype(np.int32)
     context_lens = sequences.context_lens
-    items = prefill_items(
+    work = prefill_work(
         query_start,
         context_lens,
         np.arange(len(sequences), dtype=np.int32),
         group_size=heads // kv_heads,
         tile=prefill_tile(variant),
-        window=features.window,
+        window=features.window if plan_window is None else plan_window,
+        pass_partials=pass_partials,
+        rule=rule,
     )
-    items = np.concatenate([items, np.full((padding, 4), -1, np.int32)])
+    items = np.concatenate([work.items, np.full((padding, 4), -1, np.int32)])
     rows = Rows.of(np.concatenate(prompts.computed()))
-    shape = launch_config.prefill(variant, len(items), kv_heads)
-    params = fill(
-        PREFILL,
-        query_start=address(query_start),
-        items=address(items),
-        num_items=len(items),
-        **attention_values(sequences, cache, rows, context_lens, features),
+    scratch = aligned_empty((work.num_partials, heads, variant.head_size + 2), np.float32)  # NaN
+    at = {"prefill_items": address(items), "split_items": address(work.split_items), "row_merges": address(work.merges)}
+    plan = AttentionPlan(
+        num_rows=int(query_start[-1]),
+        table_stride=cache.tables.shape[1],
+        num_decode_items=0,
+        num_wide_items=0,
+        num_merge_items=0,
+        num_prefill_items=len(items),
+        num_split_tiles=work.num_split,
+        num_partials=work.num_partials,
+        most_partials=0,
+        passes=work.passes,
+        at=at,
+        scratch=address(scratch),
     )
-    if len(items):
-        unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
-        with launcher.forbidden(*(cache.pool[block] for block in unused)):
-            launcher.launch("pagekv_prefill", variant, shape, params)
+    values = attention_values(sequences, cache, rows, context_lens, features)
+    unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
+    with launcher.forbidden(*(cache.pool[block] for block in unused)):
+        launch_prefill(
+            launcher,
+            variant,
+            plan,
+            {**values, "query_start": address(query_start)},
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            split=rule.splits(features.window),
+        )
     return rows.result()
 
 
@@ -152,11 +179,11 @@ def run_stored(
     *,
     block_size: int = 16,
     shared: int = 0,
-    padding: int = 0,
+    **how: Any,
 ) -> Array:
-    """`run_prefill` over blocks of this size, scattered at random."""
+    """`run_prefill` over blocks of this size, scattered at random; `how`: its further arguments."""
     cache = store(rng, prompts.sequences, block_size, shared=shared)
-    return run_prefill(launcher, prompts, cache, features, padding=padding)
+    return run_prefill(launcher, prompts, cache, features, **how)
 
 
 def worst_error(prompts: Prompts, result: Array, features: Features = PLAIN) -> float:
@@ -169,6 +196,8 @@ def mixed_batch(variant: Variant, *, group: int = 4, seed: int = 0) -> Prompts:
     return random_prompts(np.random.default_rng(seed), variant, COUNTS, CONTEXTS, group=group)
 
 
-def check(launcher: HostLauncher, prompts: Prompts, features: Features = PLAIN, *, block_size: int = 16) -> None:
-    result = run_stored(launcher, np.random.default_rng(1), prompts, features, block_size=block_size)
+def check(
+    launcher: HostLauncher, prompts: Prompts, features: Features = PLAIN, *, block_size: int = 16, **how: Any
+) -> None:
+    result = run_stored(launcher, np.random.default_rng(1), prompts, features, block_size=block_size, **how)
     assert worst_error(prompts, result, features) <= TOLERANCE[prompts.variant.dtype]

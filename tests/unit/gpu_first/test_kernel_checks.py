@@ -24,7 +24,7 @@ def test_replays_swaps_and_smallest_launches_pass_on_the_emulated_kernels(machin
     assert len(found) == 3
     found = list(smallest_checks(machine, HALF))
     assert [check.name for check in found if not check.passed] == []
-    assert len(found) == 5
+    assert len(found) == 6
 
 
 @pytest.mark.parametrize(("rotary_dim", "interleaved"), [(64, False), (32, True)])

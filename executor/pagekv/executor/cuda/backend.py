@@ -143,7 +143,9 @@ class CudaBackend:
         device.reset_peak()
         best = min(run(lengths) for _ in range(PROFILE_ROUNDS))
         run(wide)
-        return StepProfile(device.peak_bytes() + runner.graph_logits.nbytes, int(sum(lengths) / best))
+        # The prompts above have nothing before them; those behind long contexts need memory for partial results, too.
+        scratch = runner.attention.most_prompt_scratch(token_budget, self._loaded.max_model_len)
+        return StepProfile(device.peak_bytes() + scratch + runner.graph_logits.nbytes, int(sum(lengths) / best))
 
     def _step_runner(self, pools: KvPools) -> StepRunner:
         max_sequences = self._info.max_sequences

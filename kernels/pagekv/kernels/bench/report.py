@@ -19,6 +19,8 @@ COLUMNS = (
     ("gb_per_s", "GB/s", ">7.0f"),
     ("tflop_per_s", "TFLOP/s", ">9.0f"),
     ("times_fewer_bytes", "fewer bytes", ">12.2f"),
+    ("thread_blocks", "blocks", ">8.0f"),
+    ("partial_mib", "partial MiB", ">13.1f"),
     ("sm_mhz", "MHz", ">6.0f"),
 )
 

@@ -21,6 +21,7 @@ from pagekv.kernels.bench.workload import (
     BlockCopyCase,
     WriteCase,
 )
+from pagekv.kernels.prefill_plan import PrefillWork
 from pagekv.kernels.variants import Variant
 
 Row = dict[str, Any]
@@ -48,6 +49,8 @@ class Paged:
     """Tensors that the plan has addresses of."""
     fewer_bytes: float
     """Keys and values that decodes would read each for itself, in multiples of what they read."""
+    prompts: PrefillWork
+    """The prefill items of a layer that sees all keys."""
 
     def attend(self, index: int) -> None:
         """Enqueues round `index`: attention of the whole batch on one layer, into `out`."""
@@ -103,7 +106,8 @@ def paged(
     rounds = max(rounds, layers) if case.new == 1 else min(layers, PREFILL_ROUNDS)
     work = attention.plan_decodes(step)
     apart = work.num_splits and int(case.contexts.sum()) / max(work.keys_read, 1)
-    return Paged(attention, bound, query, torch.empty_like(query), layers, rounds, (*held, pool), apart)
+    out, prompts = torch.empty_like(query), attention.plan_prefills(step)
+    return Paged(attention, bound, query, out, layers, rounds, (*held, pool), apart, prompts)
 
 
 def copy_bandwidth(machine: CudaMachine, arena: Arena) -> float:
@@ -133,7 +137,12 @@ def attention_row(machine: CudaMachine, arena: Arena, case: AttentionCase, bandw
     row = memory_row(case, timing, bandwidth)
     if case.shared:
         row["times_fewer_bytes"] = batch.fewer_bytes
-    return {**row, "tflop_per_s": case.flops / timing.seconds / 1e12} if case.new > 1 else row
+    if case.new > 1:
+        work, heads = batch.prompts, case.heads
+        row["tflop_per_s"] = case.flops / timing.seconds / 1e12
+        row["thread_blocks"] = work.walks * heads.num_kv_heads
+        row["partial_mib"] = work.partial_bytes(heads.num_heads, HEAD_SIZE) / MIB
+    return row
 
 
 def write_row(machine: CudaMachine, arena: Arena, case: WriteCase, bandwidth: float) -> Row:

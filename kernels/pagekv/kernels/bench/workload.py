@@ -164,7 +164,7 @@ def prefill_cases() -> Iterator[AttentionCase]:
         for new in (512, 1024, 2048, 4096, 8192, 16384):
             yield AttentionCase(heads, max(1, 8192 // new), new, new)
     for cached in (4096, 16384, 65536):
-        for new in (512, 2048):
+        for new in (32, 512, 2048):
             yield AttentionCase(GQA4, 1, cached + new, new)
 
 

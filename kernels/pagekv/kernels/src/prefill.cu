@@ -4,7 +4,7 @@
 // Query i of a sequence with n queries and c visible tokens stands at position c - n + i and sees the keys up to that
 // position, its own included, less the keys that a sliding window has left. All of them were written before.
 //
-// A thread block takes one item (sequence, first row; see prefill_plan.py) and one KV head: TILE_ROWS rows, where a
+// A thread block takes one item (rows of a sequence; see prefill_plan.py) and one KV head: up to TILE_ROWS rows, where a
 // row is a (query, head of the group) pair, so that K and V are read once for all heads that share them. Items come
 // heaviest first and KV heads of an item are neighbours, so that the last blocks to start are light.
 //
@@ -13,56 +13,11 @@
 // walked at all. A tile in which a row sees nothing leaves that row unchanged, bit by bit: its weights are 2^-inf = 0, its
 // maximum stays and its factor is 2^0 = 1. So outputs depend on nothing but the row's own query and the keys and values
 // that it sees: not on chunks, batch, physical blocks or block size.
-#if PAGEKV_DTYPE == 0
-#include "prefill_fma.cuh"
-#else
-#include "prefill_mma.cuh"
-#endif
+constexpr bool SPLIT = false;
+#include "prefill_walk.cuh"
 
 // Two thread blocks on a multiprocessor: while one exponentiates, the other keeps the tensor cores busy.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const PrefillParams p) {
     PAGEKV_DYNAMIC_SHARED(shared);
-    i32 sequence;
-    const QueryRows rows = QueryRows::of(p, sequence);
-    if (sequence < 0 || rows.count <= 0) return;
-
-    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, kv_scale(p, 0, (i32)blockIdx.x % p.num_kv_heads) * STORED_SCALE);
-    const i32 first_key = logits.first_visible(rows.position(0)), end_key = rows.position(rows.count - 1) + 1;
-    const i32 first_tile = first_key / TILE_KEYS;
-    KeyStream stream = {p, shared, 0, -1};
-    i32* const positions = (i32*)(shared + POSITIONS);
-    put_position(rows, positions);
-    if (threadIdx.x == 0) {
-        const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
-        const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
-        *(Keys*)(shared + KEYS) = {(i64)paged.keys, block_table, first_key, end_key, logits.scale,
-                                   kv_scale(p, 1, rows.head / rows.group) * STORED_SCALE};
-    }
-    __syncthreads();
-    load_queries(rows, positions, p.query, p.query_stride, shared);  // in one group with the first half
-    stream.start(first_tile);
-    __syncthreads();
-#pragma unroll
-    for (int half = 0; half < STAGES - 1; ++half) stream.issue(2 * first_tile + half, half);
-
-    WarpRows warp;
-    warp.start(shared);
-    for (i32 tile = first_tile; tile < stream.keys().end_tile(); ++tile) {
-        const u8* const keys = stream.next(2 * tile);
-        if (tile == first_tile) warp.keep_query();
-        const i32 begin = tile * TILE_KEYS, first = warp.positions[0], last = warp.positions[WARP_ROWS - 1];
-        // Whether any row of the warp sees any key of the tile; if not, leaving the tile out changes no bit.
-        const bool seen = begin <= last && begin + TILE_KEYS > logits.first_visible(first);
-        // Whether any row does not see all keys of the tile.
-        const bool masked = begin + TILE_KEYS - 1 > first || begin < logits.first_visible(last);
-        if (seen) warp.weigh(logits, PAGEKV_FEATURES ? 1.0f : stream.keys().factor, keys, begin, masked);
-        const u8* const values = stream.next(2 * tile + 1);
-        stream.look_ahead(tile);
-        if (seen) warp.add(values);
-    }
-    cp_async_wait<0>();
-    // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
-    if (stream.keys().end_tile() <= first_tile) __syncthreads();
-    // The query rows once more from memory, so that no register holds them all the time.
-    warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, stream.keys().value_factor, p.sinks);
+    walk_keys(p, shared);
 }

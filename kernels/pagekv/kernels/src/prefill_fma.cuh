@@ -114,4 +114,21 @@ struct WarpRows {
                 if (has_dim(n)) row[n * 32 + lane()] = out[i][n] * scale;
         }
     }
+
+    // Writes the partial results of the rows that have one.
+    __device__ __forceinline__ void store_partials(const QueryRows& all, const PartialRows& to, const Keys&) {
+#pragma unroll
+        for (int i = 0; i < WARP_ROWS; ++i) {
+            float total = sum[i];
+#pragma unroll
+            for (int mask = 16; mask > 0; mask /= 2) total += __shfl_xor_sync(kFullWarp, total, mask);
+            const i64 place = to.place(all, row_of_warp + i, positions[i]);
+            if (place < 0) continue;
+            float* const mine = to.p.partial_out + place * HEAD_SIZE + lane();
+#pragma unroll
+            for (int n = 0; n < DIMS; ++n)
+                if (has_dim(n)) mine[n * 32] = out[i][n];
+            if (lane() == 0) ((float2*)to.p.partial_state)[place] = make_float2(maximum[i], total);
+        }
+    }
 };

@@ -212,4 +212,24 @@ struct WarpRows {
             }
         }
     }
+
+    // Writes the partial results of the rows that have one, 32 bytes of a row by four lanes at a time.
+    __device__ __forceinline__ void store_partials(const QueryRows& all, const PartialRows& to, const Keys& keys) {
+        const float unit = PAGEKV_FEATURES ? 1.0f : keys.factor;  // with features, maxima are in base 2
+#pragma unroll
+        for (int i = 0; i < HELD; ++i) {
+            float total = sum[i];
+            total += __shfl_xor_sync(kFullWarp, total, 1);
+            total += __shfl_xor_sync(kFullWarp, total, 2);
+            const i64 place = to.place(all, row_of_warp + row(i), positions[row(i)]);
+            if (place < 0) continue;
+            float2* const mine = (float2*)(to.p.partial_out + place * HEAD_SIZE) + lane() % 4;
+#pragma unroll
+            for (int n = 0; n < HEAD_SIZE / 8; ++n) {
+                const float(&from)[4] = out[i / 2][n];
+                mine[n * 4] = make_float2(from[i % 2 * 2] * keys.value_factor, from[i % 2 * 2 + 1] * keys.value_factor);
+            }
+            if (lane() % 4 == 0) ((float2*)to.p.partial_state)[place] = make_float2(maximum[i] * unit, total);
+        }
+    }
 };

@@ -4,7 +4,8 @@
 // and values of a tile are two halves of one stream (keys of tile 0, values of tile 0, keys of tile 1, ...) that goes
 // through a ring of STAGES slots: while one half is used, the next STAGES - 1 are on their way.
 #pragma once
-#include "attention.cuh"
+#include "partials.cuh"
+#include "prefill_split_params.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
@@ -48,9 +49,10 @@ struct QueryRows {
     i32 group;     // query heads of one KV head
     i32 past;      // position of the sequence's first query
     i32 first;     // the tile's first row
-    i32 count;     // rows of the tile that exist, 1 to TILE_ROWS
+    i32 count;     // rows of the item, 1 to TILE_ROWS
 
-    // The rows of this thread block's item and KV head; sequence < 0: there is nothing to do.
+    // The rows of this thread block's item (sequence, first row, number of rows, split; prefill_plan.py) and KV head;
+    // sequence < 0: there is nothing to do.
     __device__ __forceinline__ static QueryRows of(const PrefillParams& p, i32& sequence) {
         const i32 kv_head = (i32)blockIdx.x % p.num_kv_heads;
         const i32* const item = p.items + (i64)((i32)blockIdx.x / p.num_kv_heads) * 4;
@@ -63,7 +65,7 @@ struct QueryRows {
         rows.first = item[1];
         const i32 queries = p.query_start[sequence + 1] - rows.token;
         rows.past = p.context_lens[sequence] - queries;
-        rows.count = min(TILE_ROWS, queries * rows.group - rows.first);
+        rows.count = item[2];
         return rows;
     }
 
@@ -82,6 +84,22 @@ struct QueryRows {
 };
 
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
+
+// Where partial results of a split go.
+struct PartialRows {
+    const PrefillSplitParams& p;
+    i32 split;
+
+    // Of row `row` of the item, at `position`: its place among all partial results of heads; negative: the row has none, as
+    // it does not exist or stands in front of the split.
+    __device__ __forceinline__ i64 place(const QueryRows& all, i32 row, i32 position) const {
+        if (row >= all.count) return -1;
+        const Merge merge = Merge::load(p.merges, all.token + position - all.past);
+        const i32 partial = split - merge.first_split;
+        if (partial < 0 || partial >= merge.partials) return -1;
+        return (i64)(merge.first_partial + partial) * p.num_heads + all.head_of(row, position);
+    }
+};
 
 // Positions of the tile's rows, in shared memory, because registers are short and divisions long. Rows that do not exist
 // stand at the last row's position; the rows of a warp that has none stand in front of every key.
