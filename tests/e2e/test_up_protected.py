@@ -50,7 +50,9 @@ def running_up(*flags: str) -> Iterator[dict[str, Any]]:
 
 
 def generate(target: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return pagekv("generate", "--target", target, "--token-ids", "1,2,3", "--max-tokens", "4", "--json", *flags)
+    return pagekv(
+        "generate", "--target", target, "--token-ids", "1,2,3", "--max-tokens", "4", "--ignore-eos", "--json", *flags
+    )
 
 
 def error_code(refused: subprocess.CompletedProcess[str]) -> str:
