@@ -14,7 +14,8 @@ _LEAST_BYTES = 2**20
 
 
 def fresh_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]:
-    """`np.zeros` whose pages take memory when they are first written, and are given back with the array.
+    """`np.zeros` whose pages take memory when they are first written, and are given back with the array. Raises
+    MemoryError as that does.
 
     The manager keeps freed memory (`pagekv.common.freed_memory`), so the pools of a new epoch would get that of earlier
     ones, which `np.zeros` has to clear at once: the process grew or not by where they came to lie.
@@ -22,4 +23,8 @@ def fresh_zeros(shape: tuple[int, ...], dtype: type[np.generic]) -> NDArray[Any]
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     if num_bytes < _LEAST_BYTES:
         return np.zeros(shape, dtype)
-    return np.frombuffer(mmap.mmap(-1, num_bytes), dtype).reshape(shape)
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"{num_bytes} bytes for a column: {error.strerror}") from error
+    return np.frombuffer(memory, dtype).reshape(shape)

@@ -13,9 +13,9 @@ from pagekv.kvmanager.kvcache.fresh_memory import fresh_zeros
 MIB = 2**20
 
 
-def resident_mib() -> float:
+def resident_mib(kind: str = "VmRSS") -> float:
     """Of this process."""
-    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")]
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(kind)]
     return int(line.split()[1]) / 1024
 
 
@@ -32,11 +32,18 @@ def test_they_are_zeros_that_can_be_written(shape: tuple[int, ...]) -> None:
 
 def test_memory_is_taken_when_it_is_written_and_given_back_with_the_array() -> None:
     gc.collect()
-    before = resident_mib()
+    before, shared = resident_mib(), resident_mib("RssShmem")
     column = fresh_zeros((64, MIB), np.uint8)
     assert resident_mib() < before + 8
     column[:32] = 1
     written = resident_mib()
     assert before + 24 < written < before + 40
+    # A process that is forked has a copy.
+    assert resident_mib("RssShmem") < shared + 8
     del column
     assert resident_mib() < written - 24
+
+
+def test_more_than_there_can_be_is_a_memory_error() -> None:
+    with pytest.raises(MemoryError, match="1125899906842624 bytes for a column: Cannot allocate memory"):
+        fresh_zeros((2**50,), np.uint8)
