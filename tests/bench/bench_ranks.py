@@ -203,22 +203,12 @@ async def generate(stack: Stack, number: int, new_tokens: int) -> tuple[float, f
 def make_wide_model(path: Path) -> None:
     """0.9 billion parameters in float32, 3.6 GB, random: four layers of Llama 3 8B, with a vocabulary of 8,192."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from gpu_first.llama import llama_3_8b
+    from transformers import LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=8192,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    config = llama_3_8b(layers=4)
+    config.vocab_size, config.dtype = 8192, torch.float32
     LlamaForCausalLM(config).save_pretrained(path)
 
 
