@@ -317,8 +317,12 @@ def test_floors_above_the_pool_end_the_start_with_one_line(tmp_path: Path) -> No
         flags = [f"--identities={identities}", f"--tenants={tmp_path / 'tenants.toml'}", "--num-device-blocks=100"]
         ended = subprocess.run(
             [*START, f"--executor=127.0.0.1:{executor.port}", *flags],
-            capture_output=True, text=True, timeout=60, env=environment(), check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(),
+            check=False,
+        )
     assert ended.returncode == 1
     assert "tenants.alice.floor_blocks: the floors are 500 blocks together, the pool has 100" in ended.stderr
 
@@ -333,6 +337,10 @@ def test_the_cluster_secret_must_be_a_secret(tmp_path: Path) -> None:
         secret.chmod(mode)
         ended = subprocess.run(
             [*START, f"--identities={identities}", f"--cluster-secret={secret}"],
-            capture_output=True, text=True, timeout=60, env=environment(), check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=60,
+            env=environment(),
+            check=False,
+        )
         assert (ended.returncode, words in ended.stderr) == (1, True), ended.stderr
