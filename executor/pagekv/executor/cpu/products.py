@@ -1,6 +1,6 @@
 """Products of rows with a model's weights: by compiled loops, or by torch where those are not faster on this processor.
 
-Processors that multiply matrices as such (AMX), or have no vectors that the loops know, are better served by oneDNN.
+Processors that have no vectors that the loops know, or units that these know nothing of, are better served by oneDNN.
 """
 
 from __future__ import annotations

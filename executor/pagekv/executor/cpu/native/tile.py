@@ -14,10 +14,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagekv.executor.cpu.native.matrix_unit import ROWS, has_matrix_unit, matrix_tile
 from pagekv.executor.cpu.native.vectors import F32, I32, I64, features, fetch, load, spread, vector_lanes
 
-# How products are summed: of float32; of two neighbours in bfloat16 by one instruction; or of them made float32 first.
-FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED = 0, 1, 2
+# How products are summed: of float32; of two neighbours in bfloat16 by one instruction; of them made float32 first; or
+# of bfloat16 by the matrix unit.
+FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED, BFLOAT16_MATRIX = 0, 1, 2, 3
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -34,7 +36,9 @@ class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
 
 
 def bfloat16_sums() -> int:
-    """How this processor sums products of bfloat16: BFLOAT16_DOT or BFLOAT16_WIDENED."""
+    """How this processor sums products of bfloat16."""
+    if vector_lanes() == 16 and has_matrix_unit():
+        return BFLOAT16_MATRIX
     return BFLOAT16_DOT if vector_lanes() == 16 and "avx512bf16" in features() else BFLOAT16_WIDENED
 
 
@@ -45,6 +49,8 @@ def panel_vectors(lanes: int) -> int:
 
 def most_rows(lanes: int, sums: int) -> int:
     """Rows of the largest tile whose sums, with what is multiplied, fit the registers: 16 with AVX2, else 32."""
+    if sums == BFLOAT16_MATRIX:
+        return 2 * ROWS
     if sums == BFLOAT16_WIDENED:
         return 4 if lanes == 8 else 5
     return 6
@@ -69,12 +75,16 @@ def tile(
     All others are int64. `left`: address of the first row, the next one `left_row` bytes behind. `panel`: address of
     `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row and
     of each column, one float32 or two bfloat16. `out`: address of float32 `[rows, columns]`. `panel` and `out` are
-    aligned to vectors. Step s calls memory at `ahead + s * ahead_step` into the cache.
+    aligned to vectors. Step s calls memory at `ahead + s * ahead_step` into the cache. Of BFLOAT16_MATRIX: as
+    `matrix_tile`.
     """
     lane_count, kind = lanes.literal_value, sums.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _, _, row_count, *others = args
+        if kind == BFLOAT16_MATRIX:
+            matrix_tile(builder, [row_count, *others])
+            return context.get_dummy_value()
         done = builder.append_basic_block("done")
         switch = builder.switch(row_count, done)
         for count in range(1, most_rows(lane_count, kind) + 1):

@@ -10,7 +10,7 @@ import torch
 
 from pagekv.executor.cpu.native import product as product_module
 from pagekv.executor.cpu.native.product import CHUNK_ROWS, Product
-from pagekv.executor.cpu.native.tile import BFLOAT16_WIDENED
+from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_MATRIX, BFLOAT16_WIDENED, bfloat16_sums
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
 pytestmark = pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
@@ -33,14 +33,21 @@ def threads() -> Iterator[int]:
     torch.set_num_threads(before)
 
 
-# Each length takes some seconds to compile.
-@pytest.fixture(params=[None, *(pytest.param(lanes, marks=pytest.mark.long) for lanes in (8, 4))])
+# Lanes, and how bfloat16 is summed, of other processors whose code runs here. Each takes some seconds to compile.
+OTHERS = [(8, BFLOAT16_WIDENED), (4, BFLOAT16_WIDENED)]
+if bfloat16_sums() == BFLOAT16_MATRIX:
+    OTHERS.insert(0, (16, BFLOAT16_DOT))
+
+
+@pytest.fixture(params=[None, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)], ids=str)
 def lanes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int | None:
-    """Vectors as short as another processor has them, which sums bfloat16 as float32; None: those of this one."""
-    if request.param is not None:
-        monkeypatch.setattr(product_module, "vector_lanes", lambda: request.param)
-        monkeypatch.setattr(product_module, "bfloat16_sums", lambda: BFLOAT16_WIDENED)
-    return request.param  # type: ignore[no-any-return]  # pytest has Any
+    """Vectors as long as another processor has them; None: those of this one."""
+    if request.param is None:
+        return None
+    count, sums = request.param
+    monkeypatch.setattr(product_module, "vector_lanes", lambda: count)
+    monkeypatch.setattr(product_module, "bfloat16_sums", lambda: sums)
+    return int(count)
 
 
 def weights(inner: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

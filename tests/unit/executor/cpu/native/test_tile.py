@@ -14,6 +14,7 @@ from pagekv.executor.cpu.native import tile as tile_module
 from pagekv.executor.cpu.native import vectors
 from pagekv.executor.cpu.native.tile import (
     BFLOAT16_DOT,
+    BFLOAT16_MATRIX,
     BFLOAT16_WIDENED,
     FLOAT32,
     bfloat16_sums,
@@ -52,6 +53,7 @@ def test_writes_its_rows_and_no_others(rows: int) -> None:
 @pytest.mark.parametrize(
     ("named", "sums"),
     [
+        ("avx512f avx512bf16 amx-bf16 avx2 fma", BFLOAT16_MATRIX),
         ("avx512f avx512bf16 avx2 fma", BFLOAT16_DOT),
         ("avx512f avx2 fma", BFLOAT16_WIDENED),
         ("avx512bf16 avx2 fma", BFLOAT16_WIDENED),
@@ -63,6 +65,7 @@ def test_pairs_are_summed_by_one_instruction_where_there_is_one(
 ) -> None:
     for module in (vectors, tile_module):
         monkeypatch.setattr(module, "features", lambda: frozenset(named.split()))
+    monkeypatch.setattr(tile_module, "has_matrix_unit", lambda: "amx-bf16" in named)
     assert bfloat16_sums() == sums
 
 

@@ -1,0 +1,164 @@
+"""Tiles of bfloat16 products on the processor's matrix unit (AMX, Intel SDM volume 1, chapter 18): up to 16 rows of 32
+numbers times 32 numbers of 16 columns with one instruction.
+
+Each thread has eight tile registers, whose shapes it sets. oneDNN sets shapes of its own, so code that does begins with
+`keep_shapes` and ends with `restore_shapes`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from pagekv.executor.cpu.native.vectors import I8, I64, features
+
+# Bytes of a description of shapes, as the instructions take it.
+SHAPES_BYTES = 64
+# Pairs of numbers and rows of a tile; columns of a panel, which are those of four tiles.
+PAIRS, ROWS, PANEL = 16, 16, 64
+# The registers: four sums; the left side and the panel's; and these of the rows and columns behind, or of pairs that
+# are left over.
+_SUMS, _LEFT, _RIGHT, _OTHER_LEFT, _OTHER_RIGHT = (0, 1, 2, 3), 4, 5, 6, 7
+_ROW_BYTES = 64
+# Where a description has the bytes a row of each register, two bytes each, and the rows of each; first comes a 1.
+_COLSB, _ROWS = 16, 48
+
+
+@cache
+def has_matrix_unit() -> bool:
+    """Whether there is one for bfloat16 that compiled code may use; asks the kernel for leave, once in a process."""
+    return {"amx-tile", "amx-bf16"} <= features() and torch.cpu._init_amx()
+
+
+@intrinsic
+def keep_shapes(_typing: Any, place: Any) -> Any:
+    """Writes this thread's shapes to SHAPES_BYTES at an address, int64."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _call(builder, "sttilecfg", builder.inttoptr(args[0], cgutils.voidptr_t))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def restore_shapes(_typing: Any, place: Any) -> Any:
+    """Takes this thread's shapes from SHAPES_BYTES at an address, int64."""
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _call(builder, "ldtilecfg", builder.inttoptr(args[0], cgutils.voidptr_t))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def set_shapes(_typing: Any, rows: Any, depth: Any, place: Any) -> Any:
+    """This thread's shapes are those of `matrix_tile` for `rows` rows, from 1 to ROWS, of `depth` pairs; they are
+    described in SHAPES_BYTES at an address, int64.
+    """
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        rows, depth, place = args
+        described = builder.inttoptr(place, I8.as_pointer())
+        for at in range(0, SHAPES_BYTES, 8):
+            builder.store(I64(0), builder.inttoptr(builder.add(place, I64(at)), I64.as_pointer())).align = 1
+        builder.store(I8(1), described)
+
+        def describe(register: int, count: Any, num_bytes: Any) -> None:
+            builder.store(builder.trunc(count, I8), builder.gep(described, [I64(_ROWS + register)]))
+            # Two bytes, of which the upper one is 0.
+            builder.store(builder.trunc(num_bytes, I8), builder.gep(described, [I64(_COLSB + 2 * register)]))
+
+        for register in (*_SUMS, _LEFT):
+            describe(register, rows, I64(_ROW_BYTES))
+        describe(_RIGHT, I64(PAIRS), I64(_ROW_BYTES))
+        rest = builder.urem(depth, I64(PAIRS))
+        with builder.if_else(builder.icmp_signed("!=", rest, I64(0))) as (some, none):
+            with some:
+                describe(_OTHER_LEFT, rows, builder.mul(rest, I64(4)))
+                describe(_OTHER_RIGHT, rest, I64(_ROW_BYTES))
+            with none:
+                describe(_OTHER_LEFT, rows, I64(_ROW_BYTES))
+                describe(_OTHER_RIGHT, I64(PAIRS), I64(_ROW_BYTES))
+        _call(builder, "ldtilecfg", described)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+def matrix_tile(builder: Any, args: Any) -> None:
+    """As `tile` for pairs of bfloat16. `args`: those of `tile` from `rows` on, which are as many as the thread's shapes
+    are set for, or 2 * ROWS where these are for ROWS and `depth` is a multiple of PAIRS. Nothing is called into the
+    cache: the processor does so itself.
+    """
+    rows, depth, left, left_row, panel, out, _, _ = args
+    stride = I64(4 * PANEL)
+    rest = builder.urem(depth, I64(PAIRS))
+    whole = builder.sub(depth, rest)
+
+    with builder.if_else(builder.icmp_signed(">", rows, I64(ROWS))) as (two, one):
+        with two:
+            lower = builder.add(left, builder.mul(left_row, I64(ROWS)))
+            for half in range(2):
+                here, there = (builder.add(each, I64(2 * half * _ROW_BYTES)) for each in (panel, out))
+                _clear(builder)
+                with cgutils.for_range_slice(builder, I64(0), whole, I64(PAIRS)) as (step, _):
+                    below = builder.add(here, builder.mul(step, stride))
+                    _load(builder, _LEFT, builder.add(left, builder.mul(step, I64(4))), left_row)
+                    _load(builder, _RIGHT, below, stride)
+                    _add(builder, 0, _LEFT, _RIGHT)
+                    _load(builder, _OTHER_RIGHT, builder.add(below, I64(_ROW_BYTES)), stride)
+                    _add(builder, 1, _LEFT, _OTHER_RIGHT)
+                    _load(builder, _OTHER_LEFT, builder.add(lower, builder.mul(step, I64(4))), left_row)
+                    _add(builder, 2, _OTHER_LEFT, _RIGHT)
+                    _add(builder, 3, _OTHER_LEFT, _OTHER_RIGHT)
+                for register in _SUMS:
+                    place = I64(register // 2 * ROWS * 4 * PANEL + register % 2 * _ROW_BYTES)
+                    _store(builder, register, builder.add(there, place), stride)
+        with one:
+            _clear(builder)
+            with cgutils.for_range_slice(builder, I64(0), whole, I64(PAIRS)) as (step, _):
+                _step(builder, _LEFT, _RIGHT, step, (left, left_row, panel, stride))
+            with builder.if_then(builder.icmp_signed("!=", rest, I64(0))):
+                _step(builder, _OTHER_LEFT, _OTHER_RIGHT, whole, (left, left_row, panel, stride))
+            for register in _SUMS:
+                _store(builder, register, builder.add(out, I64(register * _ROW_BYTES)), stride)
+
+
+def _step(builder: Any, left_register: int, right_register: int, step: Any, places: Any) -> None:
+    """Adds the products of pairs from `step` on."""
+    left, left_row, panel, stride = places
+    _load(builder, left_register, builder.add(left, builder.mul(step, I64(4))), left_row)
+    below = builder.add(panel, builder.mul(step, stride))
+    for part, total in enumerate(_SUMS):
+        _load(builder, right_register, builder.add(below, I64(part * _ROW_BYTES)), stride)
+        _add(builder, total, left_register, right_register)
+
+
+def _clear(builder: Any) -> None:
+    for register in _SUMS:
+        _call(builder, "tilezero", I8(register))
+
+
+def _add(builder: Any, total: int, left: int, right: int) -> None:
+    _call(builder, "tdpbf16ps", I8(total), I8(left), I8(right))
+
+
+def _store(builder: Any, register: int, address: Any, stride: Any) -> None:
+    _call(builder, "tilestored64", I8(register), builder.inttoptr(address, cgutils.voidptr_t), stride)
+
+
+def _load(builder: Any, register: int, address: Any, stride: Any) -> None:
+    _call(builder, "tileloadd64", I8(register), builder.inttoptr(address, cgutils.voidptr_t), stride)
+
+
+def _call(builder: Any, name: str, *args: Any) -> None:
+    kind = ir.FunctionType(ir.VoidType(), [each.type for each in args])
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), args)
