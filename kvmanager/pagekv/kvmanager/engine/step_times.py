@@ -69,8 +69,7 @@ class StepTimes:
         # of what steps compute, the same would make them smaller, and alike for ever.
         stays = KEEPING * np.trace(self._squares)
         known = self._products + stays * self._weights * _IS_BASE
-        weights = np.linalg.solve(self._squares + stays * np.eye(3), known)
-        self._weights = np.maximum(weights, 0)
+        self._weights = _not_negative(self._squares + stays * np.eye(3), known)
 
     def learn_idle(self, plan: StepPlan, idle_us: int) -> None:
         """The executor stood still for so long before this step, which was planned as late as it could be."""
@@ -91,6 +90,20 @@ class StepTimes:
         prompt = max(prompt, most / self._max_tokens, 1e-3)
         tokens = max(self._max_tokens // MIN_PARTS, int(_rounded(most / prompt)), 1)
         return StepBound(min(tokens, self._max_tokens), _rounded(decode / prompt))
+
+
+def _not_negative(squares: NDArray[np.float64], products: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The solution of least squares in which no cost is negative. To make those 0 alone is no solution: a base that is
+    too large would keep itself, with decodes that give time back.
+    """
+    free = np.arange(len(products))
+    while True:
+        found = np.linalg.solve(squares[np.ix_(free, free)], products[free])
+        if found.min() >= 0:
+            weights = np.zeros(len(products))
+            weights[free] = found
+            return weights
+        free = np.delete(free, found.argmin())
 
 
 def _made_of(plan: StepPlan) -> NDArray[np.float64]:

@@ -1,7 +1,7 @@
 """Which sequences decode in a step that has a bound, and which are passed over and keep their turn for a later one.
 
 Decodes have the whole step, half of it where a prompt may come too, and a sixteenth where that prompt is a newcomer's
-(`VirtualTokens.greet`). Tenants have it by weight.
+(`VirtualTokens.greet`), half of them at most. Tenants have it by weight.
 
 A sequence that was passed over in PATIENCE steps running goes before all others. So with n that decode, of which m have
 room, none is passed over in more than PATIENCE + n / m steps running, rounded up.
@@ -41,6 +41,9 @@ class StepShare:
         batch = self._batch
         prompts = self._admission.next_prompt() is not None
         count = bound.num_decodes(BESIDE_NEWCOMER if newcomer else BESIDE_PROMPT if prompts else 1)
+        if newcomer:
+            # Also where they seem to cost nothing: if all steps had as many, nothing else would ever be learnt.
+            count = min(count, -(-len(rows) // 2))
         passed = rows[:0]
         if count < len(rows):
             order = _order(batch.tenants[rows], self._served.weights, batch.passed[rows])

@@ -65,6 +65,16 @@ def test_the_cost_of_steps_that_are_all_alike_is_the_base_so_they_grow_until_the
     assert times.bound().num_decodes(1) > 20
 
 
+def test_steps_are_told_where_those_with_more_decodes_took_less() -> None:
+    """By chance, for something else on the machine; a cost that is negative is nothing that a bound could go by."""
+    times, chance, model = StepTimes(2048), random.Random(1), (20_000, -360, 80)
+    for _ in range(400):
+        step = plan(33 - chance.randrange(4), chance.choice([0, 0, 32, 256]))
+        times.learn(step, int(true_us(model, step)))
+    for step in (plan(33, 0), plan(32, 256)):
+        assert times.expected_us(step) == pytest.approx(true_us(model, step), rel=0.15)
+
+
 def test_steps_that_cost_nothing_or_nothing_more_for_prompts_have_a_bound_too() -> None:
     times = StepTimes(2048)
     times.learn(plan(1, 0), 0)

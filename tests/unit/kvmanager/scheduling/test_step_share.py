@@ -75,6 +75,21 @@ def test_a_newcomers_prompt_has_the_step_nearly_to_itself() -> None:
     assert all(map(finished, [*flood, newcomer]))
 
 
+def test_half_of_those_that_decode_sit_a_newcomers_step_out_though_decodes_seem_to_cost_nothing() -> None:
+    driver = Driver(num_blocks=512, max_batch_tokens=64, max_running=32, depth=1)
+    for index in range(9):
+        driver.submit([index, 1], max_tokens=60, tenant=A)
+    driver.submit([9, 9], max_tokens=60, tenant=B)
+    driver.step()
+    driver.scheduler.set_bound(StepBound(32, 0.0))
+    driver.step()
+    assert driver.plans[-1].num_decodes == 10
+    driver.submit([5] * 20, max_tokens=4, tenant=C)
+    driver.step()
+    assert (driver.plans[-1].num_decodes, driver.plans[-1].num_tokens) == (5, 25)
+    driver.drain()
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_no_sequence_is_passed_over_for_long_whatever_comes(seed: int) -> None:
     """Newcomers in every step, tenants of small weight, and steps with room for little."""
