@@ -21,6 +21,7 @@ def nothing_was_lost(account: Account) -> None:
     assert account.streams["whole"] > 0
 
 
+@pytest.mark.nightly  # the next one has the same faults
 def test_every_fault_once() -> None:
     account = asyncio.run(chaos(Options(seconds=1500, seed=1, count=len(FAULTS)), say=False))
     nothing_was_lost(account)

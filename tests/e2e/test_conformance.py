@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -77,13 +78,11 @@ def test_the_command_judges_processes(tmp_path: Path) -> None:
     executor = Process("pagekv.executor", [*ORACLE, "--insecure"], tmp_path)
     executor.start()
     executor.wait_serving()
-    answer = judge(executor.port)
+    # At once, since each mostly waits.
+    with example(TOY) as toy, example(BACKEND) as backend, ThreadPoolExecutor() as judges:
+        answers = list(judges.map(judge, (executor.port, toy, backend)))
     executor.stop()
-    assert (answer["backend"], answer["failed"]) == ("oracle", 0)
-    for path in (TOY, BACKEND):
-        with example(path) as port:
-            answer = judge(port)
-        assert (answer["backend"], answer["failed"]) == ("toy", 0)
+    assert [(answer["backend"], answer["failed"]) for answer in answers] == [("oracle", 0), ("toy", 0), ("toy", 0)]
 
 
 @contextmanager

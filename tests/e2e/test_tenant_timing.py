@@ -97,6 +97,7 @@ def test_time_to_first_token_does_not_tell_what_another_tenant_has_cached(stack:
     assert LOW <= area_of(stack, Side("alice"), Side("bob")) <= HIGH
 
 
+@pytest.mark.nightly  # the root of a chain is made of tenant and namespace alike
 def test_time_to_first_token_does_not_tell_what_is_cached_in_another_namespace(stack: ProtectedStack) -> None:
     """Of one tenant, as of all callers of a manager without identities."""
     assert LOW <= area_of(stack, Side("alice", "first"), Side("alice", "second")) <= HIGH
