@@ -75,18 +75,20 @@ def test_a_newcomers_prompt_has_the_step_nearly_to_itself() -> None:
     assert all(map(finished, [*flood, newcomer]))
 
 
-def test_half_of_those_that_decode_sit_a_newcomers_step_out_though_decodes_seem_to_cost_nothing() -> None:
+@pytest.mark.parametrize(("count", "left"), [(9, 5), (10, 5)])
+def test_half_of_those_that_decode_sit_a_newcomers_step_out_though_decodes_seem_to_cost_nothing(
+    count: int, left: int
+) -> None:
     driver = Driver(num_blocks=512, max_batch_tokens=64, max_running=32, depth=1)
-    for index in range(9):
-        driver.submit([index, 1], max_tokens=60, tenant=A)
-    driver.submit([9, 9], max_tokens=60, tenant=B)
+    for index in range(count):
+        driver.submit([index, 1], max_tokens=60, tenant=B if index == 9 else A)
     driver.step()
     driver.scheduler.set_bound(StepBound(32, 0.0))
     driver.step()
-    assert driver.plans[-1].num_decodes == 10
+    assert driver.plans[-1].num_decodes == count
     driver.submit([5] * 20, max_tokens=4, tenant=C)
     driver.step()
-    assert (driver.plans[-1].num_decodes, driver.plans[-1].num_tokens) == (5, 25)
+    assert (driver.plans[-1].num_decodes, driver.plans[-1].num_tokens) == (left, left + 20)
     driver.drain()
 
 

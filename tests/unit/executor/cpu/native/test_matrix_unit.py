@@ -93,3 +93,35 @@ def test_shapes_are_those_of_the_rows_and_then_those_of_before(rows: int, depth:
     # Sums and the left side, the right side, and both for the pairs left over.
     assert during[48:56].tolist() == [*[rows] * 5, PAIRS, rows, rest]
     assert during[16:32].view(np.uint16).tolist() == [*[64] * 6, 4 * rest, 64]
+
+
+@njit
+def take_shapes(rows: int, depth: int, place: int) -> None:
+    set_shapes(rows, depth, place)
+
+
+@njit
+def read_shapes(place: int) -> None:
+    keep_shapes(place)
+
+
+@njit
+def end_shapes(place: int) -> None:
+    """A description of zeros ends the use of the unit."""
+    restore_shapes(place)
+
+
+@needs_the_unit
+@pytest.mark.parametrize("count", [5, 2 * ROWS])
+def test_a_product_leaves_a_thread_the_shapes_that_it_had(count: int) -> None:
+    multiply, rows = Product(torch.ones(8, 96).bfloat16(), None), torch.ones(count, 96).bfloat16()
+    taken, left, none = np.zeros((3, SHAPES_BYTES), np.uint8)
+    # Compiled, and so few rows that this thread computes alone.
+    multiply(rows)
+    read_shapes(left.ctypes.data)
+    take_shapes(11, 2 * PAIRS + 3, taken.ctypes.data)
+    multiply(rows)
+    read_shapes(left.ctypes.data)
+    end_shapes(none.ctypes.data)
+    assert taken.any()
+    assert left.tolist() == taken.tolist()
