@@ -59,6 +59,16 @@ def test_the_faster_one_is_taken(
         torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
+@pytest.mark.parametrize(("slow", "chosen"), [(products.ATTEMPTS - 1, Product), (products.ATTEMPTS, TorchProduct)])
+def test_the_loops_are_timed_again_where_others_slowed_them_down(
+    monkeypatch: pytest.MonkeyPatch, slow: int, chosen: type[Product] | type[TorchProduct]
+) -> None:
+    calls = iter([(2.0, 1.0)] * slow + [(1.0, 1.0)] * 99)
+    monkeypatch.setattr(products, "seconds", lambda ours, theirs, rows: next(calls))
+    assert fastest_product(torch.float32) is chosen
+
+
 def test_a_processor_without_known_vectors_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "vector_lanes", lambda: 0)
     assert fastest_product(torch.float32) is TorchProduct
