@@ -98,7 +98,9 @@ class VirtualTokens:
         return tenant != other and self.place(tenant) <= self.place(other)
 
     def joined(self, tenant: int, waiting: Iterable[int]) -> None:
-        """A tenant of which nothing waited has a new request; `waiting` are the tenants of which something does."""
+        """A tenant of which nothing waited has a request that does, a new one or one that was preempted; `waiting` are
+        the tenants of which something does.
+        """
         if tenant > 0 and tenant >= len(self._counters):
             self.know(tenant)
         if self.several:

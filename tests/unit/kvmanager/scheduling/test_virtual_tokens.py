@@ -94,6 +94,24 @@ def test_newcomers_have_less_than_their_share_and_go_before_their_turn() -> None
     assert not served.newcomers
 
 
+def test_what_a_tenant_was_served_less_is_no_credit_once_it_is_preempted() -> None:
+    """One sequence of it decoded while another tenant's prompts waited; then the pool was needed, and it sends more."""
+    driver = Driver(num_blocks=200, max_running=4, depth=1)
+    long = driver.submit([1] * 4, max_tokens=700, tenant=A)
+    driver.step()
+    requests = [driver.submit([2, index] * 10, max_tokens=3, tenant=B) for index in range(80)]
+    served = driver.scheduler.waiting.served
+    while served.of(B.number) < served.of(A.number) + 500:
+        driver.step()
+    driver.scheduler.preemption.preempt(long.sequences[0])
+    requests += [driver.submit([3, index] * 10, max_tokens=3, tenant=A) for index in range(80)]
+    before = served.of(A.number) - served.of(B.number)
+    for _ in range(20):
+        driver.step()
+        assert abs(served.of(A.number) - served.of(B.number) - before) < 100
+    assert driver.scheduler.waiting.tenants == {A.number, B.number}
+
+
 def test_a_newcomers_long_prompt_does_not_stop_halfway_for_others() -> None:
     """It is many steps' budgets long, and another tenant has prompts waiting all the time."""
     driver = Driver(num_blocks=1024, max_running=64, max_batch_tokens=100, depth=1, prefix_cache=False)
