@@ -2,9 +2,9 @@
 
 Every block that is held or cached belongs to one tenant, for whom it was allocated, whoever hits it; the blocks of a
 tenant are its footprint. Free blocks without content belong to nobody and are given away first. Then the tenant with
-the largest footprint / weight loses its next one, again and again: the taker any that is free, others only what they
-have above their floor. In each tenant the order is that of `EvictionOrder`, with the tenant's share of the protected
-blocks. No clock is looked at, so equal histories evict equally.
+the largest footprint / weight loses its next one, again and again, of those that have more than their floor; where none
+has, the taker. In each tenant the order is that of `EvictionOrder`, with the tenant's share of the protected blocks. No
+clock is looked at, so equal histories evict equally.
 
 A block that follows another tenant's in its chain leaves the table with that one, whatever its owner's floor.
 """

@@ -52,16 +52,15 @@ class WaitingQueue:
 
     def add(self, request: LiveRequest) -> None:
         """Queues sequence 0 of a new request; the others wait for a fork."""
-        tenant = request.command.tenant.number
-        if tenant not in self._orders:
-            self.served.joined(tenant, self._orders.keys() - self._held_back)
-        self.served.sent(tenant, len(request.command.prompt_ids))
         self.push(request.sequences[0])
-        self._forking[tenant] += len(request.sequences) - 1
+        self.served.sent(request.tenant, len(request.command.prompt_ids))
+        self._forking[request.tenant] += len(request.sequences) - 1
 
     def push(self, sequence: Seq) -> None:
-        """Makes a sequence that holds nothing wait for admission."""
+        """Makes a sequence that holds nothing wait for admission: a new one, or one that was preempted."""
         sequence.state = SeqStatus.WAITING
+        if sequence.tenant not in self._orders:
+            self.served.joined(sequence.tenant, self._orders.keys() - self._held_back)
         insort(self._orders.setdefault(sequence.tenant, []), sequence, key=key)
 
     def __iter__(self) -> Iterator[Seq]:

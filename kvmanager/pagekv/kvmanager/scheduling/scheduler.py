@@ -186,7 +186,7 @@ class Scheduler:
         if self._bound is not None and several:
             served.greet(running, self.waiting.tenants, self.limits.max_batch_tokens)
         else:
-            served.newcomers = frozenset()
+            served.newcomers, served.credit = frozenset(), 0.0
 
     def _make_room(self) -> None:
         """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""

@@ -1,9 +1,10 @@
 """Fairness among tenants: weighted virtual token counters (Sheng et al., Fairness in Serving Large Language Models,
 OSDI 2024, algorithms 2 and 4).
 
-A tenant's counter has the tokens that it was served, divided by its weight. The waiting tenant with the lowest counter
-is served next. A tenant that comes back is lifted to the lowest counter of those that wait, so an idle time is no
-credit; it is lowered never, so a burst is paid for.
+A tenant's counter has the tokens that it was served, divided by its weight; its place is the same, less a credit while
+it is a newcomer. The waiting tenant with the lowest place is served next. A tenant that comes back is lifted to the
+lowest place of those that wait: so an idle time is no credit, and nobody who comes waits for the credit of others. A
+counter is lowered never, so a burst is paid for.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class VirtualTokens:
 
     While two tenants of weight 1 wait without a pause, what they are served differs by 2 max(INPUT_COST * P,
     OUTPUT_COST * M) + 2 K at most (theorem 4.4 there), P being the tokens of the longest prompt, M those that running
-    sequences may have, the slots of the pool, and K a newcomer's credit. With other weights that is so of what each is
-    served divided by its weight. Tokens found in the prefix cache are not counted, nor those computed again after a
-    preemption.
+    sequences may have, the slots of the pool, and K a newcomer's credit. With other weights what each is served is
+    divided by its weight, and P and M by the lower one. Tokens found in the prefix cache are not counted, nor those
+    computed again after a preemption.
     """
 
     def __init__(self) -> None:
@@ -33,11 +34,14 @@ class VirtualTokens:
         self._weights = np.ones(1)
         # Output tokens of each tenant in all, [number].
         self.outputs = np.zeros(1, np.int64)
-        # The counter of the last tenant that had nothing waiting any more.
-        self._floor = 0.0
+        # Counter and place of the last tenant that had nothing waiting any more, at that time.
+        self._left = 0.0, 0.0
+        # The highest that the lowest counter of those that wait was when somebody came: below that nobody comes by more
+        # than a credit, though every newcomer is lifted to the place of the one before.
+        self._level = 0.0
         # Whether there is more than one tenant.
         self.several = False
-        # Tenants that have less than their share of what runs, and the tokens by which these may come early at least.
+        # Tenants that have less than their share of what runs, and the tokens by which these may come early.
         self.newcomers: frozenset[int] = frozenset()
         self.credit = 0.0
         # Tokens of the longest prompt that each tenant has sent.
@@ -74,8 +78,9 @@ class VirtualTokens:
 
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
         """Tells newcomers: tenants that wait or run and would with one sequence more have less than an equal share of
-        those that run, for their weights; they are served as if they had had `credit` tokens less, or as many as their
-        longest prompt has, if that is more: or it would stop halfway for those of others.
+        those that run, for their weights; they are served as if they had had `credit` tokens less, or as many as the
+        longest prompt of any of them has, over its weight, if that is more: or it would stop halfway for those of
+        others. The credit is that of all, so that no newcomer waits for what another one once sent.
 
         Sequences count, and not blocks as for preemption: newcomers are given time of steps, of which each sequence
         takes as much whatever it holds. So a tenant of long prompts and short answers stays a newcomer for good; others
@@ -84,25 +89,27 @@ class VirtualTokens:
         present = running.keys() | waiting
         share = sum(running.values()) / sum(map(self.weight, present))
         few = {each for each in present if (running.get(each, 0) + 1) / self.weight(each) < share}
-        self.newcomers, self.credit = frozenset(few), credit
+        costs = (INPUT_COST * self._longest.get(each, 0) / self.weight(each) for each in few)
+        self.newcomers, self.credit = frozenset(few), max([credit, *costs]) if few else 0.0
 
     def place(self, tenant: int) -> float:
         """The order in which tenants are served: their counters, a newcomer's less its credit."""
-        return self.of(tenant) - (self._credit_of(tenant) if tenant in self.newcomers else 0.0)
-
-    def _credit_of(self, tenant: int) -> float:
-        return max(self.credit, INPUT_COST * self._longest.get(tenant, 0) / self.weight(tenant))
+        return self.of(tenant) - (self.credit if tenant in self.newcomers else 0.0)
 
     def goes_before(self, tenant: int, other: int) -> bool:
         """Whether another tenant's request goes before what is under way of this `other`."""
         return tenant != other and self.place(tenant) <= self.place(other)
 
     def joined(self, tenant: int, waiting: Iterable[int]) -> None:
-        """A tenant of which nothing waited has a new request; `waiting` are the tenants of which something does."""
+        """A tenant of which nothing waited has a request that does, a new one or one that was preempted; `waiting` are
+        the tenants of which something does.
+        """
         if tenant > 0 and tenant >= len(self._counters):
             self.know(tenant)
         if self.several:
-            least = min((self.of(other) for other in waiting), default=self._floor)
+            others = [(self.of(other), self.place(other)) for other in waiting] or [self._left]
+            self._level = max(self._level, min(counter for counter, _ in others))
+            least = max(min(place for _, place in others), self._level - self.credit)
             self._counters[tenant] = max(self._counters[tenant], least)
 
     def sent(self, tenant: int, prompt_tokens: int) -> None:
@@ -113,7 +120,7 @@ class VirtualTokens:
     def left(self, tenant: int) -> None:
         """Nothing of a tenant waits any more."""
         if self.several:
-            self._floor = self.of(tenant)
+            self._left = self.of(tenant), self.place(tenant)
 
     def charge_prompt(self, tenant: int, tokens: int) -> None:
         """So many tokens of a tenant's prompt are being computed, for the first time."""

@@ -82,16 +82,100 @@ def test_newcomers_have_less_than_their_share_and_go_before_their_turn() -> None
     assert [served.place(number) for number in (1, 2, 3, 4)] == [10, 20, 5, 15]
     assert served.goes_before(3, 1)
     assert not served.goes_before(4, 1)
-    # The longest prompt that one has sent is its credit, where that is more.
+    # The longest prompt that one of them has sent is the credit of each, where that is more.
     for number, tokens in ((3, 20), (4, 60), (4, 7), (1, 1000)):
         served.sent(number, tokens)
-    assert [served.place(number) for number in (1, 2, 3, 4)] == [10, 20, 5, -20]
+    served.greet({1: 4, 2: 1}, {2, 3, 4}, credit=25)
+    assert [served.place(number) for number in (1, 2, 3, 4)] == [10, 20, 30 - 60, 40 - 60]
     served.set_weights({1: 1.0, 4: 0.5})
     served.greet({1: 4, 2: 4}, {2, 3, 4}, credit=25)
-    assert served.place(4) == 40 - 60 / 0.5
+    assert [served.place(number) for number in (3, 4)] == [30 - 60 / 0.5, 40 - 60 / 0.5]
     served.set_weights({1: 8.0, 3: 0.5})
     served.greet({1: 4, 2: 1}, {2, 3, 4}, credit=25)
     assert not served.newcomers
+    assert not served.credit
+
+
+def test_who_comes_is_not_behind_the_credit_of_those_that_wait() -> None:
+    served = VirtualTokens()
+    served.know(1)
+    served.charge_prompt(1, 100)
+    served.greet({2: 8}, {1}, credit=30)
+    assert served.newcomers == {1}
+    served.joined(2, [1])
+    served.joined(3, [1, 2])
+    assert [served.of(number) for number in (2, 3)] == [70, 70]
+    # Now that one is a newcomer, too; those that come after it come no lower.
+    served.greet({2: 8}, {1, 2, 3}, credit=30)
+    assert served.newcomers == {1, 3}
+    served.joined(4, [1, 2, 3])
+    assert (served.of(4), served.place(3)) == (70, 40)
+    # The same after the last one.
+    served.left(1)
+    served.joined(5, [])
+    assert served.of(5) == 70
+
+
+def prompts_waiting(driver: Driver, tenant: Tenant) -> None:
+    """A flood of short prompts, with answers of one token."""
+    while driver.scheduler.waiting.count(tenant.number) < 8:
+        driver.submit([4] * 20, max_tokens=1, tenant=tenant)
+
+
+def beside_a_flood_of_prompts(decoding: Tenant, waiting: int = 0) -> Driver:
+    """A tenant decodes; another, of newcomers, has sent and given up one long prompt, and floods."""
+    driver = Driver(num_blocks=2048, max_running=20, max_batch_tokens=100, depth=1, prefix_cache=False)
+    driver.scheduler.set_bound(StepBound(32, 1.0))
+    for _ in range(8 + waiting):
+        driver.submit([7] * 8, max_tokens=900, tenant=decoding)
+    driver.step()
+    driver.abort(driver.submit([3] * 600, max_tokens=1, tenant=A))
+    return driver
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_a_long_prompt_that_was_once_sent_delays_nobody_who_comes(quiet: bool) -> None:
+    """Neither a newcomer nor one that has as much running as anybody, each time when it comes."""
+    driver = beside_a_flood_of_prompts(C if quiet else B)
+    for _ in range(40):
+        prompts_waiting(driver, A)
+        driver.step()
+    for _ in range(3):
+        request, steps = driver.submit([5] * 30, max_tokens=1, tenant=B), 0
+        while not finished(request):
+            prompts_waiting(driver, A)
+            driver.step()
+            steps += 1
+        assert steps <= 6
+
+
+def test_a_newcomer_is_ahead_of_those_that_wait_by_its_longest_prompt() -> None:
+    driver, leads = beside_a_flood_of_prompts(C, waiting=40), []
+    served = driver.scheduler.waiting.served
+    for _ in range(100):
+        prompts_waiting(driver, A)
+        driver.step()
+        leads.append(served.of(A.number) - served.of(C.number))
+    assert A.number in served.newcomers
+    assert 550 < max(leads) <= 600 + 20
+
+
+def test_what_a_tenant_was_served_less_is_no_credit_once_it_is_preempted() -> None:
+    """One sequence of it decoded while another tenant's prompts waited; then the pool was needed, and it sends more."""
+    driver = Driver(num_blocks=200, max_running=4, depth=1)
+    long = driver.submit([1] * 4, max_tokens=700, tenant=A)
+    driver.step()
+    requests = [driver.submit([2, index] * 10, max_tokens=3, tenant=B) for index in range(80)]
+    served = driver.scheduler.waiting.served
+    while served.of(B.number) < served.of(A.number) + 500:
+        driver.step()
+    driver.scheduler.preemption.preempt(long.sequences[0])
+    requests += [driver.submit([3, index] * 10, max_tokens=3, tenant=A) for index in range(80)]
+    before = served.of(A.number) - served.of(B.number)
+    for _ in range(20):
+        driver.step()
+        assert abs(served.of(A.number) - served.of(B.number) - before) < 100
+    assert driver.scheduler.waiting.tenants == {A.number, B.number}
 
 
 def test_a_newcomers_long_prompt_does_not_stop_halfway_for_others() -> None:
@@ -116,7 +200,7 @@ def test_a_newcomers_long_prompt_does_not_stop_halfway_for_others() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0)])
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.25, 1.0)])
 @pytest.mark.parametrize("bound", [None, StepBound(6, 0.5), StepBound(12, 3.0)])
 def test_the_difference_of_what_two_tenants_get_is_bounded(
     seed: int, weights: tuple[float, float], bound: StepBound | None
