@@ -100,7 +100,7 @@ def test_steps_that_are_recorded_compute_the_same_numbers(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: kinds of steps in turns, over more kinds than are kept, then over other pools."""
-    # Whatever their times are while others use the machine: what torch computes cannot be recorded.
+    # Not by their times, which others on the machine change: steps that torch computes cannot be recorded.
     monkeypatch.setattr(fused_decoder, "fastest_product", lambda dtype: Product)
     save_model(name, tmp_path)
     loaded = load_model(tmp_path, dtype)
