@@ -13,6 +13,7 @@ from support.prompts import as_chat, as_prompt
 from pagekv.client.errors import from_rpc_error
 from pagekv.common.errors import LimitExceeded, NotFound
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -140,5 +141,17 @@ def test_pin_and_unpin() -> None:
         with pytest.raises(grpc.aio.AioRpcError, match="12 blocks would be pinned, at most 5 of 10") as caught:
             await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    run(body)
+
+
+def test_the_text_of_a_question_is_counted_for_its_tenant() -> None:
+    async def body(engine: FakeEngine, stub: CacheStub) -> None:
+        engine.accounts.of("").set_limits(TenantLimits(tokenized_bytes_per_second=1))
+        await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=as_prompt("void")))
+        with pytest.raises(grpc.aio.AioRpcError, match="tokenized_bytes_per_second: your tenant may take 1"):
+            await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=as_prompt("void")))
+        await stub.LookupPrefix(pb.LookupPrefixRequest(prompt=IDS))
+        assert len(engine.lookups) == 2
 
     run(body)

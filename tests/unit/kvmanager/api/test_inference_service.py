@@ -15,6 +15,7 @@ from support.prompts import as_chat, as_prompt
 from pagekv.common.errors import InvalidRequest, Overloaded, Unavailable
 from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import inference_service_pb2 as pb
 
 
@@ -250,5 +251,34 @@ def test_model_info() -> None:
             server_version=pagekv_version(),
             backend="oracle",
         )
+
+    run(body)
+
+
+def test_text_is_counted_for_its_tenant_and_token_ids_are_not() -> None:
+    async def body(h: Harness) -> None:
+        account = h.engine.accounts.of("")
+        account.set_limits(TenantLimits(tokenized_bytes_per_second=1))
+        await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt("more than two bytes")))
+        text = as_prompt("a")
+        calls = h.stub.Tokenize(pb.TokenizeRequest(prompt=text)), h.stub.Generate(pb.GenerateRequest(prompt=text))
+        for call in calls:
+            code, message, _ = await refusal(call)
+            assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert message.startswith("tokenized_bytes_per_second: your tenant may take 1")
+        await h.stub.Tokenize(pb.TokenizeRequest(prompt=as_prompt([5, 6])))
+        assert account.usage.refusals == {"tokenized_bytes_per_second": 2}
+
+    run(body)
+
+
+def test_an_adapter_that_the_tenant_may_not_use_is_refused_whether_it_is_there_or_not() -> None:
+    async def body(h: Harness) -> None:
+        h.engine.accounts.of("").set_limits(TenantLimits(adapters=frozenset({"mine"})))
+        message = request()
+        for adapter, wanted in (("lora", grpc.StatusCode.PERMISSION_DENIED), ("mine", grpc.StatusCode.NOT_FOUND)):
+            message.adapter = adapter
+            code, _, _ = await refusal(h.stub.Generate(message))
+            assert code is wanted
 
     run(body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
@@ -11,6 +12,7 @@ from support.engine.fake_engine import FakeEngine
 
 from pagekv.kvmanager.api import operator_service
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -141,5 +143,25 @@ def test_bad_fields(method: str, message: Any, field: str) -> None:
             await getattr(stub, method)(message)
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert (caught.value.details() or "").startswith(field)
+
+    run_operator(body)
+
+
+def test_a_tenant_has_so_many_watches_open() -> None:
+    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
+        account = engine.accounts.of("")
+        account.set_limits(TenantLimits(max_watchers=1))
+        first = stub.WatchEvents(pb.WatchEventsRequest())
+        await first.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="max_watchers: your tenant has 1 of at most 1") as caught:
+            await stub.WatchEvents(pb.WatchEventsRequest()).read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        first.cancel()
+        for _ in range(10_000):
+            if not account.watchers:
+                break
+            await asyncio.sleep(0.002)
+        await stub.WatchEvents(pb.WatchEventsRequest()).read()
+        assert account.usage.refusals == {"max_watchers": 1}
 
     run_operator(body)

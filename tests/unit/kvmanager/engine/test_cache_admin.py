@@ -26,6 +26,8 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
+from pagekv.kvmanager.tenants.accounts import Account
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import cache_service_pb2 as pb
 
 BLOCKS, SIZE = 16, 4
@@ -234,6 +236,31 @@ def test_a_pin_leaves_what_live_requests_of_other_tenants_need() -> None:
         assert no.value.available_blocks == 1
         assert admin.pin([1], ANY, 60, [live]).pinned_tokens == 1
         assert admin.pins.end_all() == 1
+        admin.close(RuntimeError())
+
+    asyncio.run(main())
+
+
+def test_a_tenant_pins_so_many_blocks() -> None:
+    """In all of its pins; those of others are none of its own, and a pin is renewed for what it held."""
+
+    async def main() -> None:
+        pool, admin = BlockPool(10, 1), CacheAdmin(True, 1.0, lambda: None)
+        admin.adopt(pool, HostPool(0, 1), "model", Observer())
+        one, two = (CacheIdentity(tenant=name) for name in ("one", "two"))
+        for tenant in (one, two):
+            root, tokens = admin.root(tenant), np.array([[1], [2], [3]], np.uint32)
+            blocks = pool.allocate(3)
+            assert blocks is not None
+            pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+        account = Account(Tenant("one", 1), TenantLimits(max_pinned_blocks=3))
+        admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)))
+        admin.pin([1, 2], one, 60, [], "first", account=account)
+        with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
+            admin.pin([1, 2], one, 60, [], "second", account=account)
+        assert admin.pin([1, 2, 3], one, 60, [], "first", account=account).pinned_tokens == 3
+        assert account.usage.refusals == {"max_pinned_blocks": 1}
+        admin.pins.end_all()
         admin.close(RuntimeError())
 
     asyncio.run(main())

@@ -28,6 +28,7 @@ from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
@@ -307,5 +308,19 @@ def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> No
         assert list(table.events[0].stored.blocks[0].token_ids) == [1, 2, 3, 4]
         call.cancel()
         await until(lambda: bool(harness.engine.ended_watches))
+
+    run(body)
+
+
+def test_a_subscription_is_one_of_its_tenants_watches() -> None:
+    async def body(harness: Harness) -> None:
+        account = harness.engine.accounts.of("")
+        account.set_limits(TenantLimits(max_watchers=1))
+        call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+        await call.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="max_watchers: your tenant has 1 of at most 1"):
+            await harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
+        call.cancel()
+        await until(lambda: not account.watchers)
 
     run(body)
