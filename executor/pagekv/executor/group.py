@@ -5,8 +5,9 @@ from __future__ import annotations
 import platform
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pagekv.common.logs import Log
 from pagekv.common.models import check_model_files, resolve_model
@@ -17,9 +18,10 @@ from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.machine import usable_cores
 from pagekv.executor.ranks.follower import Follower
-from pagekv.executor.ranks.gathering import Gathering, join
+from pagekv.executor.ranks.gathering import Gathering, Meeting, join
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.rendezvous import (
+    connect_gpus,
     end_meeting,
     find_leader,
     join_process_group,
@@ -28,25 +30,54 @@ from pagekv.executor.ranks.rendezvous import (
 )
 from pagekv.executor.world import World
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 log = Log(__name__)
 
 # Packages of which all ranks need the same version, as far as a backend imports them.
-_PACKAGES = {"oracle": ("numpy",), "cpu": ("numpy", "torch", "transformers", "accelerate", "numba")}
+_MODEL_PACKAGES = ("numpy", "torch", "transformers", "accelerate")
+_PACKAGES = {"oracle": ("numpy",), "cpu": (*_MODEL_PACKAGES, "numba"), "cuda": _MODEL_PACKAGES}
 
 
-def check_group(config: ExecutorConfig) -> None:
+def settled(config: ExecutorConfig, world: World) -> ExecutorConfig:
+    """The configuration of a rank, with a backend instead of `auto`: cuda where CuPy is installed and the machine has a
+    GPU for each of its ranks, else cpu.
+    """
+    if config.backend != "auto":
+        return config
+    return replace(config, backend="cuda" if _has_gpus(world.local_size) else "cpu")
+
+
+def _has_gpus(count: int) -> bool:
+    from pagekv.executor.cuda.preflight import UnusableGpu, find_gpu, installed_builds
+
+    builds = installed_builds()
+    if not builds.cupy or builds.torch_cuda == 0:
+        return False
+    try:
+        find_gpu(index=count - 1)
+    except UnusableGpu:
+        return False
+    return True
+
+
+def check_group(config: ExecutorConfig, world: World) -> None:
     """Raises ValueError for flags that a rank of a group cannot have."""
-    if config.backend == "cuda":
-        raise ValueError("--backend cuda: serves on one GPU; a group of ranks (WORLD_SIZE) has cpu and oracle")
-    if config.kv_dtype != "auto":
-        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda, which a group of ranks has not")
+    if config.backend == "cuda" and world.local_rank is None:
+        raise ValueError(
+            f"LOCAL_RANK: must be from 0 to {world.local_size - 1} with --backend cuda, since it names the rank's GPU; "
+            "it is unset: start ranks by torchrun"
+        )
+    if config.backend != "cuda" and config.kv_dtype != "auto":
+        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
 
 
 def lead(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> GroupBackend:
-    """Rank 0's backend, once all ranks are there and it has loaded its own by `load`. Raises NoGroup, RanksDisagree,
-    or what `load` does.
+    """Rank 0's backend, once all ranks are there and it has loaded its own by `load`. `config` is `settled`. Raises
+    NoGroup, RanksDisagree, or what `load` does.
     """
-    check_group(config)
+    check_group(config, world)
     facts = rank_facts(config, world)
     store = open_store(world, config.join_timeout_s)
     listener, meeting = listen_as_leader(store, world)
@@ -57,14 +88,13 @@ def lead(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> G
         end_meeting(store, meeting)
     leader = Leader(links, config.rank_timeout_s, with_parent=world.has_store)
     log.info("all ranks are there", ranks=world.size)
-    if _backend(config) != "oracle":
-        join_process_group(store, world, meeting, config.join_timeout_s)
+    _join_collectives(config, store, world, meeting)
     return GroupBackend(load(), leader)
 
 
 def follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:
     """The life of another rank than rank 0; returns its exit status. Raises as `lead`."""
-    check_group(config)
+    check_group(config, world)
     facts = rank_facts(config, world)
     store = open_store(world, config.join_timeout_s)
     link, meeting = join(lambda: find_leader(store), world, facts, config.join_timeout_s)
@@ -73,16 +103,26 @@ def follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) ->
         signal.signal(signum, signal.SIG_IGN)
     follower = Follower(link, config.rank_timeout_s, with_parent=world.has_store)
     log.info("joined the group", rank=world.rank, ranks=world.size)
-    if _backend(config) != "oracle":
-        join_process_group(store, world, meeting, config.join_timeout_s)
+    _join_collectives(config, store, world, meeting)
     follower.run(load())
     log.info("stopped", rank=world.rank)
     return 0
 
 
+def _join_collectives(config: ExecutorConfig, store: Store, world: World, meeting: Meeting) -> None:
+    # Oracles have no tensors to send.
+    if config.backend == "oracle":
+        return
+    join_process_group(store, world, meeting, config.join_timeout_s, gpus=config.backend == "cuda")
+    if config.backend == "cuda":
+        assert world.local_rank is not None  # `check_group`
+        with phase("connecting the GPUs"):
+            connect_gpus(world.local_rank)
+
+
 def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
-    """Facts that all ranks need alike, by the name that people know."""
-    backend = _backend(config)
+    """Facts that all ranks need alike, by the name that people know. `config` is `settled`."""
+    backend = config.backend
     facts: dict[str, Any] = {"PageKV": pagekv_version(), "python": platform.python_version(), "--backend": backend}
     facts |= {name: _version(name) for name in _PACKAGES[backend]}
     if config.model:
@@ -93,22 +133,42 @@ def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
         oracle = config.oracle
         facts |= {"--vocab-size": oracle.vocab_size, "--max-model-len": oracle.max_model_len}
         facts["--eos"] = None if oracle.eos_token_ids is None else list(oracle.eos_token_ids)
-    else:
-        import torch
+        return facts
+    # Norms and routers of experts, which each rank computes, have to be the same to the bit.
+    facts |= {"--dtype": config.dtype, "--fused": config.fused}
+    return facts | (_gpu_facts(config, world) if backend == "cuda" else _cpu_facts(config, world))
 
-        # Norms and routers of experts, which each rank computes, have to be the same to the bit.
-        facts |= {"--dtype": config.dtype, "--fused": config.fused, "compute threads": rank_threads(config, world)}
-        facts["the processor's vector instructions"] = torch.backends.cpu.get_cpu_capability()
-    return facts
+
+def _cpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
+    import torch
+
+    return {
+        "compute threads": rank_threads(config, world),
+        "the processor's vector instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def _gpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
+    """Raises ValueError where this rank has no GPU."""
+    from pagekv.executor.cuda.preflight import UnusableGpu, cupy_version, find_gpu
+
+    try:
+        gpu = find_gpu(index=world.local_rank or 0)
+    except UnusableGpu as error:
+        raise ValueError(f"--backend {config.backend}: {error}") from error
+    # Graphs and steps that ranks record and measure together have these numbers in their shapes.
+    return {
+        "--kv-dtype": config.kv_dtype,
+        "--cuda-graphs": config.cuda_graphs,
+        "--max-sequences": config.max_sequences,
+        "CuPy": cupy_version(),
+        "the GPU": gpu.name,
+    }
 
 
 def rank_threads(config: ExecutorConfig, world: World) -> int:
     """Compute threads of this rank: as the flag says, or its share of the cores."""
     return config.threads or max(1, usable_cores() // world.local_size)
-
-
-def _backend(config: ExecutorConfig) -> str:
-    return "cpu" if config.backend == "auto" else config.backend
 
 
 def _version(name: str) -> str:

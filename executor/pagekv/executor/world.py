@@ -13,7 +13,8 @@ _LAST_PORT = 65535
 @dataclass(frozen=True, slots=True)
 class World:
     """A rank of a group of `size`, of which `local_size` are on this machine. `address` and `port` are those of the
-    group's store; `has_store`: the process that started the ranks keeps it, else rank 0 does.
+    group's store; `has_store`: the process that started the ranks keeps it, else rank 0 does. `local_rank`: its number
+    among those on this machine, where it was told.
     """
 
     rank: int = 0
@@ -22,6 +23,7 @@ class World:
     address: str = ""
     port: int = 0
     has_store: bool = False
+    local_rank: int | None = None
 
 
 ALONE = World()
@@ -38,13 +40,15 @@ def read_world(env: Mapping[str, str]) -> World:
         raise ValueError(
             f"MASTER_ADDR: must name the machine of the ranks' store, as WORLD_SIZE is {size}; it is unset"
         )
+    local_size = _number(env, "LOCAL_WORLD_SIZE", 1, size) if env.get("LOCAL_WORLD_SIZE") else size
     return World(
         rank=_number(env, "RANK", 0, size - 1),
         size=size,
-        local_size=_number(env, "LOCAL_WORLD_SIZE", 1, size) if env.get("LOCAL_WORLD_SIZE") else size,
+        local_size=local_size,
         address=env["MASTER_ADDR"],
         port=_number(env, "MASTER_PORT", 1, _LAST_PORT),
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        local_rank=_number(env, "LOCAL_RANK", 0, local_size - 1) if env.get("LOCAL_RANK") else None,
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.executor import cuda_stub
 
-from pagekv.executor import server
+from pagekv.executor import choose_backend, server
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.cuda.backend import CudaBackend
@@ -22,6 +22,6 @@ def load(config: ExecutorConfig, world: World = ALONE) -> Backend:
 
 
 if __name__ == "__main__":
-    server.load_backend = load
+    choose_backend.load_backend = load
     with cuda_stub.installed():
         sys.exit(server.main())

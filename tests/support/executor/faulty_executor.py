@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from pagekv.executor import server
+from pagekv.executor import choose_backend, server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.fresh_process import faults_before
@@ -77,7 +77,7 @@ def emulated(fails_at: int | None) -> Backend:
 
 
 def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
-    """Instead of the server's."""
+    """Instead of the one that flags name."""
     fails_at = this_process()
     if fails_at == 0:
         raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable")
@@ -87,5 +87,5 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
 
 
 if __name__ == "__main__":
-    server.load_backend = load_backend
+    choose_backend.load_backend = load_backend
     sys.exit(server.main())

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from pagekv.executor import server
+from pagekv.executor import choose_backend, server
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
@@ -106,11 +106,11 @@ def step_result(report: ExecutedStep) -> pb.StepResult:
 
 
 def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
-    """Instead of the server's."""
+    """Instead of the one that flags name."""
     return OracleBackend(OracleModel("", VOCAB, 4096, ()), step_time_s=0.002, failing=(FAILING,))
 
 
 if __name__ == "__main__":
-    server.load_backend = load_backend
+    choose_backend.load_backend = load_backend
     wire.step_result = step_result
     sys.exit(server.main(sys.argv[2:]))

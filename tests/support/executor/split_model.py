@@ -1,4 +1,4 @@
-"""Ranks of split models as processes: each runs the same steps over the cpu backend, and rank 0 tells the answers.
+"""Ranks of split models as processes: each runs the same steps over a backend, and rank 0 tells the answers.
 
 RANK=0 WORLD_SIZE=2 MASTER_ADDR=... MASTER_PORT=... python -m support.executor.split_model JSON
 """
@@ -11,14 +11,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from support.clients.stack import ROOT, environment
 
 if TYPE_CHECKING:
-    from pagekv.executor.model.tensor_parallel import Shards
+    from pagekv.executor.model.shards import Shards
 
 WAIT_S = 300.0
 
@@ -26,7 +26,8 @@ WAIT_S = 300.0
 @dataclass(frozen=True)
 class SplitRun:
     """Prompts over one model, in blocks of 4 and 8: cold in one batch; in chunks with preemptions, by recomputation
-    and by swap; and behind hits of the first prompt, of so many tokens each.
+    and by swap; and behind hits of the first prompt, of so many tokens each. `device`: by the cpu backend, or by the
+    cuda backend with emulated kernels ("cuda").
     """
 
     directory: str
@@ -35,11 +36,13 @@ class SplitRun:
     new: int
     dtype: str = "float32"
     fused: bool = True
+    device: str = "cpu"
 
 
 def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
-    """Of each run `cold`, `preempted` and `hits`, the tokens of each prompt; and `kv_heads` of each rank, and whether
-    compiled loops computed it (`fused`). Raises AssertionError as `rank_0_of` does.
+    """Of each run `cold`, `preempted`, `hits` and `sampled`, the tokens of each prompt; and `kv_heads` of each rank,
+    whether compiled loops or fused layers computed it (`fused`), and how many graphs were replayed (`replayed`). Raises
+    AssertionError as `rank_0_of` does.
     """
     output = rank_0_of(["-m", __name__, json.dumps([asdict(run) for run in runs])], ranks)
     found: list[dict[str, Any]] = json.loads(output.rpartition("\nANSWERS ")[2])
@@ -77,7 +80,7 @@ def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
 
 def shards_of_this_process() -> Shards:
     """Of a process that is started as torchrun starts ranks, joined to the others."""
-    from pagekv.executor.model.tensor_parallel import Shards
+    from pagekv.executor.model.shards import Shards
     from pagekv.executor.ranks.gathering import Meeting
     from pagekv.executor.ranks.rendezvous import join_process_group, open_store
     from pagekv.executor.ranks.watch import end_process
@@ -93,10 +96,7 @@ def shards_of_this_process() -> Shards:
 def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
     from support.executor.cpu_driver import Driver
 
-    from pagekv.executor.cpu.backend import CpuBackend
-    from pagekv.executor.cpu.forward import ModuleForward
-
-    backend = CpuBackend(Path(run.directory), "split", run.dtype, threads=1, fused=run.fused, shards=shards)
+    backend, fused = _cpu_backend(run, shards) if run.device == "cpu" else _cuda_backend(run, shards)
     driver = Driver(backend, block_size=4)
     cold = driver.generate([driver.sequence(prompt) for prompt in run.prompts], run.new)
     driver = Driver(backend, block_size=8, host_blocks=16)
@@ -112,8 +112,39 @@ def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
         driver.share(owner, state, hit)
     hits = driver.generate([owner, *others], run.new)
     heads = backend._loaded.geometry.num_kv_heads
-    fused = not isinstance(backend._forward, ModuleForward)
-    return {"cold": cold, "preempted": preempted, "hits": hits, "kv_heads": heads, "fused": fused}
+    replayed = backend.runner.graphs.num_replayed if run.device == "cuda" else 0
+    found = {"cold": cold, "preempted": preempted, "hits": hits, "sampled": sampled(backend, run.prompts, run.new)}
+    return {**found, "kv_heads": heads, "fused": fused, "replayed": replayed}
+
+
+def sampled(backend: Any, prompts: list[list[int]], new: int) -> list[list[int]]:
+    """The tokens of each prompt, drawn and penalised."""
+    from support.executor.cpu_driver import Driver
+
+    from pagekv.executor.backend.interface import Sampling
+
+    driver = Driver(backend, block_size=8)
+    drawn = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
+    states = [driver.sequence(prompt, sampling=replace(drawn, seed=seed)) for seed, prompt in enumerate(prompts)]
+    return driver.generate(states, new)
+
+
+def _cpu_backend(run: SplitRun, shards: Any) -> tuple[Any, bool]:
+    from pagekv.executor.cpu.backend import CpuBackend
+    from pagekv.executor.cpu.forward import ModuleForward
+
+    backend = CpuBackend(Path(run.directory), "split", run.dtype, threads=1, fused=run.fused, shards=shards)
+    return backend, not isinstance(backend._forward, ModuleForward)
+
+
+def _cuda_backend(run: SplitRun, shards: Any) -> tuple[Any, bool]:
+    from support.executor.cuda_host import host_backend
+
+    from pagekv.executor.cuda.fused_decoder import FusedLayers
+
+    options = {"dtype": run.dtype, "fused": run.fused, "shards": shards, "max_sequences": 8}
+    backend = host_backend(Path(run.directory), **options)
+    return backend, isinstance(backend.forward, FusedLayers)
 
 
 def main() -> None:
@@ -123,7 +154,10 @@ def main() -> None:
     torch.set_num_threads(1)
     shards = shards_of_this_process()
     found = [_run(SplitRun(**run), shards) for run in json.loads(sys.argv[1])]
-    torch.distributed.barrier()
+    # Every rank has the same tokens, and replayed as many graphs.
+    every: list[Any] = [None] * shards.size
+    torch.distributed.all_gather_object(every, found)
+    assert every == [found] * shards.size
     print("\nANSWERS " + json.dumps(found))
 
 

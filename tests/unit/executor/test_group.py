@@ -1,11 +1,13 @@
-"""Facts that a rank has to have like the others, and flags that a group cannot have."""
+"""Facts that a rank has to have like the others, the backend that ranks take, and flags that they cannot have."""
 
 from __future__ import annotations
 
 import pytest
 
 from pagekv.executor.config import parse_config
-from pagekv.executor.group import check_group, rank_facts, rank_threads
+from pagekv.executor.cuda import preflight
+from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu
+from pagekv.executor.group import check_group, rank_facts, rank_threads, settled
 from pagekv.executor.machine import usable_cores
 from pagekv.executor.world import World
 
@@ -23,7 +25,7 @@ def test_facts_are_equal_for_equal_ranks_and_name_what_differs() -> None:
 
 
 def test_ranks_that_compute_need_equal_packages_and_threads() -> None:
-    facts = rank_facts(parse_config(["--threads", "3"], {}), WORLD)
+    facts = rank_facts(parse_config(["--backend", "cpu", "--threads", "3"], {}), WORLD)
     assert facts["--backend"] == "cpu"
     assert facts["compute threads"] == 3
     assert {"torch", "transformers", "--dtype", "the processor's vector instructions"} <= facts.keys()
@@ -35,7 +37,60 @@ def test_ranks_of_a_machine_share_its_cores() -> None:
     assert rank_threads(config, World(0, 4, 4)) == max(1, usable_cores() // 4)
 
 
-@pytest.mark.parametrize("flags", [["--backend", "cuda"], ["--kv-dtype", "fp8"]])
-def test_what_ranks_have_not_is_refused(flags: list[str]) -> None:
-    with pytest.raises(ValueError, match=flags[0]):
-        check_group(parse_config(flags, {}))
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--backend", "cuda"], "LOCAL_RANK: must be from 0 to 1 with --backend cuda"),
+        (["--backend", "cpu", "--kv-dtype", "fp8"], "--kv-dtype fp8 needs --backend cuda"),
+    ],
+)
+def test_what_ranks_cannot_have_is_refused(flags: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_group(parse_config(flags, {}), WORLD)
+
+
+def test_ranks_with_a_gpu_each_may_have_fp8() -> None:
+    flags = ["--backend", "cuda", "--kv-dtype", "fp8"]
+    check_group(parse_config(flags, {}), World(1, 2, 2, "127.0.0.1", 29500, local_rank=1))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int, builds: Builds) -> None:
+    """A machine with so many GPUs."""
+
+    def find(*, index: int = 0) -> Gpu:
+        if index >= count:
+            raise UnusableGpu("too few")
+        return Gpu("H", 90, 2**37, (13, 0))
+
+    monkeypatch.setattr(preflight, "find_gpu", find)
+    monkeypatch.setattr(preflight, "installed_builds", lambda: builds)
+
+
+@pytest.mark.parametrize(
+    ("count", "builds", "backend"),
+    [
+        (2, Builds(13, True, (13,)), "cuda"),
+        (1, Builds(13, True, (13,)), "cpu"),
+        (2, Builds(0, True, (13,)), "cpu"),
+        (2, Builds(13, False, ()), "cpu"),
+    ],
+)
+def test_ranks_take_gpus_where_there_is_one_for_each(
+    monkeypatch: pytest.MonkeyPatch, count: int, builds: Builds, backend: str
+) -> None:
+    """All ranks of a machine find the same."""
+    gpus(monkeypatch, count, builds)
+    config = parse_config([], {})
+    assert [settled(config, World(rank, 2, 2, local_rank=rank)).backend for rank in (0, 1)] == [backend] * 2
+    chosen = parse_config(["--backend", "oracle"], {})
+    assert settled(chosen, WORLD) is chosen
+
+
+def test_ranks_on_gpus_need_equal_ones_and_what_shapes_their_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 2, Builds(13, True, (13,)))
+    config = parse_config(["--backend", "cuda", "--max-sequences", "7"], {})
+    facts = rank_facts(config, World(1, 2, 2, local_rank=1))
+    assert (facts["the GPU"], facts["--max-sequences"], facts["--cuda-graphs"]) == ("H", 7, True)
+    assert {"torch", "CuPy", "--kv-dtype", "--dtype", "--fused"} <= facts.keys()
+    with pytest.raises(ValueError, match="--backend cuda: too few"):
+        rank_facts(config, World(2, 3, 3, local_rank=2))

@@ -70,11 +70,11 @@ def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None
     port_file, begun = tmp_path / "port", tmp_path / "begun"
     begun.touch()
     code = (
-        "import os, sys, time; from pagekv.executor import server\n"
+        "import os, sys, time; from pagekv.executor import choose_backend, server\n"
         "from pagekv.executor.oracle.backend import OracleBackend, OracleModel\n"
         f"begun = os.open({str(begun)!r}, os.O_WRONLY | os.O_APPEND)\n"
         "sleep = lambda seconds: (os.write(begun, b'.'), time.sleep(seconds))\n"
-        "server.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=0.2, sleep=sleep)\n"
+        "choose_backend.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=0.2, sleep=sleep)\n"
         f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
     )
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
@@ -152,7 +152,8 @@ def test_a_step_may_have_4_mib(tmp_path: Path) -> None:
 
 def test_the_oracle_never_imports_torch() -> None:
     code = (
-        "import sys; from pagekv.executor.config import parse_config; from pagekv.executor.server import load_backend\n"
+        "import sys; from pagekv.executor.config import parse_config\n"
+        "from pagekv.executor.choose_backend import load_backend\n"
         "load_backend(parse_config(['--backend', 'oracle', '--model', 'demo'], env={}))\n"
         "print(sorted({'torch', 'transformers', 'safetensors', 'huggingface_hub'} & sys.modules.keys()))"
     )
@@ -250,8 +251,8 @@ def test_a_missing_package_is_named() -> None:
 def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
     port_file = tmp_path / "port"
     code = (
-        "import sys, time; from pagekv.executor import server\n"
-        "server.load_backend = lambda config: time.sleep(60)\n"
+        "import sys, time; from pagekv.executor import choose_backend, server\n"
+        "choose_backend.load_backend = lambda config: time.sleep(60)\n"
         f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
     )
     popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
@@ -312,10 +313,10 @@ def test_an_address_that_is_none_is_wrong_usage() -> None:
 def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> None:
     port_file, begun = tmp_path / "port", tmp_path / "begun"
     code = (
-        "import sys, time; from pathlib import Path; from pagekv.executor import server\n"
+        "import sys, time; from pathlib import Path; from pagekv.executor import choose_backend, server\n"
         "from pagekv.executor.oracle.backend import OracleBackend, OracleModel\n"
         f"sleep = lambda seconds: (Path({str(begun)!r}).touch(), time.sleep(seconds))\n"
-        "server.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=600, sleep=sleep)\n"
+        "choose_backend.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=600, sleep=sleep)\n"
         "args = ['--backend', 'oracle', '--listen', '127.0.0.1:0', '--grace-s', '0.2']\n"
         f"sys.exit(server.main([*args, '--port-file', {str(port_file)!r}]))"
     )

@@ -17,10 +17,11 @@ SET = {
 
 
 def test_the_variables_of_torchrun() -> None:
-    assert read_world(SET) == World(3, 4, 2, "one", 29500)
+    assert read_world(SET) == World(3, 4, 2, "one", 29500, local_rank=1)
     assert read_world({**SET, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
     # Started by hand, all ranks are taken to be here.
     assert read_world({name: value for name, value in SET.items() if name != "LOCAL_WORLD_SIZE"}).local_size == 4
+    assert read_world({**SET, "LOCAL_RANK": ""}).local_rank is None
 
 
 @pytest.mark.parametrize("env", [{}, {"RANK": "0"}, {**SET, "WORLD_SIZE": "1"}, {**SET, "WORLD_SIZE": ""}])
@@ -37,6 +38,7 @@ def test_a_process_alone(env: dict[str, str]) -> None:
         ("WORLD_SIZE", "2000", "WORLD_SIZE: must be from 1 to 1024, got '2000'"),
         ("WORLD_SIZE", "two", "WORLD_SIZE: must be from 1 to 1024, got 'two'"),
         ("LOCAL_WORLD_SIZE", "5", "LOCAL_WORLD_SIZE: must be from 1 to 4, got '5'"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK: must be from 0 to 1, got '2'"),
         ("MASTER_ADDR", "", "MASTER_ADDR: must name the machine of the ranks' store, as WORLD_SIZE is 4; it is unset"),
         ("MASTER_PORT", "0", "MASTER_PORT: must be from 1 to 65535, got '0'"),
     ],

@@ -28,8 +28,8 @@ from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.cpu.threads import Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
+from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.start_check import check_cpu_dtype
-from pagekv.executor.model.tensor_parallel import Shards
 
 log = Log(__name__)
 

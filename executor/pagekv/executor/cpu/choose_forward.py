@@ -17,7 +17,8 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import plan_step
 from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
-from pagekv.executor.model.tensor_parallel import Shards, keeps_heads
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.model.tensor_parallel import keeps_heads
 
 log = Log(__name__)
 

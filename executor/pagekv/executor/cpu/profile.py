@@ -14,7 +14,7 @@ from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.machine import kib_field
 from pagekv.executor.model.description import StepProfile, num_blocks, prompt_lengths, prompt_step
 from pagekv.executor.model.loading import BlockGeometry, LoadedModel
-from pagekv.executor.model.tensor_parallel import Shards
+from pagekv.executor.model.shards import Shards
 
 # Bytes that one round of `measure_swap_rates` copies each way, and rounds that count.
 SWAP_BYTES = 8 * 2**20

@@ -9,7 +9,7 @@ from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.sampler import sample
-from pagekv.executor.model.tensor_parallel import Shards
+from pagekv.executor.model.shards import Shards
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ import torch
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder
-from pagekv.executor.model.tensor_parallel import Shards
+from pagekv.executor.model.shards import Shards
 
 
 class ShardedDecoder(FusedDecoder):

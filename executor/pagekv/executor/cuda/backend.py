@@ -27,12 +27,16 @@ from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import serving_variant
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.preflight import FP8, check_room, gib, served_dtypes
+from pagekv.executor.cuda.rank_sampling import choose_rank_sampler
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.description import ModelBackendInfo, StepProfile, num_blocks, prompt_lengths, prompt_step
 from pagekv.executor.model.files import StoredModel, read_model_files
 from pagekv.executor.model.kv_scales import read_kv_scales
 from pagekv.executor.model.loading import LoadedModel, load_model
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.model.tensor_parallel import kv_heads_of
+from pagekv.kernels.attention_plan import GraphKey
 
 log = Log(__name__)
 
@@ -59,10 +63,13 @@ class CudaBackend:
         max_sequences: int = 1024,
         graphs: bool = True,
         fused: bool = True,
+        *,
+        shards: Shards | None = None,
     ) -> None:
         """`dtype`: auto (as the weights are stored), float32, float16 or bfloat16. `kv_dtype`: auto (as the weights) or
         fp8 (e4m3). `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available after profiling.
-        `graphs`: record decode steps as CUDA graphs. `fused`: compute models that are known in fused layers.
+        `graphs`: record decode steps as CUDA graphs. `fused`: compute models that are known in fused layers. `shards`:
+        this process is a rank of a model that is split.
 
         Raises as `load_model`, and ValueError for a model that no kernel serves.
         """
@@ -72,16 +79,17 @@ class CudaBackend:
         weights, kept = served_dtypes(model_path, stored, dtype, kv_dtype)
 
         def load() -> LoadedModel:
-            loaded = _load(model_path, stored, weights, device)
+            loaded = _load(model_path, stored, weights, device, shards)
             if kept == FP8:
-                loaded = _with_scales(model_path, loaded, device)
+                loaded = _with_scales(model_path, loaded, device, shards)
             geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
             device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
             return loaded
 
-        self._loaded, self.forward = load_forward(load, device, fused=fused)
-        self.sampler = choose_sampler(self._loaded.num_logits, self._loaded.geometry.dtype, device)
-        self._graphs = graphs
+        self._loaded, self.forward = load_forward(load, device, fused=fused, shards=shards)
+        logits = (self._loaded.num_logits, self._loaded.geometry.dtype, device)
+        self.sampler = choose_sampler(*logits) if shards is None else choose_rank_sampler(*logits, shards)
+        self._graphs, self._shards = graphs, shards
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
             backend="cuda",
@@ -94,7 +102,7 @@ class CudaBackend:
             memory_share=memory_share,
             available=device.available_bytes(),
         )
-        self._host_bytes = int(HOST_SHARE * available_bytes())
+        self._host_bytes = int(HOST_SHARE * available_bytes()) // (1 if shards is None else shards.local_size)
         self._bandwidth = device.bandwidth()
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
@@ -148,16 +156,40 @@ class CudaBackend:
         return StepProfile(device.peak_bytes() + scratch + runner.graph_logits.nbytes, int(sum(lengths) / best))
 
     def _step_runner(self, pools: KvPools) -> StepRunner:
-        max_sequences = self._info.max_sequences
-        return StepRunner(self._loaded, self.forward, self.sampler, pools, self._device, max_sequences, self._graphs)
+        options = (self._info.max_sequences, self._graphs, self._shards)
+        return StepRunner(self._loaded, self.forward, self.sampler, pools, self._device, *options)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts:
-        """After an error there are no pools, and nothing is pinned."""
+        """After an error there are no pools, and nothing is pinned. Ranks of a group have pools on all of them, or on
+        none. Raises MemoryError.
+        """
         self._device.synchronize()
         # The old pools are freed first: both at once might not fit.
         if self._runner is not None:
             self._runner.pools.close()
         self._runner = None
+        try:
+            runner, keys = self._new_runner(block_size, num_device_blocks, num_host_blocks)
+        except BaseException:
+            if self._shards is not None:
+                self._shards.all_say(False)
+            raise
+        try:
+            # Before graphs are recorded, for which ranks need each other.
+            if self._shards is not None and not self._shards.all_say(True):
+                raise MemoryError("another rank has too little")
+            runner.record_graphs(keys, reserve=self._info.step_bytes - runner.graph_logits.nbytes)
+        except BaseException:
+            runner.pools.close()
+            raise
+        self._runner = runner
+        graphs = runner.graphs
+        return GraphCounts(graphs.num_captured, graphs.num_failed)
+
+    def _new_runner(
+        self, block_size: int, num_device_blocks: int, num_host_blocks: int
+    ) -> tuple[StepRunner, list[GraphKey]]:
+        """A runner over new pools, and the shapes of the graphs that it has inputs for."""
         info, size = self._info, self._info.geometry.bytes_per_block(block_size)
         available = self._device.available_bytes()
         if size * num_device_blocks > available:
@@ -185,13 +217,10 @@ class CudaBackend:
                 )
                 raise
         try:
-            runner.record_graphs(reserve=info.step_bytes - runner.graph_logits.nbytes)
+            return runner, runner.add_graph_inputs()
         except BaseException:
             pools.close()
             raise
-        self._runner = runner
-        graphs = runner.graphs
-        return GraphCounts(graphs.num_captured, graphs.num_failed)
 
     @property
     def runner(self) -> StepRunner:
@@ -220,8 +249,10 @@ class CudaBackend:
     def is_lost(self, error: Exception) -> bool:
         """Asks the device instead of reading the error: an error that kills the context (an illegal or misaligned
         address, a failed launch, an assertion on the device, ...) makes every later call fail, and no other does, lack
-        of memory included.
+        of memory included. True of a rank, which the others have left behind or wait for.
         """
+        if self._shards is not None:
+            return True
         try:
             self._device.synchronize()
         except RuntimeError:
@@ -229,25 +260,29 @@ class CudaBackend:
         return False
 
 
-def _with_scales(model_path: Path, loaded: LoadedModel, device: CudaDevice) -> LoadedModel:
-    """The model with its checkpoint's scales of keys and values, on the device. Raises as `read_kv_scales`."""
-    scales = read_kv_scales(model_path, loaded.geometry.num_layers, loaded.geometry.num_kv_heads)
+def _with_scales(model_path: Path, loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> LoadedModel:
+    """The model with its checkpoint's scales of keys and values, on the device; a rank has those of its heads. Raises
+    as `read_kv_scales`.
+    """
+    scales = read_kv_scales(model_path, loaded.geometry.num_layers, loaded.model_kv_heads)
     if scales is None:
         log.info("keys and values in fp8 have scale 1: the checkpoint brings none")
         return loaded
     log.info("keys and values in fp8 have the checkpoint's scales")
+    if shards is not None:
+        scales = scales[:, :, kv_heads_of(shards.rank, loaded.model_kv_heads, shards.size)].contiguous()
     return replace(loaded, kv_scales=scales.to(device.torch_device))
 
 
-def _load(model_path: Path, stored: StoredModel, dtype: str, device: CudaDevice) -> LoadedModel:
+def _load(model_path: Path, stored: StoredModel, dtype: str, device: CudaDevice, shards: Shards | None) -> LoadedModel:
     """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as
     far as possible before they are read.
     """
     room = device.available_bytes()
     there_is = f"of the GPU's memory {gib(room)} are free (nvidia-smi lists what holds the rest)"
-    check_room(model_path, stored, dtype, room, there_is)
+    check_room(model_path, stored, dtype, room, there_is, ranks=1 if shards is None else shards.size)
     try:
-        return load_model(model_path, getattr(torch, dtype), device.torch_device)
+        return load_model(model_path, getattr(torch, dtype), device.torch_device, shards)
     except torch.OutOfMemoryError as error:
         raise ValueError(
             f"{model_path}: loading ran out of GPU memory, {there_is}: use a smaller element type (--dtype), a smaller "

@@ -16,9 +16,12 @@ from pagekv.executor.cuda.forward import DeviceForward, TransformersForward
 from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.pools import KvPools
+from pagekv.executor.cuda.sharded_decoder import ShardedLayers
 from pagekv.executor.model.attention_interface import LAST_ROW
 from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.model.tensor_parallel import keeps_heads
 from pagekv.kernels.attention_plan import StepBatch
 
 log = Log(__name__)
@@ -30,22 +33,22 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def load_forward(
-    load: Callable[[], LoadedModel], device: CudaDevice, *, fused: bool
+    load: Callable[[], LoadedModel], device: CudaDevice, *, fused: bool, shards: Shards | None = None
 ) -> tuple[LoadedModel, DeviceForward]:
     """The model, and how its steps are computed; `fused`: in fused layers where possible. Where they fail, the model is
-    loaded a second time. Raises as `load`.
+    loaded a second time. `shards`: of a model that is split, whose ranks compute it all in one way. Raises as `load`.
     """
     loaded = load()
     if not fused:
         return loaded, TransformersForward(loaded.model)
-    kind = loaded.model.config.model_type
-    if read_decoder(loaded.model, experts=True) is None:
-        reason = f"no fused layers for models of type {kind}"
+    if reason := _why_not(loaded):
         log.info("steps are computed by transformers' model", reason=reason)
         return loaded, TransformersForward(loaded.model)
-    found = _checked(loaded, device)
+    found = _checked(loaded, device, shards)
+    if shards is not None and not shards.all_say(not isinstance(found, str)) and not isinstance(found, str):
+        found = "another rank cannot"
     if not isinstance(found, str):
-        log.info("steps are computed in fused layers", model_type=kind)
+        log.info("steps are computed in fused layers", model_type=loaded.model.config.model_type)
         return loaded, found
     # The other way took the weights.
     del loaded
@@ -54,14 +57,23 @@ def load_forward(
     return loaded, TransformersForward(loaded.model)
 
 
-def _checked(loaded: LoadedModel, device: CudaDevice) -> DeviceForward | str:
+def _why_not(loaded: LoadedModel) -> str:
+    """Why there are no fused layers for this model, which all ranks find alike; empty where there may be."""
+    kind = loaded.model.config.model_type
+    if read_decoder(loaded.model, experts=True) is None:
+        return f"no fused layers for models of type {kind}"
+    return "" if keeps_heads(loaded.model) else f"ranks of models of type {kind} gather the heads of a layer"
+
+
+def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> DeviceForward | str:
     """The fused layers, which take the model's weights; or why they cannot be used."""
     with phase("checking the fused layers"):
         expected = _logits(TransformersForward(loaded.model), loaded, device)
         try:
             decoder = read_decoder(loaded.model, experts=True)
             assert decoder is not None
-            forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device)
+            parts = (decoder, loaded, device.launcher, device.torch_device)
+            forward = FusedLayers(*parts) if shards is None else ShardedLayers(*parts, shards)
             found = _logits(forward, loaded, device)
         # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
         except Exception as error:

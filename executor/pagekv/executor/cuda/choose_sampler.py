@@ -43,14 +43,18 @@ CHECKED = (
 )
 
 
-def choose_sampler(num_logits: int, dtype: torch.dtype, device: CudaDevice) -> Sampler:
-    """`num_logits`: columns of the logits, mostly of type `dtype`."""
+def choose_sampler(
+    num_logits: int, dtype: torch.dtype, device: CudaDevice, agree: Callable[[bool], bool] = bool
+) -> Sampler:
+    """`num_logits`: columns of the logits, mostly of type `dtype`. `agree` says of what is right here whether
+    it is right everywhere.
+    """
     if num_logits > MAX_VOCAB_SIZE:
         log.info("tokens are sampled by torch's operators", reason=f"{num_logits} logits, {MAX_VOCAB_SIZE} at most")
         return TorchSampling
     by_kernel = partial(KernelSampling, launcher=device.launcher)
     with phase("checking the sampler"):
-        if _tokens(by_kernel, num_logits, dtype, device) == _tokens(TorchSampling, num_logits, dtype, device):
+        if agree(_tokens(by_kernel, num_logits, dtype, device) == _tokens(TorchSampling, num_logits, dtype, device)):
             return by_kernel
     log.warning("tokens are sampled by torch's operators", reason="the kernel chooses other tokens in a check")
     return TorchSampling

@@ -72,20 +72,27 @@ class FusedLayers:
         for index, layer in enumerate(layers):
             following = layers[index + 1].before_attention if index + 1 < len(layers) else None
             attended = self._attend(index, layer, _product(normed, layer.qkv), attention, plan)
-            normed = self._add_norm(
-                stream, _product(attended, layer.out), layer.after_attention, layer.before_feed_forward
-            )
+            projected = self._summed(_product(attended, layer.out))
+            normed = self._add_norm(stream, projected, layer.after_attention, layer.before_feed_forward)
             fed = self._feed_forward(layer.feed_forward, normed)
             normed = self._add_norm(stream, fed, layer.after_feed_forward, following)
         if isinstance(rows, torch.Tensor):
             stream = stream.index_select(0, rows)
         elif rows:
             stream = stream[-rows:]
-        logits = _product(self._add_norm(stream, None, None, self._norm), self._head)
+        logits = self._whole(_product(self._add_norm(stream, None, None, self._norm), self._head))
         if decoder.logits_scale != 1:
             logits *= decoder.logits_scale
         if decoder.logits_cap is not None:
             logits = logits.div_(decoder.logits_cap).tanh_().mul_(decoder.logits_cap)
+        return logits
+
+    def _summed(self, rows: torch.Tensor) -> torch.Tensor:
+        """What products of attention's heads, or of gated elements, add to the stream."""
+        return rows
+
+    def _whole(self, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all tokens, from those that the head gives."""
         return logits
 
     def _attend(
@@ -114,7 +121,7 @@ class FusedLayers:
 
     def _feed_forward(self, part: GatedProducts | nn.Module, normed: torch.Tensor) -> torch.Tensor:
         if isinstance(part, GatedProducts):
-            return _product(self._gated(_product(normed, part.gate_up)), part.down)
+            return self._summed(_product(self._gated(_product(normed, part.gate_up)), part.down))
         fed: torch.Tensor = part(normed[None])
         return fed[0].contiguous()
 

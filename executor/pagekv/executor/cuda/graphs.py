@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from enum import IntEnum
 
 import torch
 
@@ -109,11 +110,23 @@ def ladder(
     return keys
 
 
+class Recorded(IntEnum):
+    """What recording a shape came to, the worst first: the model cannot be recorded, or memory is short, or it was."""
+
+    NEVER = 0
+    NO_MEMORY = 1
+    YES = 2
+
+
 class GraphCache:
     """Graphs by shape, all recorded before a step is run: a recording waits for the device."""
 
-    def __init__(self, device: CudaDevice, enabled: bool = True) -> None:
+    def __init__(
+        self, device: CudaDevice, enabled: bool = True, agree: Callable[[Recorded], Recorded] = Recorded
+    ) -> None:
+        """`agree`: the worst that recording a shape came to on any rank of a group, which all tell each other."""
         self.enabled = enabled
+        self._agree = agree
         self._device = device
         self._graphs: dict[GraphKey, Callable[[], torch.Tensor]] = {}
         self._of_batch: defaultdict[int, list[GraphKey]] = defaultdict(list)
@@ -130,29 +143,42 @@ class GraphCache:
         those left where memory is short. `reserve`: bytes of the device that must be left when all is recorded.
         """
         for number, key in enumerate(keys):
-            try:
-                self._graphs[key] = self._device.capture(forward_of(key))
-                if self._device.available_bytes() < reserve:
-                    del self._graphs[key]
-                    raise torch.OutOfMemoryError(f"steps need {reserve} bytes beside the graphs")
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    self.num_failed = len(keys) - number
-                    log.error(
-                        "no memory to record more CUDA graphs: steps of the shapes left run without, slower",
-                        recorded=number,
-                        failed=self.num_failed,
-                        error=error,
-                    )
-                    return
+            own, why = self._record(key, forward_of, reserve)
+            # A rank without a graph that another one has would come to collectives of another size.
+            found = self._agree(own)
+            why = why or RuntimeError("another rank cannot record it")
+            if found is Recorded.NO_MEMORY:
+                self._graphs.pop(key, None)
+                self.num_failed = len(keys) - number
+                log.error(
+                    "no memory to record more CUDA graphs: steps of the shapes left run without, slower",
+                    recorded=number,
+                    failed=self.num_failed,
+                    error=why,
+                )
+                return
+            if found is Recorded.NEVER:
                 self._device.synchronize()
                 self._graphs.clear()
                 self._of_batch.clear()
                 self.num_captured, self.num_failed = 0, len(keys)
-                log.exception("this model cannot be recorded as CUDA graphs: all steps run without, slower")
+                log.error("this model cannot be recorded as CUDA graphs: all steps run without, slower", exc_info=why)
                 return
             self._of_batch[key.batch].append(key)
             self.num_captured += 1
+
+    def _record(
+        self, key: GraphKey, forward_of: Callable[[GraphKey], Callable[[], torch.Tensor]], reserve: int
+    ) -> tuple[Recorded, RuntimeError | None]:
+        try:
+            self._graphs[key] = self._device.capture(forward_of(key))
+            if self._device.available_bytes() < reserve:
+                raise torch.OutOfMemoryError(f"steps need {reserve} bytes beside the graphs")
+        except torch.OutOfMemoryError as error:
+            return Recorded.NO_MEMORY, error
+        except RuntimeError as error:
+            return Recorded.NEVER, error
+        return Recorded.YES, None
 
     def find(self, needed: GraphKey) -> GraphKey | None:
         """The smallest shape with a graph that a step of shape `needed` fits; None where there is none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import math
 import os
 import re
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pagekv.executor.model.files import StoredModel, read_model_files
-from pagekv.executor.model.start_check import check_kv_memory
+from pagekv.executor.model.start_check import check_kv_memory, check_ranks
 from pagekv.kernels.variants import (
     DTYPE_BYTES,
     DTYPE_PAIRS,
@@ -52,7 +53,7 @@ class UnusableGpu(ValueError):
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that torch will call current: the first one that the driver shows."""
+    """A GPU as the driver shows it; torch and CuPy give it the same number."""
 
     name: str
     capability: int
@@ -63,8 +64,10 @@ class Gpu:
     """Version of the newest CUDA that the driver serves."""
 
 
-def find_gpu(load: Callable[[str], Any] = ctypes.CDLL) -> Gpu:
-    """Asks the driver; `load` opens its library by name. Raises UnusableGpu when there is no driver or no GPU."""
+def find_gpu(load: Callable[[str], Any] = ctypes.CDLL, *, index: int = 0) -> Gpu:
+    """Asks the driver for the GPU with this number; `load` opens its library by name. Raises UnusableGpu when there is
+    no driver or no such GPU.
+    """
     try:
         library = load("libcuda.so.1")
     except OSError as error:
@@ -98,9 +101,15 @@ def find_gpu(load: Callable[[str], Any] = ctypes.CDLL) -> Gpu:
         return found.value
 
     call("cuInit", 0)
-    if not number("cuDeviceGetCount"):
+    count = number("cuDeviceGetCount")
+    if not count:
         raise UnusableGpu(no_gpu)
-    device = number("cuDeviceGet", 0)
+    if index >= count:
+        raise UnusableGpu(
+            f"the NVIDIA driver shows {count} GPUs{hidden}, too few for LOCAL_RANK {index}: each rank of a group needs "
+            "one of its own; start fewer ranks on this machine, or use --backend cpu"
+        )
+    device = number("cuDeviceGet", index)
     name, memory = ctypes.create_string_buffer(MAX_NAME), ctypes.c_size_t()
     call("cuDeviceGetName", name, MAX_NAME, device)
     call("cuDeviceTotalMem_v2", ctypes.byref(memory), device)
@@ -129,6 +138,14 @@ def installed_builds() -> Builds:
         cupy=importlib.util.find_spec("cupy") is not None,
         cupy_cuda=tuple(major for major, wheel in CUPY_WHEELS.items() if any(metadata.distributions(name=wheel))),
     )
+
+
+def cupy_version() -> str:
+    """The wheel of CuPy that is installed, with its version; "none" where it was installed in another way."""
+    wheels = [
+        (wheel, metadata.version(wheel)) for wheel in CUPY_WHEELS.values() if any(metadata.distributions(name=wheel))
+    ]
+    return ", ".join(f"{wheel} {version}" for wheel, version in wheels) or "none"
 
 
 def _torch_cuda() -> int | None:
@@ -197,34 +214,40 @@ def served_dtypes(directory: Path, stored: StoredModel, dtype: str, kv_dtype: st
     return served, kept
 
 
-def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory: int = 0) -> None:
-    """The strings and `kv_memory` are those of the flags. Raises ValueError, naming the model, the reason and what to
-    do.
+def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory: int = 0, *, ranks: int = 1) -> None:
+    """The strings and `kv_memory` are those of the flags; `ranks` split the model. Raises ValueError, naming the model,
+    the reason and what to do.
     """
     stored = read_model_files(directory)
+    check_ranks(directory, stored, ranks)
     served, kept = served_dtypes(directory, stored, dtype, kv_dtype)
     check_kv_memory(directory, stored, DTYPE_BYTES[kept], kv_memory)
     try:
         # An unknown head size is not judged.
         Variant(served, served, stored.head_size or HEAD_SIZES[0])
         if stored.num_heads and stored.num_kv_heads:
-            check_heads(stored.num_heads, stored.num_kv_heads)
+            # As `kv_heads_of` shares them out.
+            check_heads(stored.num_heads // ranks, stored.num_kv_heads // math.gcd(stored.num_kv_heads, ranks))
     except UnsupportedVariant as error:
         raise ValueError(
             f"{directory}: a model of type {stored.model_type} cannot be served by the cuda backend: {error}; use "
             "another model, or --backend cpu"
         ) from error
-    check_room(directory, stored, served, gpu.memory_bytes, f"{gpu.name} has {gib(gpu.memory_bytes)} of memory")
+    there_is = f"{gpu.name} has {gib(gpu.memory_bytes)} of memory"
+    check_room(directory, stored, served, gpu.memory_bytes, there_is, ranks=ranks)
 
 
-def check_room(directory: Path, stored: StoredModel, dtype: str, room: int, there_is: str) -> None:
-    """Raises ValueError where the weights alone take more than `room` bytes; `there_is` says so in words."""
-    needed = (stored.num_weights or 0) * DTYPE_BYTES[dtype]
+def check_room(directory: Path, stored: StoredModel, dtype: str, room: int, there_is: str, *, ranks: int = 1) -> None:
+    """Raises ValueError where a rank's share of the weights alone takes more than `room` bytes; `there_is` says so in
+    words.
+    """
+    needed = (stored.num_weights or 0) * DTYPE_BYTES[dtype] // ranks
     if needed > room:
         smaller = " --dtype bfloat16," if dtype == "float32" and needed // 2 <= room else ""
+        each = f" on each of {ranks} ranks" if ranks > 1 else ""
         raise ValueError(
-            f"{directory}: its weights take {gib(needed)} in {dtype}, {there_is}: use{smaller} a smaller model, a GPU "
-            "with more memory, or --backend cpu"
+            f"{directory}: its weights take {gib(needed)} in {dtype}{each}, {there_is}: use{smaller} a smaller model, "
+            "a GPU with more memory, more ranks (torchrun), or --backend cpu"
         )
 
 

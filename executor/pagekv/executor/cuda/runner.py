@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -16,15 +16,25 @@ from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Scheduled, 
 from pagekv.executor.cuda.choose_sampler import Sampler
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.forward import DeviceForward
-from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, ladder, next_power, padded_batch
+from pagekv.executor.cuda.graphs import (
+    MAX_GRAPH_BATCH,
+    GraphCache,
+    Recorded,
+    graph_key,
+    ladder,
+    next_power,
+    padded_batch,
+)
 from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
+from pagekv.executor.cuda.rank_marks import Mark, RankMarks
 from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, StepInputs, build_inputs
 from pagekv.executor.cuda.step_sampling import StepSampling
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
 from pagekv.executor.model.loading import LoadedModel
+from pagekv.executor.model.shards import Shards
 from pagekv.kernels.attention_plan import GraphKey, HostPlan, StepBatch
 from pagekv.kernels.decode_plan import DecodeWork, Ints
 
@@ -44,11 +54,18 @@ class StepRunner:
         device: CudaDevice,
         max_sequences: int,
         graphs: bool = True,
+        shards: Shards | None = None,
     ) -> None:
+        """`shards`: of a model that is split, whose ranks record the same graphs."""
         self._loaded, self._model, self._sampler = loaded, forward, sampler
         self.pools, self._device = pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
-        self.graphs = GraphCache(device, graphs)
+        if shards is None:
+            self.graphs = GraphCache(device, graphs)
+            self._mark: Callable[[], Mark] = device.mark
+        else:
+            self.graphs = GraphCache(device, graphs, lambda own: Recorded(shards.least(own)))
+            self._mark = RankMarks(device.mark, shards)
         where = device.torch_device
         self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.num_logits, where))
         # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.
@@ -62,12 +79,10 @@ class StepRunner:
         self.graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
     @torch.inference_mode()
-    def record_graphs(self, reserve: int = 0) -> None:
-        """Records the graphs that steps replay; before the first step. `reserve`: bytes of the device that graphs must
-        leave. Raises MemoryError where the inputs of graphs do not fit.
-        """
+    def add_graph_inputs(self) -> list[GraphKey]:
+        """The shapes that are to be recorded, with memory for their inputs. Raises MemoryError where it is short."""
         if not self.graphs.enabled:
-            return
+            return []
         pool_tokens = len(self.pools.device) * self.pools.block_size
         keys = ladder(
             self.live.spare,
@@ -84,6 +99,15 @@ class StepRunner:
             self._words = self._inputs = torch.zeros(size, dtype=torch.int32, device=self._device.torch_device)
         except RuntimeError as error:
             raise MemoryError(f"{size} words for the inputs of CUDA graphs: {error}") from error
+        return keys
+
+    @torch.inference_mode()
+    def record_graphs(self, keys: Sequence[GraphKey], reserve: int = 0) -> None:
+        """Records the graphs that steps replay, of the shapes of `add_graph_inputs`; before the first step. `reserve`:
+        bytes of the device that graphs must leave.
+        """
+        if not keys:
+            return
         with phase(f"recording {len(keys)} CUDA graphs"):
             self.graphs.record(keys, self._recordable, reserve)
 
@@ -119,13 +143,13 @@ class StepRunner:
             rows = self._input(host, "sampled_rows", (len(inputs.sampling),)).long() if inputs.sampling else LAST_ROW
             logits = self._forward(host, len(inputs.input_ids), rows)
         if not inputs.sampling:
-            return StepOnDevice(self._device.mark(), [], torch.empty(0), [], [])
+            return StepOnDevice(self._mark(), [], torch.empty(0), [], [])
         # A sequence whose logits are not numbers goes on with token 0, as the epoch will find out and do.
         tokens, logprobs = sampling.sample(logits, lambda *where: self._input(host, *where), self._last_tokens)
         # The step's only copies to the host.
         tokens = self._to_host(tokens)
         logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
-        return StepOnDevice(self._device.mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
+        return StepOnDevice(self._mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
     def _decodes(self, inputs: StepInputs) -> tuple[DecodeWork, GraphKey | None]:
         """The work of the step's decodes, and the shape of the graph that does it."""
@@ -211,7 +235,7 @@ class StepRunner:
 class StepOnDevice:
     """A launched step. Implements `Launch`."""
 
-    _mark: torch.cuda.Event
+    _mark: Mark
     # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled once the mark is
     # reached.
     _states: list[SequenceState]

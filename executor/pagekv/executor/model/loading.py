@@ -16,7 +16,8 @@ from pagekv.common.phases import Phase, phase
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
 from pagekv.executor.model.files import tensors
 from pagekv.executor.model.kv_scales import scales_alone
-from pagekv.executor.model.tensor_parallel import Shards, split_plan, take_shards
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.model.tensor_parallel import split_plan, take_shards
 from pagekv.executor.model.transformers_import import without_compiler
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.

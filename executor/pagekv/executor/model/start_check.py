@@ -28,12 +28,18 @@ def check_cpu_dtype(dtype: str) -> None:
 def check_cpu_start(directory: Path, dtype: str, kv_memory: int, ranks: int = 1) -> None:
     """Raises ValueError where `CpuBackend` would, as far as config.json shows. `ranks` split the model."""
     check_cpu_dtype(dtype)
-    heads = read_model_files(directory).num_heads
+    stored = read_model_files(directory)
+    check_ranks(directory, stored, ranks)
+    check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory)
+
+
+def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
+    """Raises ValueError where so many ranks cannot have as many query heads each."""
+    heads = stored.num_heads
     if ranks > 1 and heads and heads % ranks:
         raise ValueError(
             f"WORLD_SIZE {ranks}: must divide the {heads} query heads of {directory}, so that each rank has as many"
         )
-    check_kv_memory(directory, read_model_files(directory), CPU_ELEMENT_BYTES[dtype], kv_memory)
 
 
 def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int) -> None:

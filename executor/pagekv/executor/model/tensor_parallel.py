@@ -8,116 +8,18 @@ and modules that join what ranks computed.
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from pagekv.executor.world import World
+from pagekv.executor.model.shards import Shards
 
 # Styles of transformers' plans for linear layers: each rank has some of the outputs, which it keeps, or which all ranks
 # gather; or some of the inputs, and the sum over ranks is the output.
 _KEPT, _GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep")
 _SUMMED, _SPLIT = ("rowwise",), ("rowwise_split_input", "rowwise_rep")
-
-# Parts of so many bytes at most are gathered and summed here, on CPUs: gloo's ring has twice the messages, and waits
-# for all of them. Over two ranks a step of 16 rows through 8 layers waited 14 ms instead of 21. Of longer parts more
-# than two ranks would send too much. Two ranks send each other their parts, whatever the size: that passes through
-# fewer threads of gloo than a gathering of two.
-GATHERED_BYTES = 2**18
-
-
-class Shards:
-    """The ranks of a model, as one of them sees them. Every method that joins is called by all of them alike. Errors of
-    collectives are given to `lost`, which need not return.
-    """
-
-    def __init__(self, world: World, lost: Callable[[str], None]) -> None:
-        self.rank, self.size, self.local_size = world.rank, world.size, world.local_size
-        self._lost = lost
-        # None: that of all ranks, with the time that they get to load.
-        self._group: dist.ProcessGroup | None = None
-        # Seconds in collectives, which others' slowness is part of.
-        self.waited_s = 0.0
-
-    def limit_waits(self, timeout_s: float) -> None:
-        """From now on a collective that takes so many seconds fails: a rank is there, but does not come to it."""
-        self._group = dist.new_group(timeout=timedelta(seconds=timeout_s))
-
-    def sum(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place; the same bits on each: every element is summed on one rank, or by all of
-        them in the order of ranks.
-        """
-        rows = rows if rows.is_contiguous() else rows.contiguous()
-        if rows.is_cuda or (self.size > 2 and rows.nbytes > GATHERED_BYTES):
-            self._join(lambda: dist.all_reduce(rows, group=self._group))
-            return rows
-        parts = rows.new_empty(self.size, *rows.shape)
-        if self.size == 2:
-            parts[self.rank] = rows
-            self._join(lambda: self._exchange(rows, parts[1 - self.rank]))
-        else:
-            self._join(lambda: dist.all_gather_into_tensor(parts, rows[None], group=self._group))
-        torch.add(parts[0], parts[1], out=rows)
-        for part in parts[2:]:
-            rows += part
-        return rows
-
-    def gather(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """`[..., width]` on rank 0, of the parts `[..., ceil(width / size)]` of all ranks, the last of which may be
-        narrower; zeros on the others.
-        """
-        part = math.ceil(width / self.size)
-        padded = nn.functional.pad(rows, (0, part - rows.shape[-1])).contiguous()
-        if self.rank:
-            self._join(lambda: dist.gather(padded, group=self._group))
-            return rows.new_zeros(*rows.shape[:-1], width)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._join(lambda: dist.gather(padded, parts, group=self._group))
-        return torch.cat(parts, -1)[..., :width]
-
-    def gather_everywhere(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """The same on all ranks."""
-        part = math.ceil(width / self.size)
-        padded = nn.functional.pad(rows, (0, part - rows.shape[-1])).contiguous()
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._join(lambda: dist.all_gather(parts, padded, group=self._group))
-        return torch.cat(parts, -1)[..., :width]
-
-    def tell(self, numbers: list[int], count: int) -> list[int]:
-        """Rank 0's `numbers`, of which every rank knows the count."""
-        told = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
-        self._join(lambda: dist.broadcast(told, 0, group=self._group))
-        found: list[int] = told.tolist()
-        return found
-
-    def all_say(self, yes: bool) -> bool:
-        """Whether every rank says yes."""
-        said = torch.tensor([int(yes)])
-        self._join(lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group))
-        return bool(said)
-
-    def _exchange(self, own: torch.Tensor, other: torch.Tensor) -> None:
-        """Sends the part of this rank to the other one of two, and takes that one's."""
-        sent = dist.isend(own, 1 - self.rank, group=self._group)
-        dist.recv(other, 1 - self.rank, group=self._group)
-        assert sent is not None  # of a rank that is in the group
-        sent.wait()
-
-    def _join(self, collective: Callable[[], object]) -> None:
-        begin = time.perf_counter()
-        try:
-            collective()
-        except RuntimeError as error:
-            # Others may be lost, or slow beyond the group's time; none can go on from here.
-            self._lost(f"a collective failed: {str(error).partition(chr(10))[0]}")
-            raise
-        self.waited_s += time.perf_counter() - begin
 
 
 class SummedLinear(nn.Module):
@@ -159,7 +61,9 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.num_embeddings = num_embeddings
-        self._first, self._shards, self._factor = first, shards, factor
+        self._first, self._shards = first, shards
+        # On the host, as a number of the type that rows have: nothing has to be copied for it.
+        self._factor = None if factor == 1 else torch.tensor(factor, dtype=weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """`[..., hidden]` of token ids `[...]`."""
@@ -168,7 +72,7 @@ class ShardedEmbedding(nn.Module):
         rows = nn.functional.embedding(own.masked_fill(absent, 0), self.weight)
         # One rank has each row, and the others add zeros: the sum is the row itself.
         rows = self._shards.sum(rows.masked_fill_(absent[..., None], 0))
-        return rows if self._factor == 1 else rows * torch.tensor(self._factor, dtype=rows.dtype)
+        return rows if self._factor is None else rows * self._factor
 
 
 def num_rank_kv_heads(num_kv_heads: int, ranks: int) -> int:

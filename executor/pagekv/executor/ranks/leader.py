@@ -15,6 +15,7 @@ from pagekv.executor.backend.interface import (
     Backend,
     BackendDescription,
     BlockCopies,
+    GraphCounts,
     Launch,
     Scheduled,
     SequenceState,
@@ -152,16 +153,20 @@ class GroupBackend:
         found = group_description({0: description, **others})
         return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
 
-    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+    def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
         """Raises MemoryError where one rank does."""
         self._leader.ask(Kind.ALLOCATE, [block_size, num_device_blocks, num_host_blocks])
+        errors, counts = {}, None
         try:
-            self._own.allocate(block_size, num_device_blocks, num_host_blocks)
+            counts = self._own.allocate(block_size, num_device_blocks, num_host_blocks)
+        except MemoryError as error:
+            errors[0] = str(error)
         finally:
             answers = self._leader.answers()
-        for rank, answer in answers.items():
-            if "error" in answer:
-                raise MemoryError(f"rank {rank}: {answer['error']}")
+        errors |= {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
+        if errors:
+            raise MemoryError("; ".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+        return counts
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         self._own.copy_blocks(copies)

@@ -76,16 +76,19 @@ def find_leader(store: Store) -> Meeting:
         raise NoGroup("rank 0 is missing: it is not in the ranks' store (--join-timeout-s)") from error
 
 
-def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: float) -> None:
-    """The process group of all ranks that met there, on gloo. A collective that takes `timeout_s` seconds fails. Raises
-    NoGroup when ranks cannot connect to each other.
+def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: float, *, gpus: bool = False) -> None:
+    """The process group of all ranks that met there, on gloo, and for tensors of `gpus` on NCCL, which connects when it
+    is first used. A collective that takes `timeout_s` seconds fails. Raises NoGroup when ranks cannot connect to each
+    other.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
 
+    if gpus and not dist.is_nccl_available():
+        raise NoGroup("--backend cuda: this torch has no NCCL, over which ranks on GPUs compute; use PyPI's, on Linux")
     try:
         dist.init_process_group(
-            "gloo",
+            "cpu:gloo,cuda:nccl" if gpus else "gloo",
             store=PrefixStore(f"pagekv/{meeting.secret}", store),
             rank=world.rank,
             world_size=world.size,
@@ -96,6 +99,29 @@ def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: 
             "gloo cannot connect the ranks; is GLOO_SOCKET_IFNAME the network between them, and every port open there?"
         )
         raise NoGroup(f"{words} {str(error).partition(chr(10))[0]}") from error
+
+
+def connect_gpus(index: int) -> None:
+    """Makes the GPU with this number the one of the calling thread, and connects it by NCCL to those of all other
+    ranks, which call this too. Raises NoGroup.
+    """
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch.cuda.set_device(index)
+        ranks = torch.ones(1).cuda(index)
+        dist.all_reduce(ranks)
+        # Waits for the device.
+        found = int(ranks)
+    except RuntimeError as error:
+        words = (
+            "NCCL cannot connect the ranks' GPUs; is NCCL_SOCKET_IFNAME the network between the machines, and /dev/shm "
+            "of a container large enough (1 GiB)? NCCL_DEBUG=INFO says more."
+        )
+        raise NoGroup(f"{words} {str(error).partition(chr(10))[0]}") from error
+    if found != dist.get_world_size():
+        raise NoGroup(f"NCCL counts {found} ranks of {dist.get_world_size()}")
 
 
 def _read(store: Store) -> Meeting:

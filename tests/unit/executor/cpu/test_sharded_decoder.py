@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from pagekv.executor.cpu.sharded_decoder import ShardedDecoder
-from pagekv.executor.model.tensor_parallel import Shards
+from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
 

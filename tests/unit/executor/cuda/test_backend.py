@@ -12,8 +12,8 @@ from support.executor.cuda_host import HostDevice, host_backend, save_small_mode
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT, GraphCounts
+from pagekv.executor.choose_backend import load_backend
 from pagekv.executor.config import parse_config
-from pagekv.executor.server import load_backend
 
 
 @pytest.fixture(scope="module")

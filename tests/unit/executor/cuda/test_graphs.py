@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, graph_key, ladder, padded_batch
+from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, Recorded, graph_key, ladder, padded_batch
 from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_decodes, plan_step
 from pagekv.kernels.decode_plan import decode_work
 from pagekv.kernels.shared_splits import Ints
@@ -196,3 +196,37 @@ def test_a_model_that_cannot_be_recorded_has_no_graphs(caplog: pytest.LogCapture
     assert cache.find(KEYS[0]) is None
     assert [record.levelname for record in caplog.records] == ["ERROR"]
     assert "cannot be recorded" in caplog.text
+
+
+@pytest.mark.parametrize(("worst", "kept"), [(Recorded.NO_MEMORY, 1), (Recorded.NEVER, 0)])
+def test_ranks_have_the_graphs_that_all_of_them_have(
+    worst: Recorded, kept: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Here all are recorded; another rank fails at the second."""
+    told: list[Recorded] = []
+
+    def agree(own: Recorded) -> Recorded:
+        told.append(own)
+        return worst if len(told) == 2 else own
+
+    recorder = Recorder()
+    cache = GraphCache(recorder, agree=agree)  # type: ignore[arg-type]  # a device that only records
+    cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
+    assert told == [Recorded.YES] * 2
+    assert (cache.num_captured, cache.num_failed) == (kept, 3 - kept)
+    assert [cache.find(key) for key in KEYS] == [KEYS[0] if kept else None, None, None]
+    assert "another rank cannot record it" in caplog.text + str([vars(record) for record in caplog.records])
+
+
+def test_a_rank_tells_that_it_has_no_memory_for_a_graph() -> None:
+    told: list[Recorded] = []
+
+    def agree(own: Recorded) -> Recorded:
+        told.append(own)
+        return own
+
+    recorder = Recorder(torch.OutOfMemoryError("CUDA out of memory"), good=1)
+    cache = GraphCache(recorder, agree=agree)  # type: ignore[arg-type]  # a device that only records
+    cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
+    assert told == [Recorded.YES, Recorded.NO_MEMORY]
+    assert (cache.num_captured, cache.num_failed) == (1, 2)

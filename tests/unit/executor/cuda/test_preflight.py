@@ -16,11 +16,11 @@ import pytest
 from support.clients.stack import environment
 from support.executor.cuda_host import save_small_model
 
+from pagekv.executor.choose_backend import load_backend
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu, check_machine, check_model, installed_builds
 from pagekv.executor.model.files import read_model_files
-from pagekv.executor.server import load_backend
 from pagekv.kernels.cupy_launcher import GpuUnavailable
 from pagekv.kernels.nvrtc import CompileError
 
@@ -181,6 +181,18 @@ def test_a_model_that_is_too_large(tmp_path: Path) -> None:
     words = refused_model(tmp_path, "float32", memory=4 * elements - 1)
     assert "its weights take 0.00 GiB in float32, NVIDIA H200 has 0.00 GiB of memory: use --dtype bfloat16, a" in words
     assert "--dtype" not in refused_model(tmp_path, "bfloat16", memory=2 * elements - 1)
+    # Each of two ranks has half of them.
+    check_model(tmp_path, "float32", "auto", replace(H200, memory_bytes=2 * elements), ranks=2)
+    with pytest.raises(ValueError, match=r"GiB in float32 on each of 2 ranks, .* more ranks \(torchrun\)"):
+        check_model(tmp_path, "float32", "auto", replace(H200, memory_bytes=2 * elements - 2), ranks=2)
+
+
+def test_each_rank_has_some_of_the_heads(tmp_path: Path) -> None:
+    """Of KV heads it has one at least: those that a kernel serves with its query heads."""
+    config = {"head_dim": 64, "num_attention_heads": 128, "num_key_value_heads": 1}
+    check_model(write(tmp_path, **config), "auto", "auto", H200, ranks=2)
+    with pytest.raises(ValueError, match="WORLD_SIZE 3: must divide the 128 query heads"):
+        check_model(tmp_path, "auto", "auto", H200, ranks=3)
 
 
 # --- the process
@@ -191,10 +203,10 @@ def test_the_checks_run_in_order_and_before_the_model_is_looked_for(monkeypatch:
         return parse_config(["--backend", "cuda", *argv], env={})
 
     monkeypatch.setattr(ctypes, "CDLL", None)  # nobody asks the driver of this machine
-    monkeypatch.setattr(preflight, "find_gpu", lambda: replace(H200, capability=61))
+    monkeypatch.setattr(preflight, "find_gpu", lambda **_: replace(H200, capability=61))
     with pytest.raises(ValueError, match=r"--backend cuda: the GPU, NVIDIA H200, has compute capability 6.1"):
         load_backend(config("--model", "/nowhere"))
-    monkeypatch.setattr(preflight, "find_gpu", lambda: replace(H200, memory_bytes=2**20))
+    monkeypatch.setattr(preflight, "find_gpu", lambda **_: replace(H200, memory_bytes=2**20))
     monkeypatch.setattr(preflight, "installed_builds", lambda: BUILDS)
     with pytest.raises(ValueError, match=r"demo_model: its weights take 0\.\d\d GiB in float32, NVIDIA H200 has"):
         load_backend(config("--dtype", "float32"))
@@ -216,7 +228,7 @@ def test_what_only_the_gpu_finds_out_ends_the_start_in_one_line(
     def failing(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(preflight, "find_gpu", lambda: H200)
+    monkeypatch.setattr(preflight, "find_gpu", lambda **_: H200)
     monkeypatch.setattr(preflight, "installed_builds", lambda: BUILDS)
     monkeypatch.setattr("pagekv.executor.cuda.device.CudaDevice.__init__", lambda _: None)
     monkeypatch.setattr("pagekv.executor.cuda.backend.CudaBackend.__init__", failing)

@@ -80,6 +80,14 @@ def test_the_driver_is_asked_for_everything() -> None:
     assert asked == ["libcuda.so.1"]
 
 
+def test_each_rank_of_a_machine_has_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert find_gpu(lambda _: FakeDriver(count=2), index=1).name == "NVIDIA H200"
+    with pytest.raises(UnusableGpu) as caught:
+        find_gpu(lambda _: FakeDriver(count=2), index=2)
+    assert "shows 2 GPUs, too few for LOCAL_RANK 2: each rank" in one_line(caught.value)
+
+
 def test_a_machine_without_a_driver() -> None:
     def load(_: str) -> Any:
         raise OSError("libcuda.so.1: cannot open shared object file")

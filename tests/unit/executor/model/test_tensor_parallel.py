@@ -5,21 +5,14 @@ tests/model/test_split_models.py runs whole models over ranks.
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
-from support.clients.stack import environment
 from torch import nn
 
 from pagekv.client.planning.kv_budget import shard_kv_heads
+from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.tensor_parallel import (
     ShardedEmbedding,
-    Shards,
     SummedLinear,
     kv_heads_of,
     num_rank_kv_heads,
@@ -98,72 +91,3 @@ def test_parts_of_an_embedding_sum_to_it_exactly() -> None:
     parts = [(whole.weight[:4], 0), (whole.weight[4:], 4)]
     found = sum(ShardedEmbedding(rows.detach(), first, 7, Alone(0, 2), 1.0)(ids) for rows, first in parts)
     assert torch.equal(torch.as_tensor(found), whole(ids))
-
-
-JOINED = """
-import os, sys, time, zlib
-import torch
-from pagekv.executor.model import tensor_parallel
-from pagekv.executor.ranks.rendezvous import join_process_group, open_store
-from pagekv.executor.ranks.gathering import Meeting
-from pagekv.executor.world import read_world
-world = read_world(os.environ)
-join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)
-shards = tensor_parallel.Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))
-"""
-
-
-@contextmanager
-def ranks_running(code: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes that have joined in `shards` of one `world`, and go on with `code`."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINED + code], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(size)
-    ]
-    try:
-        yield ranks
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_of_every_size_are_the_same_on_each_rank(size: int) -> None:
-    code = """
-digest = 0
-for count in (1, 7, tensor_parallel.GATHERED_BYTES // 256 + 1):
-    parts = [torch.randn(count, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
-    found = shards.sum(parts[world.rank].clone())
-    assert torch.allclose(found, sum(parts), atol=1e-5), count
-    digest = zlib.crc32(found.numpy().tobytes(), digest)
-    # A view of every other column is summed, too.
-    wide = parts[world.rank].repeat_interleave(2, 1)
-    assert torch.equal(shards.sum(wide[:, ::2]), found), count
-first = shards.sum(parts[world.rank][:1].clone())
-few = shards.sum(parts[world.rank][:9].clone())
-assert torch.equal(few[:1], first)
-print(digest, flush=True)
-"""
-    with ranks_running(code, size) as ranks:
-        outputs = [each.communicate(timeout=240)[0] for each in ranks]
-    assert [each.returncode for each in ranks] == [0] * size
-    assert outputs[0].strip()
-    assert len({*outputs}) == 1
-
-
-def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None:
-    code = (
-        "shards.limit_waits(5.0)\n"
-        "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
-        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
-    )
-    with ranks_running(code, 2) as ranks:
-        output, _ = ranks[0].communicate(timeout=240)
-        assert output.startswith("[2.0, 2.0]\na collective failed: ")
-        assert ranks[0].returncode == 75

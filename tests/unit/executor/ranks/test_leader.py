@@ -98,8 +98,12 @@ def test_memory_is_that_of_the_smallest_rank() -> None:
     with running_group(*backends) as group:
         assert group.backend.describe(4, 64).device_kv_bytes == SLOT * 64
         group.backend.allocate(4, 16, 0)
-        with pytest.raises(MemoryError, match="rank 1: a pool may have 16 blocks"):
+        with pytest.raises(MemoryError, match=r"^rank 1: a pool may have 16 blocks"):
             group.backend.allocate(4, 17, 0)
+        with pytest.raises(
+            MemoryError, match=r"^rank 0: a pool may have 20 blocks.*; rank 1: a pool .*; rank 2: a pool"
+        ):
+            group.backend.allocate(4, 26, 0)
         group.backend.allocate(4, 16, 16)
 
 

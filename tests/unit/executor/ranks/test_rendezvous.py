@@ -5,10 +5,12 @@ from __future__ import annotations
 import socket
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from pagekv.executor.ranks.gathering import Meeting, NoGroup
 from pagekv.executor.ranks.rendezvous import (
+    connect_gpus,
     end_meeting,
     find_leader,
     join_process_group,
@@ -97,3 +99,39 @@ def test_collectives_that_cannot_connect_end_the_start_in_one_line(monkeypatch: 
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(NoGroup, match=r"GLOO_SOCKET_IFNAME .* connection refused, remote=\[127\.0\.0\.1\]:29612$"):
         join_process_group(store, world, Meeting("", 0, "one"), WAIT_S)
+
+
+def test_ranks_on_gpus_have_nccl_for_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
+    world = World(0, 2, 2, "127.0.0.1", free_port(), local_rank=0)
+    store, meeting = open_store(world, WAIT_S), Meeting("", 0, "one")
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    with pytest.raises(NoGroup, match="--backend cuda: this torch has no NCCL"):
+        join_process_group(store, world, meeting, WAIT_S, gpus=True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    join_process_group(store, world, meeting, WAIT_S, gpus=True)
+    join_process_group(store, world, meeting, WAIT_S)
+    assert made == ["cpu:gloo,cuda:nccl", "gloo"]
+
+
+def test_gpus_that_do_not_connect_end_the_start_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Emulated: nothing of NCCL runs here."""
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor, index: tensor)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+
+    def joined(found: torch.Tensor) -> None:
+        found.fill_(2)
+
+    monkeypatch.setattr(dist, "all_reduce", joined)
+    connect_gpus(1)
+    assert taken == [1]
+
+    def broken(_: torch.Tensor) -> None:
+        raise dist.DistBackendError("NCCL error in: init.cpp:1\nunhandled system error")
+
+    monkeypatch.setattr(dist, "all_reduce", broken)
+    with pytest.raises(NoGroup, match=r"^NCCL cannot connect the ranks' GPUs; .*NCCL error in: init\.cpp:1$"):
+        connect_gpus(1)

@@ -1,0 +1,176 @@
+"""The backend that flags name, loaded, or a rank's share of it. Backends are imported here, so that the oracle starts
+without torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pagekv.common.logs import Log
+from pagekv.common.models import check_model_files, resolve_model
+from pagekv.common.phases import phase
+from pagekv.executor.backend.interface import Backend
+from pagekv.executor.config import ExecutorConfig
+from pagekv.executor.group import rank_threads
+from pagekv.executor.machine import available_bytes, shorten_spinning
+from pagekv.executor.model.start_check import check_cpu_start
+from pagekv.executor.ranks.watch import end_process
+from pagekv.executor.world import ALONE, World
+
+if TYPE_CHECKING:
+    from pagekv.executor.cuda.preflight import Gpu
+    from pagekv.executor.model.shards import Shards
+
+log = Log(__name__)
+
+
+def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
+    """Loads what --backend and --model name, or the share of it that a rank of a group has; minutes for a large model.
+    Raises ModelNotFound, ImportError, OSError, ValueError or MemoryError.
+    """
+    log.info("loading", backend=config.backend, model=config.model or "none")
+    if config.backend == "oracle":
+        return _load_oracle(config)
+    # Before the model, which may have to be fetched, and before torch, whose import alone takes seconds.
+    gpu = _usable_gpu(config, world) if config.backend == "cuda" else None
+    directory = resolve_model(config.model)
+    check_model_files(directory)
+    if gpu is None and config.backend == "auto" and _torch_has_gpu():
+        gpu = _usable_gpu(config, world)
+    if gpu is not None:
+        return _load_cuda(config, directory, gpu, world)
+    if config.kv_dtype != "auto":
+        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
+    check_cpu_start(directory, config.dtype, config.kv_memory, world.size)
+    if world.size > 1:
+        # transformers would load a rank's weights onto a GPU that it finds.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    with phase("importing torch and transformers"):
+        from pagekv.executor.model.transformers_import import import_transformers
+
+        import_transformers(whole=world.size > 1)
+        from pagekv.executor.cpu.backend import CpuBackend
+
+    shards = _shards(world)
+    backend = CpuBackend(
+        directory,
+        model_id(config.model),
+        config.dtype,
+        threads=config.threads if world.size == 1 else rank_threads(config, world),
+        fused=config.fused,
+        shards=shards,
+        **_pool_options(config),
+    )
+    if shards is not None:
+        shards.limit_waits(config.rank_timeout_s)
+    return backend
+
+
+def _shards(world: World) -> Shards | None:
+    """The ranks of a split model; None where there is one. Imports torch."""
+    if world.size == 1:
+        return None
+    from pagekv.executor.model.shards import Shards
+
+    return Shards(world, end_process)
+
+
+def _load_oracle(config: ExecutorConfig) -> Backend:
+    from pagekv.executor.oracle.backend import DEFAULT_KV_BYTES, OracleBackend
+    from pagekv.executor.oracle.model import read_oracle_model
+
+    directory = resolve_model(config.model, weights=False) if config.model else None
+    if directory is not None:
+        check_model_files(directory, weights=False)
+    model = read_oracle_model(
+        directory,
+        model_id(config.model),
+        vocab_size=config.oracle.vocab_size,
+        max_model_len=config.oracle.max_model_len,
+        eos_token_ids=config.oracle.eos_token_ids,
+    )
+    return OracleBackend(
+        model,
+        kv_bytes=config.kv_memory or DEFAULT_KV_BYTES,
+        max_sequences=config.max_sequences,
+        step_time_s=config.oracle.step_time_ms / 1e3,
+    )
+
+
+def _torch_has_gpu() -> bool:
+    # Without CuPy the answer is known, and torch need not be asked.
+    if importlib.util.find_spec("cupy") is None:
+        return False
+    shorten_spinning()
+    with phase("importing torch"):
+        import torch
+
+    with suppress(ImportError):
+        return torch.cuda.is_available() and bool(importlib.import_module("cupy"))
+    return False
+
+
+def _usable_gpu(config: ExecutorConfig, world: World) -> Gpu:
+    from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
+
+    try:
+        gpu = find_gpu(index=world.local_rank or 0)
+        check_machine(gpu, installed_builds(), available_bytes())
+    except UnusableGpu as error:
+        raise ValueError(f"--backend {config.backend}: {error}") from error
+    return gpu
+
+
+def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World) -> Backend:
+    from pagekv.executor.cuda.preflight import check_model
+
+    check_model(directory, config.dtype, config.kv_dtype, gpu, config.kv_memory, ranks=world.size)
+    with phase("importing torch, CuPy and transformers"):
+        from pagekv.executor.model.transformers_import import import_transformers
+
+        import_transformers(whole=world.size > 1)
+        from pagekv.executor.cuda.backend import CudaBackend
+        from pagekv.executor.cuda.device import CudaDevice
+        from pagekv.kernels.cupy_launcher import GpuUnavailable
+
+    shards = _shards(world)
+    try:
+        backend = CudaBackend(
+            directory,
+            model_id(config.model),
+            CudaDevice(),
+            config.dtype,
+            config.kv_dtype,
+            graphs=config.cuda_graphs,
+            fused=config.fused,
+            shards=shards,
+            **_pool_options(config),
+        )
+        if shards is not None:
+            shards.limit_waits(config.rank_timeout_s)
+        return backend
+    except GpuUnavailable as error:
+        raise ValueError(f"--backend {config.backend}: the GPU cannot be used: {error}") from error
+    except RuntimeError as error:
+        # The type of every error of torch, CuPy and the compiler. Most of them have many lines.
+        log.debug("the GPU cannot be used", exc_info=True)
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ValueError(
+            f"--backend {config.backend}: the GPU cannot be used: {reason}; look at nvidia-smi, try --no-fused, or use "
+            "--backend cpu (--log-level debug shows where it failed)"
+        ) from error
+
+
+def _pool_options(config: ExecutorConfig) -> dict[str, Any]:
+    options = {"kv_memory": config.kv_memory, "max_sequences": config.max_sequences}
+    return options if config.memory_share is None else {**options, "memory_share": config.memory_share}
+
+
+def model_id(name: str) -> str:
+    """The name under which managers find the model: an absolute directory, or the name as given."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if name and name != "demo" and path.is_dir() else name

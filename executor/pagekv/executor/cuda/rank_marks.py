@@ -1,0 +1,68 @@
+"""The end of a step of a split model, waited for no longer than ranks may let each other wait."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from pagekv.executor.model.shards import Shards
+
+# Looks in the time that a rank may let others wait.
+LOOKS = 5
+
+
+class Mark(Protocol):
+    """A place in the device's stream."""
+
+    def synchronize(self) -> None:
+        """Waits until the device has come there."""
+        ...
+
+
+class RankMarks:
+    """Makes marks that end this rank where the device does not come to them in time: it waits in a collective for a
+    rank that hangs. NCCL's own limit does not know of collectives within a graph. Marks are waited for by one thread at
+    a time.
+    """
+
+    def __init__(self, mark: Callable[[], Mark], shards: Shards) -> None:
+        self._mark, self._shards = mark, shards
+        # When the wait under way began, by `time.monotonic`.
+        self._began: float | None = None
+        self._watching: threading.Thread | None = None
+
+    def __call__(self) -> Mark:
+        """A mark at the end of what is enqueued."""
+        return LimitedMark(self._mark(), self)
+
+    def wait(self, mark: Mark) -> None:
+        """Waits for a mark; without a limit while ranks load."""
+        limit_s = self._shards.limit_s
+        if limit_s is not None and self._watching is None:
+            self._watching = threading.Thread(target=self._watch, args=(limit_s,), name="marks", daemon=True)
+            self._watching.start()
+        self._began = time.monotonic()
+        try:
+            mark.synchronize()
+        finally:
+            self._began = None
+
+    def _watch(self, limit_s: float) -> None:
+        while True:
+            time.sleep(limit_s / LOOKS)
+            began = self._began
+            if began is not None and time.monotonic() - began > limit_s:
+                self._shards.lost(f"a rank lets this one wait in a step for {limit_s:g} s (--rank-timeout-s)")
+                return
+
+
+class LimitedMark:
+    """One of `RankMarks`. Implements `Mark`."""
+
+    def __init__(self, mark: Mark, marks: RankMarks) -> None:
+        self._inner, self._marks = mark, marks
+
+    def synchronize(self) -> None:
+        self._marks.wait(self._inner)

@@ -1,0 +1,43 @@
+"""A rank whose device waits for another rank ends in time; one whose device comes to its mark does not."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+from pagekv.executor.cuda.rank_marks import RankMarks
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
+
+TIMEOUT_S = 60.0
+
+
+class Gate:
+    """A mark that is reached when it is opened."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def synchronize(self) -> None:
+        assert self.opened.wait(TIMEOUT_S)
+
+
+def test_only_a_wait_beyond_the_limit_ends_the_rank() -> None:
+    lost: SimpleQueue[str] = SimpleQueue()
+    shards = Shards(World(0, 2, 2), lost.put)
+    gates = [Gate(), Gate(), Gate()]
+    marks = RankMarks(iter(gates).__next__, shards)
+    first, second, third = (marks() for _ in gates)
+    # Without a limit, while ranks load, nothing is watched.
+    gates[0].opened.set()
+    first.synchronize()
+    shards.limit_s = 0.2
+    gates[1].opened.set()
+    second.synchronize()
+    waiting = threading.Thread(target=third.synchronize)
+    waiting.start()
+    words = lost.get(timeout=TIMEOUT_S)
+    assert words == "a rank lets this one wait in a step for 0.2 s (--rank-timeout-s)"
+    gates[2].opened.set()
+    waiting.join(TIMEOUT_S)
+    assert lost.empty()

@@ -1,0 +1,110 @@
+"""Ranks join what they computed: sums and tokens are the same on each, and one that does not come ends the others."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from support.clients.stack import environment
+
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
+
+JOINED = """
+import os, sys, time, zlib
+import torch
+from pagekv.executor.model import shards as ranks
+from pagekv.executor.ranks.rendezvous import join_process_group, open_store
+from pagekv.executor.ranks.gathering import Meeting
+from pagekv.executor.world import read_world
+world = read_world(os.environ)
+join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)
+shards = ranks.Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))
+"""
+
+
+@contextmanager
+def ranks_running(code: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that have joined in `shards` of one `world`, and go on with `code`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOINED + code], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(size)
+    ]
+    try:
+        yield ranks
+    finally:
+        for each in ranks:
+            each.kill()
+            each.wait()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sums_of_every_size_are_the_same_on_each_rank(size: int) -> None:
+    code = """
+digest = 0
+for count in (1, 7, ranks.GATHERED_BYTES // 256 + 1):
+    parts = [torch.randn(count, 64, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+    found = shards.sum(parts[world.rank].clone())
+    assert torch.allclose(found, sum(parts), atol=1e-5), count
+    digest = zlib.crc32(found.numpy().tobytes(), digest)
+    # A view of every other column is summed, too.
+    wide = parts[world.rank].repeat_interleave(2, 1)
+    assert torch.equal(shards.sum(wide[:, ::2]), found), count
+first = shards.sum(parts[world.rank][:1].clone())
+few = shards.sum(parts[world.rank][:9].clone())
+assert torch.equal(few[:1], first)
+print(digest, flush=True)
+"""
+    with ranks_running(code, size) as ranks:
+        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+    assert [each.returncode for each in ranks] == [0] * size
+    assert outputs[0].strip()
+    assert len({*outputs}) == 1
+
+
+def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None:
+    code = (
+        "shards.limit_waits(5.0)\n"
+        "print(shards.sum(torch.ones(2)).tolist(), flush=True)\n"
+        "shards.sum(torch.ones(2)) if world.rank == 0 else time.sleep(1000)\n"
+    )
+    with ranks_running(code, 2) as ranks:
+        output, _ = ranks[0].communicate(timeout=240)
+        assert output.startswith("[2.0, 2.0]\na collective failed: ")
+        assert ranks[0].returncode == 75
+
+
+def test_tensors_of_gpus_are_joined_by_the_group_that_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever their size, and with no limit of this group's on them: NCCL would know nothing of it in a graph."""
+    joined: list[Any] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda rows, *_, group: joined.append((rows, group)))
+    monkeypatch.setattr(dist, "new_group", lambda *, timeout, backend: (timeout.total_seconds(), backend))
+    shards = Shards(World(0, 2, 2), pytest.fail)
+    shards.limit_waits(7.0)
+    rows: Any = SimpleNamespace(is_cuda=True, is_contiguous=lambda: True)
+    assert shards.sum(rows) is rows
+    shards.all_say(True)
+    assert [group for _, group in joined] == [None, (7.0, "gloo")]
+    assert shards.limit_s == 7.0
+
+
+def test_what_rank_0_has_all_have_and_the_least_number() -> None:
+    code = """
+told = shards.share(torch.tensor([5, -1], dtype=torch.int32) if world.rank == 0 else torch.empty(2, dtype=torch.int32))
+print("FOUND", told.tolist(), shards.least(7 - world.rank), shards.all_say(world.rank == 0))
+"""
+    with ranks_running(code, 3) as ranks:
+        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+    assert [output.strip().splitlines()[-1] for output in outputs] == ["FOUND [5, -1] 5 False"] * 3
