@@ -1,6 +1,7 @@
-"""A manager process over the CUDA backend, through gRPC: steps sent ahead, sequences that come and go, swaps.
+"""A manager process over the CUDA backend, through gRPC: steps sent ahead, sequences that come and go, swaps; and over
+two ranks of it.
 
-No GPU: the executor runs in this process, on CPU tensors, with the kernels in their emulation.
+No GPU: the executor runs on CPU tensors, with the kernels in their emulation, where it is one in this process.
 """
 
 from __future__ import annotations
@@ -15,8 +16,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.clients import stack as stack_module
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import CPU, START_TIMEOUT_S, Process, port_of, running_manager, running_stack
+from support.clients.stack import (
+    CPU,
+    ROOT,
+    START_TIMEOUT_S,
+    Process,
+    port_of,
+    running_executor,
+    running_manager,
+    running_stack,
+)
 from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.models import resolve_model
@@ -113,3 +124,31 @@ def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
     assert stats.preemptions_total > 0
     assert stats.swapped_in_blocks_total > 0
     assert stats.host_held_blocks == 0
+
+
+def test_two_ranks_answer_as_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are launched before the tokens of the ones before are known to any host, and rank 1 never knows the
+    penalties by which rank 0 draws.
+    """
+    requests = [
+        request_for([5, 7, 11 + index], max_tokens=NEW, ignore_eos=True, temperature=index % 2, seed=index,
+                    frequency_penalty=0.3 * index, logprobs=2)
+        for index in range(4)
+    ]  # fmt: skip  # as above
+
+    async def run(target: str) -> list[Result]:
+        async with Caller(target) as caller:
+            return list(await asyncio.gather(*(caller.generate(request) for request in requests)))
+
+    with running_stack(CPU) as stack:
+        wanted = asyncio.run(run(stack.target))
+    monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.emulated_rank")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    small = ["--num-device-blocks", "8", "--max-batch-tokens", "64"]
+    args = [*CPU, "--backend", "cpu", "--rank-timeout-s", "60"]
+    with running_executor(args, tmp_path, ranks=2) as executor, running_manager(executor, small) as emulated:
+        found = asyncio.run(run(emulated.target))
+        log = executor.log.read_text()
+    assert [result.tokens for result in found] == [result.tokens for result in wanted]
+    assert log.count("steps are computed in fused layers") == 2
+    assert "differs" not in log
