@@ -47,6 +47,6 @@ mkdir -p locks
 lock build "$work/build.in" "$@"
 lock manager pyproject.toml $(extras manager,observe,gateway-api) "$@"
 lock gateway pyproject.toml $(extras manager,observe,gateway-api,gateway) "$@"
-lock gpu pyproject.toml $(extras executor,cuda12) "$@"
+lock gpu pyproject.toml $(extras executor,ranks,cuda12) "$@"
 lock_without_cuda executor executor,ranks '' "$@"
 lock_without_cuda dev dev 'nvidia-cuda-nvrtc(-cu12)?' "$@"

@@ -25,7 +25,7 @@ LISTS: dict[str, tuple[str, ...] | None] = {
     "manager": ("manager", "observe", "gateway-api"),
     "gateway": ("manager", "observe", "gateway-api", "gateway"),
     "executor": ("executor", "ranks"),
-    "gpu": ("executor", "cuda12"),
+    "gpu": ("executor", "ranks", "cuda12"),
     "dev": ("dev",),
 }
 # Lists beside which torch is installed, as a CPU build that stands in an index of its own.

@@ -35,6 +35,7 @@ STEPS = (
     Step("memcheck", 1, 110, "no access outside of what is allocated", tool="compute-sanitizer"),
     Step("racecheck", 1, 90, "no race in shared memory", tool="compute-sanitizer"),
     Step("synccheck", 1, 60, "no wrong barrier", tool="compute-sanitizer"),
+    Step("one_rank", 1, 60, "the two-layer Llama as the only rank over NCCL, in graphs and eager"),
     Step("decode_floors", 2, 130, "decode where a floor counts, paged against no table"),
     Step("flashinfer_decode", 2, 150, "FlashInfer at the same decodes", optional=True),
     Step("prefill", 2, 60, "prefill, beside torch's FlashAttention and cuDNN"),
@@ -53,7 +54,7 @@ STEPS = (
     Step("transformers", 3, 180, "transformers' own continuous batching", optional=True),
 )
 
-SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama"}
+SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama", "one_rank"}
 """Steps that run a model, and so import transformers."""
 
 

@@ -63,7 +63,7 @@ class Context:
 
 def function_of(name: str) -> Callable[[Context], None]:
     """The function of a step."""
-    module = "serving_steps" if name in SERVING else "kernel_steps"
+    module = "rank_steps" if name == "one_rank" else "serving_steps" if name in SERVING else "kernel_steps"
     function: Callable[[Context], None] = getattr(importlib.import_module(f"gpu_first.{module}"), f"step_{name}")
     return function
 

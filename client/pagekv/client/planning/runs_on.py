@@ -14,16 +14,14 @@ CUDA_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 CUDA_HEAD_SIZES = (64, 80, 96, 128, 256)
 
 
-def runs_on(geometry: KvGeometry, tp: int) -> dict[str, str]:
-    """By the name of a backend, why it does not serve this; empty where it does. The kind of a model's
-    attention and its size are not looked at.
+def runs_on(geometry: KvGeometry) -> dict[str, str]:
+    """By the name of a backend, why it does not serve this; empty where it does. The kind of a model's attention, its
+    size and whether its family can be split over ranks are not looked at.
     """
     reasons: dict[str, list[str]] = {"cpu": [], "cuda": []}
     for backend, dtypes in (("cpu", CPU_DTYPES), ("cuda", CUDA_DTYPES)):
         if geometry.dtype not in dtypes:
             reasons[backend].append(f"keys and values in {geometry.dtype} (it has {', '.join(dtypes)})")
-        if tp > 1:
-            reasons[backend].append(f"{tp} ranks (an executor runs on one device)")
     if geometry.head_size not in CUDA_HEAD_SIZES:
         sizes = ", ".join(map(str, CUDA_HEAD_SIZES))
         reasons["cuda"].append(f"a head size of {geometry.head_size} (its kernels have {sizes})")

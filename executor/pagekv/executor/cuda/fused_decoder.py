@@ -88,7 +88,7 @@ class FusedLayers:
         return logits
 
     def _summed(self, rows: torch.Tensor) -> torch.Tensor:
-        """What products of attention's heads, or of gated elements, add to the stream."""
+        """The rows that a product of attention's heads, or of gated elements, adds to the stream."""
         return rows
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:

@@ -111,7 +111,9 @@ def ladder(
 
 
 class Recorded(IntEnum):
-    """What recording a shape came to, the worst first: the model cannot be recorded, or memory is short, or it was."""
+    """The end of an attempt to record a shape, the worst first: the model cannot be recorded, memory is short, or there
+    is a graph.
+    """
 
     NEVER = 0
     NO_MEMORY = 1

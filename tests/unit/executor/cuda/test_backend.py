@@ -12,8 +12,6 @@ from support.executor.cuda_host import HostDevice, host_backend, save_small_mode
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT, GraphCounts
-from pagekv.executor.choose_backend import load_backend
-from pagekv.executor.config import parse_config
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +66,6 @@ def test_memory_for_less_than_a_block_is_refused_before_a_step_is_profiled(
 def test_element_types_without_a_kernel_are_refused(llama: Path, options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         host_backend(llama, **options)
-
-
-def test_a_machine_without_a_gpu_says_so() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(ValueError, match=r"--backend cuda: there is no NVIDIA driver|--backend cuda: .* no GPU"):
-        load_backend(parse_config(["--backend", "cuda"], env={}))
-    with pytest.raises(ValueError, match="--kv-dtype fp8 needs --backend cuda"):
-        load_backend(parse_config(["--kv-dtype", "fp8"], env={}))
 
 
 def test_graphs_that_cannot_be_recorded_are_told(llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a rank adds to the stream is summed over ranks, and the head's logits are gathered.
+"""Rows that ranks add to the stream are summed over them, and the head's logits are gathered.
 
 tests/model/test_split_cuda_models.py runs it over ranks.
 """

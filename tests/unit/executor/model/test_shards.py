@@ -87,7 +87,7 @@ def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None
 
 
 def test_tensors_of_gpus_are_joined_by_the_group_that_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever their size, and with no limit of this group's on them: NCCL would know nothing of it in a graph."""
+    """Parts of every size, and with no limit of this group: NCCL would know nothing of it in a graph."""
     joined: list[Any] = []
     monkeypatch.setattr(dist, "all_reduce", lambda rows, *_, group: joined.append((rows, group)))
     monkeypatch.setattr(dist, "new_group", lambda *, timeout, backend: (timeout.total_seconds(), backend))
@@ -100,7 +100,7 @@ def test_tensors_of_gpus_are_joined_by_the_group_that_has_nccl(monkeypatch: pyte
     assert shards.limit_s == 7.0
 
 
-def test_what_rank_0_has_all_have_and_the_least_number() -> None:
+def test_all_have_the_rows_of_rank_0_and_the_least_number() -> None:
     code = """
 told = shards.share(torch.tensor([5, -1], dtype=torch.int32) if world.rank == 0 else torch.empty(2, dtype=torch.int32))
 print("FOUND", told.tolist(), shards.least(7 - world.rank), shards.all_say(world.rank == 0))

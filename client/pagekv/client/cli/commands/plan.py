@@ -99,7 +99,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if fits is not None and prefix and prefix < geometry.context:
         sharing = kv_budget.sharing_requests(geometry, block_size, fits, prefix)
         tables = kv_budget.table_bytes(geometry, block_size, sharing)
-    backends = runs_on(geometry, tp)
+    backends = runs_on(geometry)
     if args.json:
         terminal.json(
             {

@@ -65,9 +65,8 @@ def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> 
         "  tables    12 KiB of block tables for them, on top",
         "  that fit       6 requests of 8192 tokens, the prefix held once",
         "  tables         12 KiB of block tables for them, on top",
-        "  cpu   no: keys and values in float16 (it has float32, bfloat16, float64); "
-        "2 ranks (an executor runs on one device)",
-        "  cuda  no: 2 ranks (an executor runs on one device)",
+        "  cpu   no: keys and values in float16 (it has float32, bfloat16, float64)",
+        "  cuda  yes",
         "    1250      79   1264      14                6942",
     ):
         assert line in out.splitlines()

@@ -1,0 +1,77 @@
+"""Backends are loaded as flags and ranks say, and without the packages of others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from support.clients.stack import environment
+
+from pagekv.executor.choose_backend import load_backend
+from pagekv.executor.config import parse_config
+from pagekv.executor.cuda import preflight
+from pagekv.executor.cuda.preflight import Builds, Gpu
+from pagekv.executor.world import World
+
+
+@pytest.mark.e2e
+def test_the_oracle_never_imports_torch() -> None:
+    code = (
+        "import sys; from pagekv.executor.config import parse_config\n"
+        "from pagekv.executor.choose_backend import load_backend\n"
+        "load_backend(parse_config(['--backend', 'oracle', '--model', 'demo'], env={}))\n"
+        "print(sorted({'torch', 'transformers', 'safetensors', 'huggingface_hub'} & sys.modules.keys()))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_machine_without_a_gpu_says_so() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=r"--backend cuda: there is no NVIDIA driver|--backend cuda: .* no GPU"):
+        load_backend(parse_config(["--backend", "cuda"], env={}))
+    with pytest.raises(ValueError, match="--kv-dtype fp8 needs --backend cuda"):
+        load_backend(parse_config(["--kv-dtype", "fp8"], env={}))
+
+
+class Stopped(Exception):
+    """Ends a start where a test has seen enough."""
+
+
+def test_a_rank_has_the_gpu_of_its_number_and_a_share_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def find(*, index: int) -> Gpu:
+        asked.append(index)
+        return Gpu("H", 90, 2**37, (13, 0))
+
+    def check(*_: object, ranks: int) -> None:
+        asked.append(ranks)
+        raise Stopped
+
+    monkeypatch.setattr(preflight, "find_gpu", find)
+    monkeypatch.setattr(preflight, "installed_builds", lambda: Builds(13, True, (13,)))
+    monkeypatch.setattr(preflight, "check_model", check)
+    with pytest.raises(Stopped):
+        load_backend(parse_config(["--backend", "cuda"], env={}), World(3, 4, 2, local_rank=1))
+    assert asked == [1, 4]
+
+
+def test_a_rank_on_cpus_keeps_off_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On which transformers would put its weights."""
+
+    def stop(**_: object) -> None:
+        raise Stopped
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr("pagekv.executor.model.transformers_import.import_transformers", stop)
+    with pytest.raises(Stopped):
+        load_backend(parse_config(["--backend", "cpu"], env={}), World(0, 2, 2))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
