@@ -42,7 +42,7 @@ class FakeDriver:
         found._obj.value = self.count
 
     def _cuDeviceGet(self, found: Any, ordinal: int) -> None:
-        assert ordinal == 0
+        assert ordinal == self.count - 1
         found._obj.value = 5
 
     def _cuDeviceGetName(self, buffer: Any, size: int, device: int) -> None:
