@@ -150,7 +150,9 @@ def flooded(stack: ProtectedStack, flooders: int) -> Iterator[None]:
 class Quiet:
     """The tenant that is measured, on one stack."""
 
-    def __init__(self, channel: grpc.Channel) -> None:
+    def __init__(self, channel: grpc.Channel, pause_s: float = 0.0) -> None:
+        """`pause_s`: the longest time between two requests; each is drawn, all as likely."""
+        self._pause_s = pause_s
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
         self._operator = operator_service_pb2_grpc.OperatorServiceStub(channel)
         self._chance = random.Random(0)
@@ -167,7 +169,8 @@ class Quiet:
             time.sleep(0.05)
 
     def ask(self, cell: Cell) -> None:
-        """One request."""
+        """One request, and its pause before."""
+        time.sleep(self._chance.uniform(0, self._pause_s))
         request = request_for([*self._prefix, *self._tokens(OWN)], OUTPUT, ignore_eos=True)
         begin, times = time.perf_counter(), []
         for response in self._inference.Generate(request, metadata=key_of("quiet"), timeout=600):
@@ -209,6 +212,7 @@ def row(setup: str, flooders: int, cell: Cell, alone: Cell) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=24, help="of `quiet` in each row [24]")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds at most between requests of `quiet` [0]")
     args = parser.parse_args()
     cells = {(setup, flooders): Cell() for setup in SETUPS for flooders in (0, *BARS)}
     with ExitStack() as opened:
@@ -216,7 +220,7 @@ def main() -> int:
         for setup in SETUPS:
             folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
             stack = opened.enter_context(tenants_stack(setup, folder))
-            stacks[setup] = stack, Quiet(opened.enter_context(stack.channel()))
+            stacks[setup] = stack, Quiet(opened.enter_context(stack.channel()), args.pause)
         for number in range(ROUNDS):
             for setup, flooders in cells:
                 stack, quiet = stacks[setup]
