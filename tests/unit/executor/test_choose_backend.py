@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -62,16 +61,3 @@ def test_a_rank_has_the_gpu_of_its_number_and_a_share_of_the_model(monkeypatch: 
     with pytest.raises(Stopped):
         load_backend(parse_config(["--backend", "cuda"], env={}), World(3, 4, 2, local_rank=1))
     assert asked == [1, 4]
-
-
-def test_a_rank_on_cpus_keeps_off_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On which transformers would put its weights."""
-
-    def stop(**_: object) -> None:
-        raise Stopped
-
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("pagekv.executor.model.transformers_import.import_transformers", stop)
-    with pytest.raises(Stopped):
-        load_backend(parse_config(["--backend", "cpu"], env={}), World(0, 2, 2))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
