@@ -57,8 +57,8 @@ class StepRunner:
         shards: Shards | None = None,
         mark: Callable[[], Mark] | None = None,
     ) -> None:
-        """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends of
-        steps, instead of the device.
+        """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends
+        of steps, instead of the device.
         """
         self._loaded, self._model, self._sampler = loaded, forward, sampler
         self.pools, self._device = pools, device
