@@ -14,6 +14,7 @@ from pagekv.executor.choose_backend import load_backend
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu
+from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
 
@@ -61,3 +62,19 @@ def test_a_rank_has_the_gpu_of_its_number_and_a_share_of_the_model(monkeypatch: 
     with pytest.raises(Stopped):
         load_backend(parse_config(["--backend", "cuda"], env={}), World(3, 4, 2, local_rank=1))
     assert asked == [1, 4]
+
+
+def test_a_rank_on_a_gpu_has_its_share_and_limits_waits_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
+
+    def make(*_: object, shards: Shards, **__: object) -> None:
+        done.append((shards.rank, shards.size, shards.limit_s))
+
+    monkeypatch.setattr(preflight, "find_gpu", lambda *, index: Gpu("H", 90, 2**37, (13, 0)))
+    monkeypatch.setattr(preflight, "installed_builds", lambda: Builds(13, True, (13,)))
+    monkeypatch.setattr("pagekv.executor.cuda.device.CudaDevice.__init__", lambda _: None)
+    monkeypatch.setattr("pagekv.executor.cuda.backend.CudaBackend.__init__", make)
+    monkeypatch.setattr(Shards, "limit_waits", lambda _, seconds: done.append(seconds))
+    config = parse_config(["--backend", "cuda", "--rank-timeout-s", "7"], env={})
+    load_backend(config, World(1, 2, 2, local_rank=1))
+    assert done == [(1, 2, None), 7.0]
