@@ -5,7 +5,6 @@ without torch.
 from __future__ import annotations
 
 import importlib.util
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,9 +45,6 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     check_cpu_start(directory, config.dtype, config.kv_memory, world.size)
-    if world.size > 1:
-        # transformers would load a rank's weights onto a GPU that it finds.
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
 

@@ -202,6 +202,7 @@ def installed() -> Iterator[None]:
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda *_: stream,
         "set_stream": lambda stream: None,
+        "set_device": lambda device: None,
     }
     with ExitStack() as stack:
         for name, stub in stubs.items():

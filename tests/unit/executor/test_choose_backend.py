@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from typing import Any
@@ -15,6 +14,7 @@ from pagekv.executor.choose_backend import load_backend
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu
+from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
 
@@ -64,14 +64,17 @@ def test_a_rank_has_the_gpu_of_its_number_and_a_share_of_the_model(monkeypatch: 
     assert asked == [1, 4]
 
 
-def test_a_rank_on_cpus_keeps_off_the_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On which transformers would put its weights."""
+def test_a_rank_on_a_gpu_has_its_share_and_limits_waits_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[Any] = []
 
-    def stop(**_: object) -> None:
-        raise Stopped
+    def make(*_: object, shards: Shards, **__: object) -> None:
+        done.append((shards.rank, shards.size, shards.limit_s))
 
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr("pagekv.executor.model.transformers_import.import_transformers", stop)
-    with pytest.raises(Stopped):
-        load_backend(parse_config(["--backend", "cpu"], env={}), World(0, 2, 2))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    monkeypatch.setattr(preflight, "find_gpu", lambda *, index: Gpu("H", 90, 2**37, (13, 0)))
+    monkeypatch.setattr(preflight, "installed_builds", lambda: Builds(13, True, (13,)))
+    monkeypatch.setattr("pagekv.executor.cuda.device.CudaDevice.__init__", lambda _: None)
+    monkeypatch.setattr("pagekv.executor.cuda.backend.CudaBackend.__init__", make)
+    monkeypatch.setattr(Shards, "limit_waits", lambda _, seconds: done.append(seconds))
+    config = parse_config(["--backend", "cuda", "--rank-timeout-s", "7"], env={})
+    load_backend(config, World(1, 2, 2, local_rank=1))
+    assert done == [(1, 2, None), 7.0]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from pagekv.executor import group
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu
 from pagekv.executor.group import check_group, rank_facts, rank_threads, settled
 from pagekv.executor.machine import usable_cores
+from pagekv.executor.ranks.gathering import Meeting
 from pagekv.executor.world import World
 
 WORLD = World(1, 2, 2, "127.0.0.1", 29500)
@@ -94,3 +98,19 @@ def test_ranks_on_gpus_need_equal_ones_and_what_shapes_their_steps(monkeypatch: 
     assert {"torch", "CuPy", "--kv-dtype", "--dtype", "--fused"} <= facts.keys()
     with pytest.raises(ValueError, match="--backend cuda: too few"):
         rank_facts(config, World(2, 3, 3, local_rank=2))
+
+
+@pytest.mark.parametrize(
+    ("backend", "done"),
+    [("oracle", []), ("cpu", [("group", False)]), ("cuda", [("group", True), ("GPU", 1)])],
+)
+def test_ranks_on_gpus_connect_them_behind_their_group(
+    monkeypatch: pytest.MonkeyPatch, backend: str, done: list[tuple[str, object]]
+) -> None:
+    found: list[tuple[str, object]] = []
+    monkeypatch.setattr(group, "join_process_group", lambda *_, gpus: found.append(("group", gpus)))
+    monkeypatch.setattr(group, "connect_gpus", lambda index: found.append(("GPU", index)))
+    store: Any = None
+    world = World(3, 4, 2, "one", 29500, local_rank=1)
+    group._join_collectives(parse_config(["--backend", backend], {}), store, world, Meeting("", 0, "x"))
+    assert found == done

@@ -27,6 +27,7 @@ from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import serving_variant
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.preflight import FP8, check_room, gib, served_dtypes
+from pagekv.executor.cuda.rank_marks import RankMarks
 from pagekv.executor.cuda.rank_sampling import choose_rank_sampler
 from pagekv.executor.cuda.runner import StepRunner
 from pagekv.executor.machine import available_bytes
@@ -90,6 +91,8 @@ class CudaBackend:
         logits = (self._loaded.num_logits, self._loaded.geometry.dtype, device)
         self.sampler = choose_sampler(*logits) if shards is None else choose_rank_sampler(*logits, shards)
         self._graphs, self._shards = graphs, shards
+        # Of all runners, since a thread watches the waits.
+        self._mark = device.mark if shards is None else RankMarks(device.mark, shards)
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
             backend="cuda",
@@ -156,7 +159,7 @@ class CudaBackend:
         return StepProfile(device.peak_bytes() + scratch + runner.graph_logits.nbytes, int(sum(lengths) / best))
 
     def _step_runner(self, pools: KvPools) -> StepRunner:
-        options = (self._info.max_sequences, self._graphs, self._shards)
+        options = (self._info.max_sequences, self._graphs, self._shards, self._mark)
         return StepRunner(self._loaded, self.forward, self.sampler, pools, self._device, *options)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts:

@@ -91,12 +91,9 @@ class CudaDevice:
         """Unlocks what `pin` locked; copies of it must have ended."""
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
-    def mark(self) -> torch.cuda.Event:
+    def mark(self) -> DeviceMark:
         """Marks the end of what is enqueued so far. Any thread may wait for it (`synchronize`)."""
-        # Blocking: a thread that waits sleeps instead of spinning.
-        event = torch.cuda.Event(blocking=True)
-        event.record()
-        return event
+        return DeviceMark(self.torch_device)
 
     def synchronize(self) -> None:
         """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
@@ -184,6 +181,23 @@ class CudaDevice:
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
             torch._C._cuda_releasePool(self.torch_device.index, self._graph_pool)
+
+
+class DeviceMark:
+    """The end of what was enqueued when it was made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Blocking: a thread that waits sleeps instead of spinning.
+        self._event = torch.cuda.Event(blocking=True)
+        self._event.record()
+
+    def synchronize(self) -> None:
+        """Waits until the device has come here."""
+        # CUDA gives a thread the first GPU until it takes another one, and a context there takes half a GiB: of the
+        # GPU of another rank, where this is none of the first.
+        torch.cuda.set_device(self._device)
+        self._event.synchronize()
 
 
 def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:

@@ -27,6 +27,7 @@ MAX_GRAPH_BATCH = 512
 MAX_TABLE_ENTRIES = 2**21
 # A graph has room for sequences that together have this many times the keys of the pool, if they share them.
 MOST_SHARERS = 4
+ANOTHER = "another rank cannot record it"
 
 
 def graph_key(num_sequences: int, table_width: int, num_items: int, num_shared: int = 0) -> GraphKey | None:
@@ -144,27 +145,29 @@ class GraphCache:
         counted, and steps of its shape run without a graph: all shapes where the model cannot be recorded,
         those left where memory is short. `reserve`: bytes of the device that must be left when all is recorded.
         """
+        # A rank that ran out of memory in the run before its first recording would leave others in its collectives. All
+        # later ones begin with what the one before had to leave.
+        short = self._shortage(reserve)
+        if self._agree(Recorded.NO_MEMORY if short else Recorded.YES) is Recorded.NO_MEMORY:
+            self._end_short(0, len(keys), short)
+            return
         for number, key in enumerate(keys):
             own, why = self._record(key, forward_of, reserve)
             # A rank without a graph that another one has would come to collectives of another size.
             found = self._agree(own)
-            why = why or RuntimeError("another rank cannot record it")
             if found is Recorded.NO_MEMORY:
                 self._graphs.pop(key, None)
-                self.num_failed = len(keys) - number
-                log.error(
-                    "no memory to record more CUDA graphs: steps of the shapes left run without, slower",
-                    recorded=number,
-                    failed=self.num_failed,
-                    error=why,
-                )
+                self._end_short(number, len(keys) - number, why)
                 return
             if found is Recorded.NEVER:
                 self._device.synchronize()
                 self._graphs.clear()
                 self._of_batch.clear()
                 self.num_captured, self.num_failed = 0, len(keys)
-                log.error("this model cannot be recorded as CUDA graphs: all steps run without, slower", exc_info=why)
+                log.error(
+                    "this model cannot be recorded as CUDA graphs: all steps run without, slower",
+                    exc_info=why or RuntimeError(ANOTHER),
+                )
                 return
             self._of_batch[key.batch].append(key)
             self.num_captured += 1
@@ -174,13 +177,27 @@ class GraphCache:
     ) -> tuple[Recorded, RuntimeError | None]:
         try:
             self._graphs[key] = self._device.capture(forward_of(key))
-            if self._device.available_bytes() < reserve:
-                raise torch.OutOfMemoryError(f"steps need {reserve} bytes beside the graphs")
+            if short := self._shortage(reserve):
+                raise short
         except torch.OutOfMemoryError as error:
             return Recorded.NO_MEMORY, error
         except RuntimeError as error:
             return Recorded.NEVER, error
         return Recorded.YES, None
+
+    def _shortage(self, reserve: int) -> torch.OutOfMemoryError | None:
+        if self._device.available_bytes() >= reserve:
+            return None
+        return torch.OutOfMemoryError(f"steps need {reserve} bytes beside the graphs")
+
+    def _end_short(self, recorded: int, failed: int, why: RuntimeError | None) -> None:
+        self.num_failed = failed
+        log.error(
+            "no memory to record more CUDA graphs: steps of the shapes left run without, slower",
+            recorded=recorded,
+            failed=failed,
+            error=why or ANOTHER,
+        )
 
     def find(self, needed: GraphKey) -> GraphKey | None:
         """The smallest shape with a graph that a step of shape `needed` fits; None where there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,14 +24,14 @@ class Mark(Protocol):
 
 class RankMarks:
     """Makes marks that end this rank where the device does not come to them in time: it waits in a collective for a
-    rank that hangs. NCCL's own limit does not know of collectives within a graph. Marks are waited for by one thread at
-    a time.
+    rank that hangs. NCCL's own limit does not know of collectives within a graph. One of a backend, whose threads may
+    wait at the same time.
     """
 
     def __init__(self, mark: Callable[[], Mark], shards: Shards) -> None:
         self._mark, self._shards = mark, shards
-        # When the wait under way began, by `time.monotonic`.
-        self._began: float | None = None
+        # When the waits under way began, by thread and by `time.monotonic`.
+        self._began: dict[int, float] = {}
         self._watching: threading.Thread | None = None
 
     def __call__(self) -> Mark:
@@ -39,21 +40,21 @@ class RankMarks:
 
     def wait(self, mark: Mark) -> None:
         """Waits for a mark; without a limit while ranks load."""
-        limit_s = self._shards.limit_s
+        limit_s, thread = self._shards.limit_s, threading.get_ident()
         if limit_s is not None and self._watching is None:
             self._watching = threading.Thread(target=self._watch, args=(limit_s,), name="marks", daemon=True)
             self._watching.start()
-        self._began = time.monotonic()
+        self._began[thread] = time.monotonic()
         try:
             mark.synchronize()
         finally:
-            self._began = None
+            del self._began[thread]
 
     def _watch(self, limit_s: float) -> None:
         while True:
             time.sleep(limit_s / LOOKS)
-            began = self._began
-            if began is not None and time.monotonic() - began > limit_s:
+            began = min(list(self._began.values()), default=math.inf)
+            if time.monotonic() - began > limit_s:
                 self._shards.lost(f"a rank lets this one wait in a step for {limit_s:g} s (--rank-timeout-s)")
                 return
 

@@ -29,7 +29,7 @@ from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.rank_marks import Mark, RankMarks
+from pagekv.executor.cuda.rank_marks import Mark
 from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, StepInputs, build_inputs
 from pagekv.executor.cuda.step_sampling import StepSampling
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
@@ -55,17 +55,19 @@ class StepRunner:
         max_sequences: int,
         graphs: bool = True,
         shards: Shards | None = None,
+        mark: Callable[[], Mark] | None = None,
     ) -> None:
-        """`shards`: of a model that is split, whose ranks record the same graphs."""
+        """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends
+        of steps, instead of the device.
+        """
         self._loaded, self._model, self._sampler = loaded, forward, sampler
         self.pools, self._device = pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
+        self._mark = mark or device.mark
         if shards is None:
             self.graphs = GraphCache(device, graphs)
-            self._mark: Callable[[], Mark] = device.mark
         else:
             self.graphs = GraphCache(device, graphs, lambda own: Recorded(shards.least(own)))
-            self._mark = RankMarks(device.mark, shards)
         where = device.torch_device
         self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.num_logits, where))
         # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.

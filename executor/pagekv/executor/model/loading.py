@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,7 +103,7 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
     # torch marks functions that initialise weights, too, when they are first called.
-    with without_compiler():
+    with without_compiler(), nullcontext() if shards is None else _kept_on(torch.device(device)):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
@@ -138,6 +138,22 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
         max_model_len=_max_model_len(directory, text),
         eos_token_ids=_eos_token_ids(model, text, num_logits),
     )
+
+
+@contextmanager
+def _kept_on(device: torch.device) -> Iterator[None]:
+    """Keeps a rank's share on CPUs where it belongs there: transformers puts it on the kind of device that torch finds.
+    To hide GPUs would be too late, once the driver was asked how many there are.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    found = torch._C._get_accelerator
+    torch._C._get_accelerator = lambda *_, **__: device
+    try:
+        yield
+    finally:
+        torch._C._get_accelerator = found
 
 
 def _split(directory: Path, config: Any, shards: Shards) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from queue import SimpleQueue
 from typing import Any
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.executor.backend.interface import (
     Backend,
     BackendDescription,
@@ -124,6 +124,10 @@ class Leader:
             self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
 
+class PoolsDoNotFit(MemoryError):
+    """A rank has too little memory for its pools. All have answered, so none waits for another."""
+
+
 class GroupBackend:
     """The backend of rank 0, with the memory that all ranks have. Implements `Backend`; steps themselves are handed on
     by their epoch.
@@ -154,7 +158,7 @@ class GroupBackend:
         return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
-        """Raises MemoryError where one rank does."""
+        """Raises PoolsDoNotFit where a rank raises MemoryError."""
         self._leader.ask(Kind.ALLOCATE, [block_size, num_device_blocks, num_host_blocks])
         errors, counts = {}, None
         try:
@@ -165,7 +169,7 @@ class GroupBackend:
             answers = self._leader.answers()
         errors |= {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if errors:
-            raise MemoryError("; ".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+            raise PoolsDoNotFit("; ".join(f"rank {rank}: {error}" for rank, error in errors.items()))
         return counts
 
     def copy_blocks(self, copies: BlockCopies) -> None:
@@ -178,7 +182,7 @@ class GroupBackend:
         self._own.finish(states)
 
     def is_lost(self, error: Exception) -> bool:
-        """As rank 0's own backend says, but for a difference, which is found between steps: no rank waits for another
-        one, and the process goes on, which has it counted.
+        """As rank 0's own backend says, but for what is found between steps, where no rank waits for another one: a
+        difference, which the process has counted; and what all have answered to `describe` or `allocate`.
         """
-        return not isinstance(error, RanksDiffer) and self._own.is_lost(error)
+        return not isinstance(error, (RanksDiffer, PoolsDoNotFit, PageKVError)) and self._own.is_lost(error)

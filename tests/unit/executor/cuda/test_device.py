@@ -208,3 +208,15 @@ def test_buffers_that_cannot_be_locked_say_what_to_do(monkeypatch: pytest.Monkey
         ) as caught:
             _device().bandwidth()
     assert "free memory of the host, or raise the memory limit of the container" in str(caught.value)
+
+
+def test_a_thread_that_waits_for_a_mark_takes_no_other_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA would give it the first one, and memory of it."""
+    done: list[object] = []
+    event = SimpleNamespace(record=lambda: done.append("record"), synchronize=lambda: done.append("wait"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: event)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    device = _device()
+    device.torch_device = torch.device("cuda:1")
+    device.mark().synchronize()
+    assert done == ["record", torch.device("cuda:1"), "wait"]

@@ -207,12 +207,13 @@ def test_ranks_have_the_graphs_that_all_of_them_have(
 
     def agree(own: Recorded) -> Recorded:
         told.append(own)
-        return worst if len(told) == 2 else own
+        # Before the first recording, then behind each.
+        return worst if len(told) == 3 else own
 
     recorder = Recorder()
     cache = GraphCache(recorder, agree=agree)  # type: ignore[arg-type]  # a device that only records
     cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
-    assert told == [Recorded.YES] * 2
+    assert told == [Recorded.YES] * 3
     assert (cache.num_captured, cache.num_failed) == (kept, 3 - kept)
     assert [cache.find(key) for key in KEYS] == [KEYS[0] if kept else None, None, None]
     assert "another rank cannot record it" in caplog.text + str([vars(record) for record in caplog.records])
@@ -228,5 +229,14 @@ def test_a_rank_tells_that_it_has_no_memory_for_a_graph() -> None:
     recorder = Recorder(torch.OutOfMemoryError("CUDA out of memory"), good=1)
     cache = GraphCache(recorder, agree=agree)  # type: ignore[arg-type]  # a device that only records
     cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
-    assert told == [Recorded.YES, Recorded.NO_MEMORY]
+    assert told == [Recorded.YES, Recorded.YES, Recorded.NO_MEMORY]
     assert (cache.num_captured, cache.num_failed) == (1, 2)
+
+
+@pytest.mark.parametrize(("memory", "other"), [(9, Recorded.YES), (1000, Recorded.NO_MEMORY)])
+def test_no_rank_begins_to_record_where_one_lacks_the_memory(memory: int, other: Recorded) -> None:
+    """In the run before a recording it would leave the others in a collective."""
+    recorder = Recorder(memory=memory)
+    cache = GraphCache(recorder, agree=lambda own: min(own, other))  # type: ignore[arg-type]  # a device that only records
+    cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items), reserve=10)
+    assert (recorder.captured, cache.num_captured, cache.num_failed) == (0, 0, 3)

@@ -5,6 +5,7 @@ tests/model/test_split_cuda_models.py runs whole models over ranks.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,17 @@ def test_pools_are_on_all_ranks_or_on_none(llama: Path) -> None:
     assert shards.said == [1, 0]
     assert backend.allocate(16, 4, 4).recorded > 0
     assert device.pinned_bytes > 0
+
+
+def test_one_thread_watches_however_often_a_manager_attaches(llama: Path) -> None:
+    shards = Agreeing()
+    shards.limit_s = 60.0
+    backend = host_backend(llama, shards=shards, max_sequences=2)
+    before = sum(thread.name == "marks" for thread in threading.enumerate())
+    for tokens in (8, 9):
+        backend.describe(4, tokens)
+        backend.allocate(16, 4, 0)
+    assert sum(thread.name == "marks" for thread in threading.enumerate()) == before + 1
 
 
 def test_fp8_scales_are_those_of_the_ranks_heads(tmp_path: Path) -> None:

@@ -16,9 +16,10 @@ class Gate:
     """A mark that is reached when it is opened."""
 
     def __init__(self) -> None:
-        self.opened = threading.Event()
+        self.begun, self.opened = threading.Event(), threading.Event()
 
     def synchronize(self) -> None:
+        self.begun.set()
         assert self.opened.wait(TIMEOUT_S)
 
 
@@ -41,3 +42,20 @@ def test_only_a_wait_beyond_the_limit_ends_the_rank() -> None:
     gates[2].opened.set()
     waiting.join(TIMEOUT_S)
     assert lost.empty()
+
+
+def test_a_wait_of_one_thread_does_not_hide_that_of_another() -> None:
+    """The thread of the backend measures a step while the one that collects still waits for a step before."""
+    lost: SimpleQueue[str] = SimpleQueue()
+    shards = Shards(World(0, 2, 2), lost.put)
+    shards.limit_s = 0.2
+    stuck, passed = Gate(), Gate()
+    passed.opened.set()
+    marks = RankMarks(iter([stuck, passed]).__next__, shards)
+    waiting = threading.Thread(target=marks().synchronize)
+    waiting.start()
+    assert stuck.begun.wait(TIMEOUT_S)
+    marks().synchronize()
+    assert lost.get(timeout=TIMEOUT_S).startswith("a rank lets this one wait")
+    stuck.opened.set()
+    waiting.join(TIMEOUT_S)

@@ -23,6 +23,8 @@ from transformers import (
 
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.model.loading import BlockGeometry, load_model
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +159,23 @@ def test_block_size_in_bytes() -> None:
 
 def test_every_architecture_is_listed() -> None:
     assert {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt-oss", "gpt2"} <= set(MODELS)
+
+
+class Loading(Exception):
+    """Ends a start where transformers begins."""
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_rank_on_cpus_keeps_off_the_gpus(llama: Path, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """transformers puts a rank's share on the kind of device that torch finds, here a GPU."""
+    found: list[str] = []
+
+    def load(*_: object, **__: object) -> None:
+        found.append(torch._C._get_accelerator().type)
+        raise Loading
+
+    monkeypatch.setattr(torch._C, "_get_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    with pytest.raises(Loading):
+        load_model(llama, torch.float32, device, Shards(World(0, 2, 2), pytest.fail))
+    assert [*found, torch._C._get_accelerator().type] == [device, "cuda"]

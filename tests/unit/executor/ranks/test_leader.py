@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 from support.executor.executor_steps import ALL_FEATURES
 from support.executor.rank_group import TIMEOUT_S, RankGroup, rank_group, running_group
 
-from pagekv.common.errors import InvalidRequest
+from pagekv.common.errors import InvalidRequest, OutOfMemory
 from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.rpc import wire
+from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, RanksDiffer
+from pagekv.executor.session.session import Session
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep
 from pagekv.executor.session.step_check import EpochLimits
+from pagekv.executor.session.worker_thread import WorkerThread
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 MODEL = OracleModel(vocab_size=64, max_model_len=256)
@@ -135,13 +140,14 @@ def test_a_rank_that_samples_another_token_ends_the_epoch_and_another_epoch_begi
     assert group.lost == []
 
 
+class Together(OracleBackend):
+    """A rank that computes together with others, so that most errors leave some of them waiting."""
+
+    def is_lost(self, error: Exception) -> bool:
+        return True
+
+
 def test_a_difference_costs_no_process_and_is_counted() -> None:
-    """Also where the ranks compute together, so that most errors leave some waiting for others."""
-
-    class Together(OracleBackend):
-        def is_lost(self, error: Exception) -> bool:
-            return True
-
     with running_group(Together(MODEL), Other(3)) as group:
         with pytest.raises(RanksDiffer) as found:
             run_all(epoch_of(group))
@@ -150,6 +156,30 @@ def test_a_difference_costs_no_process_and_is_counted() -> None:
         assert group.backend.describe(4, 64).rank_differences == 1
         run_all(epoch_of(group, 6))
         assert group.backend.describe(4, 64).rank_differences == 1
+    assert group.lost == []
+
+
+def test_an_order_that_a_rank_cannot_carry_out_costs_no_process() -> None:
+    """The manager is told, and may come back with another one."""
+    order = AttachOrder("manager", 4, 21, 0, "", False, (), 1)
+
+    async def run_session(group: RankGroup) -> None:
+        compute = WorkerThread()
+        session = Session(compute)
+        session.serve(group.backend, group.leader)
+        with pytest.raises(OutOfMemory, match=r"rank 0: a pool may have .*; rank 1: a pool may have"):
+            await session._allocate(group.backend, order)
+        for refusal in (InvalidRequest("block_size", "too large"), OutOfMemory("token_budget: too large")):
+            answer = mock.patch.object(Together, "describe", side_effect=refusal)
+            with answer, pytest.raises(type(refusal), match="too large"):
+                await session.describe(4, 64)
+        assert not session.lost.is_set()
+        compute.stop()
+
+    with running_group(Together(MODEL, kv_bytes=SLOT * 80), OracleBackend(MODEL, kv_bytes=SLOT * 80)) as group:
+        asyncio.run(run_session(group))
+        # Not so in the middle of a step.
+        assert group.backend.is_lost(MemoryError("no page-locked memory"))
     assert group.lost == []
 
 
