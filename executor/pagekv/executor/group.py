@@ -16,7 +16,7 @@ from pagekv.common.version import pagekv_version
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
-from pagekv.executor.machine import usable_cores
+from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.ranks.follower import Follower
 from pagekv.executor.ranks.gathering import Gathering, Meeting, join
 from pagekv.executor.ranks.leader import GroupBackend, Leader
@@ -41,22 +41,23 @@ _PACKAGES = {"oracle": ("numpy",), "cpu": (*_MODEL_PACKAGES, "numba"), "cuda": _
 
 
 def settled(config: ExecutorConfig, world: World) -> ExecutorConfig:
-    """The configuration of a rank, with a backend instead of `auto`: cuda where CuPy is installed and the machine has a
-    GPU for each of its ranks, else cpu.
+    """The configuration of a rank, with a backend instead of `auto`: cuda where torch and CuPy can use a GPU for each
+    rank of this machine, else cpu.
     """
     if config.backend != "auto":
         return config
-    return replace(config, backend="cuda" if _has_gpus(world.local_size) else "cpu")
+    gpus = world.local_rank is not None and _has_gpus(world.local_size)
+    return replace(config, backend="cuda" if gpus else "cpu")
 
 
 def _has_gpus(count: int) -> bool:
-    from pagekv.executor.cuda.preflight import UnusableGpu, find_gpu, installed_builds
+    from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
 
     builds = installed_builds()
-    if not builds.cupy or builds.torch_cuda == 0:
+    if not builds.cupy:
         return False
     try:
-        find_gpu(index=count - 1)
+        check_machine(find_gpu(index=count - 1), builds, available_bytes())
     except UnusableGpu:
         return False
     return True
@@ -161,6 +162,7 @@ def _gpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
         "--kv-dtype": config.kv_dtype,
         "--cuda-graphs": config.cuda_graphs,
         "--max-sequences": config.max_sequences,
+        "--kv-memory": config.kv_memory,
         "CuPy": cupy_version(),
         "the GPU": gpu.name,
     }

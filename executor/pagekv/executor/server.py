@@ -217,13 +217,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world.size == 1:
         return _run(config, lambda: choose_backend.load_backend(config))
 
+    config = settled(config, world)
+
     def load() -> Backend:
         return choose_backend.load_backend(config, world)
 
-    config = settled(config, world)
-    if world.rank:
-        return _follow(config, world, load)
-    return _run(config, lambda: lead(config, world, load), world)
+    status = _follow(config, world, load) if world.rank else _run(config, lambda: lead(config, world, load), world)
+    if config.backend == "cuda":
+        # Connections of NCCL that graphs hold can keep the interpreter from ending (pytorch issue 115388).
+        logging.shutdown()
+        os._exit(status)
+    return status
 
 
 def _follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:

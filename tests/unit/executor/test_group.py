@@ -77,6 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, count: int, builds: Builds) -> None:
         (1, Builds(13, True, (13,)), "cpu"),
         (2, Builds(0, True, (13,)), "cpu"),
         (2, Builds(13, False, ()), "cpu"),
+        (2, Builds(14, True, (13,)), "cpu"),
     ],
 )
 def test_ranks_take_gpus_where_there_is_one_for_each(
@@ -86,6 +87,8 @@ def test_ranks_take_gpus_where_there_is_one_for_each(
     gpus(monkeypatch, count, builds)
     config = parse_config([], {})
     assert [settled(config, World(rank, 2, 2, local_rank=rank)).backend for rank in (0, 1)] == [backend] * 2
+    # Of ranks that do not know which of them they are on a machine none can have a GPU.
+    assert settled(config, World(0, 2, 2)).backend == "cpu"
     chosen = parse_config(["--backend", "oracle"], {})
     assert settled(chosen, WORLD) is chosen
 

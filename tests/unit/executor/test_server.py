@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import Process, environment
 
 from pagekv.common.port_file import read_port_file, write_port_file
+from pagekv.executor import server
 from pagekv.executor.backend.interface import LAYOUT
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
@@ -148,6 +149,22 @@ def test_a_step_may_have_4_mib(tmp_path: Path) -> None:
     finally:
         if process.popen is not None and process.popen.poll() is None:
             process.kill()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(("backend", "at_once"), [("cuda", [7]), ("cpu", [])])
+def test_a_rank_on_a_gpu_ends_without_the_interpreter(
+    rank: str, backend: str, at_once: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL can keep that from ending."""
+    ended: list[int] = []
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(server, "_run", lambda *_: 7)
+    monkeypatch.setattr(server, "_follow", lambda *_: 7)
+    monkeypatch.setattr("os._exit", ended.append)
+    assert server.main(["--backend", backend]) == 7
+    assert ended == at_once
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -60,7 +61,7 @@ class StepRunner:
         """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends
         of steps, instead of the device.
         """
-        self._loaded, self._model, self._sampler = loaded, forward, sampler
+        self._loaded, self._model, self._sampler, self._shards = loaded, forward, sampler, shards
         self.pools, self._device = pools, device
         self.attention = make_attention(loaded, pools.device, device.launcher)
         self._mark = mark or device.mark
@@ -110,7 +111,8 @@ class StepRunner:
         """
         if not keys:
             return
-        with phase(f"recording {len(keys)} CUDA graphs"):
+        together = nullcontext() if self._shards is None else self._shards.recording()
+        with phase(f"recording {len(keys)} CUDA graphs"), together:
             self.graphs.record(keys, self._recordable, reserve)
 
     def _empty_plan(self, key: GraphKey) -> HostPlan:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -34,6 +35,7 @@ class Shards:
         self._cpu_group: dist.ProcessGroup | None = None
         # Seconds that the host was in collectives, which others' slowness is part of.
         self.waited_s = 0.0
+        self._recording = False
 
     def limit_waits(self, timeout_s: float) -> None:
         """From now on a collective of CPUs that takes so many seconds fails: a rank is there, but does not come to
@@ -43,20 +45,31 @@ class Shards:
         self._cpu_group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
         self.limit_s = timeout_s
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within, a collective of GPUs that fails is an error and no loss: where a graph cannot have it, no rank has
+        graphs.
+        """
+        self._recording = True
+        try:
+            yield
+        finally:
+            self._recording = False
+
     def sum(self, rows: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, in place; the same bits on each: every element is summed on one rank, or by all of
         them in the order of ranks.
         """
         rows = rows if rows.is_contiguous() else rows.contiguous()
         if rows.is_cuda or (self.size > 2 and rows.nbytes > GATHERED_BYTES):
-            self._join(lambda: dist.all_reduce(rows, group=self._group(rows)))
+            self._join(rows, lambda: dist.all_reduce(rows, group=self._group(rows)))
             return rows
         parts = rows.new_empty(self.size, *rows.shape)
         if self.size == 2:
             parts[self.rank] = rows
-            self._join(lambda: self._exchange(rows, parts[1 - self.rank]))
+            self._join(rows, lambda: self._exchange(rows, parts[1 - self.rank]))
         else:
-            self._join(lambda: dist.all_gather_into_tensor(parts, rows[None], group=self._group(rows)))
+            self._join(rows, lambda: dist.all_gather_into_tensor(parts, rows[None], group=self._group(rows)))
         torch.add(parts[0], parts[1], out=rows)
         for part in parts[2:]:
             rows += part
@@ -68,22 +81,22 @@ class Shards:
         """
         padded = self._padded(rows, width)
         if self.rank:
-            self._join(lambda: dist.gather(padded, group=self._group(padded)))
+            self._join(padded, lambda: dist.gather(padded, group=self._group(padded)))
             return rows.new_zeros(*rows.shape[:-1], width)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._join(lambda: dist.gather(padded, parts, group=self._group(padded)))
+        self._join(padded, lambda: dist.gather(padded, parts, group=self._group(padded)))
         return torch.cat(parts, -1)[..., :width]
 
     def gather_everywhere(self, rows: torch.Tensor, width: int) -> torch.Tensor:
         """The same on all ranks."""
         padded = self._padded(rows, width)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
-        self._join(lambda: dist.all_gather(parts, padded, group=self._group(padded)))
+        self._join(padded, lambda: dist.all_gather(parts, padded, group=self._group(padded)))
         return torch.cat(parts, -1)[..., :width]
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
         """Rank 0's `rows`, in place, which are contiguous and of one shape and type on all ranks."""
-        self._join(lambda: dist.broadcast(rows, 0, group=self._group(rows)))
+        self._join(rows, lambda: dist.broadcast(rows, 0, group=self._group(rows)))
         return rows
 
     def tell(self, numbers: list[int], count: int) -> list[int]:
@@ -95,7 +108,7 @@ class Shards:
     def least(self, number: int) -> int:
         """The least of the numbers that ranks have."""
         said = torch.tensor([number])
-        self._join(lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group(said)))
+        self._join(said, lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group(said)))
         return int(said)
 
     def all_say(self, yes: bool) -> bool:
@@ -116,11 +129,13 @@ class Shards:
         assert sent is not None  # of a rank that is in the group
         sent.wait()
 
-    def _join(self, collective: Callable[[], object]) -> None:
+    def _join(self, rows: torch.Tensor, collective: Callable[[], object]) -> None:
         begin = time.perf_counter()
         try:
             collective()
         except RuntimeError as error:
+            if self._recording and rows.is_cuda:
+                raise
             # Others may be lost, or slow beyond the group's time; none can go on from here.
             self.lost(f"a collective failed: {str(error).partition(chr(10))[0]}")
             raise

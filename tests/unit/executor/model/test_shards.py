@@ -108,3 +108,25 @@ print("FOUND", told.tolist(), shards.least(7 - world.rank), shards.all_say(world
     with ranks_running(code, 3) as ranks:
         outputs = [each.communicate(timeout=240)[0] for each in ranks]
     assert [output.strip().splitlines()[-1] for output in outputs] == ["FOUND [5, -1] 5 False"] * 3
+
+
+def test_a_collective_that_no_graph_can_have_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its failure is told to whoever records; that of a step, or of gloo, ends the rank."""
+
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(dist, "all_reduce", failing)
+    lost: list[str] = []
+    shards = Shards(World(0, 2, 2), lost.append)
+    rows: Any = SimpleNamespace(is_cuda=True, is_contiguous=lambda: True)
+    with shards.recording():
+        with pytest.raises(RuntimeError, match="not permitted"):
+            shards.sum(rows)
+        assert lost == []
+        with pytest.raises(RuntimeError, match="not permitted"):
+            shards.all_say(True)
+        assert len(lost) == 1
+    with pytest.raises(RuntimeError, match="not permitted"):
+        shards.sum(rows)
+    assert len(lost) == 2
