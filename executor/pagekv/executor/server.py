@@ -223,11 +223,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return choose_backend.load_backend(config, world)
 
     status = _follow(config, world, load) if world.rank else _run(config, lambda: lead(config, world, load), world)
-    if config.backend == "cuda":
-        # Connections of NCCL that graphs hold can keep the interpreter from ending (pytorch issue 115388).
-        logging.shutdown()
-        os._exit(status)
-    return status
+    # Threads of gloo or of torch's store abort the interpreter in one of some ten ends, and connections of NCCL that
+    # graphs hold can keep it from ending (pytorch issue 115388).
+    logging.shutdown()
+    os._exit(status)
 
 
 def _follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:

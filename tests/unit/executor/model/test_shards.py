@@ -28,6 +28,12 @@ world = read_world(os.environ)
 join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)
 shards = ranks.Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))
 """
+# As ranks end (`server.main`), once all have what they wait for.
+ENDED = """
+torch.distributed.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
 
 
 @contextmanager
@@ -38,7 +44,10 @@ def ranks_running(code: str, size: int) -> Iterator[list[subprocess.Popen[str]]]
     env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", JOINED + code], env={**env, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", JOINED + code + ENDED],
+            env={**env, "RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
