@@ -175,11 +175,12 @@ class CudaBackend:
             runner, keys = self._new_runner(block_size, num_device_blocks, num_host_blocks)
         except BaseException:
             if self._shards is not None:
-                self._shards.all_say(False)
+                # Others may be locking gigabytes of host memory.
+                self._shards.all_say(False, patient=True)
             raise
         try:
             # Before graphs are recorded, for which ranks need each other.
-            if self._shards is not None and not self._shards.all_say(True):
+            if self._shards is not None and not self._shards.all_say(True, patient=True):
                 raise MemoryError("another rank has too little")
             runner.record_graphs(keys, reserve=self._info.step_bytes - runner.graph_logits.nbytes)
         except BaseException:

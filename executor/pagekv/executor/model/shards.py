@@ -105,15 +105,16 @@ class Shards:
         found: list[int] = self.share(told).tolist()
         return found
 
-    def least(self, number: int) -> int:
-        """The least of the numbers that ranks have."""
+    def least(self, number: int, *, patient: bool = False) -> int:
+        """The least of the numbers that ranks have. `patient`: others get the time that they had to load."""
         said = torch.tensor([number])
-        self._join(said, lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=self._group(said)))
+        group = None if patient else self._group(said)
+        self._join(said, lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=group))
         return int(said)
 
-    def all_say(self, yes: bool) -> bool:
+    def all_say(self, yes: bool, *, patient: bool = False) -> bool:
         """Whether every rank says yes."""
-        return bool(self.least(int(yes)))
+        return bool(self.least(int(yes), patient=patient))
 
     def _group(self, rows: torch.Tensor) -> dist.ProcessGroup | None:
         """None: that of all ranks, with the time that they get to load."""
