@@ -30,9 +30,10 @@ from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
-from pagekv.kvmanager.engine.outputs import deliver, deliver_abort
+from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
+from pagekv.kvmanager.engine.request_ends import RequestEnds
 from pagekv.kvmanager.engine.sizing import size_limits, size_model, wanted_model_len
 from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState, draining
@@ -62,13 +63,8 @@ log = Log(__name__)
 class EngineLoop:
     """States: detached → attached ⇄ detached → stopped. Every method is called on the event loop that runs `run`.
 
-    Ways in which a request ends; each frees its blocks at once and passes through `_remove_if_finished`:
-
-        FINISHED  every sequence ended (`_drive`), or the reader found a stop string (`finish_sequence`)
-        ABORTED   the reader has gone (`release`) or Abort (`abort`): `_abort`; the end of the grace time (`stop`), for
-                  the reader an error, since the next manager can go on
-        FAILED    another executor cannot continue it (`_fail_misfits`), the executor gave it up (`_fail_sequence`), or
-                  its step failed too often (`_fail_after_attempts`): `_fail`
+    Requests end (`RequestEnds`) in `_drive` and `finish_sequence`, in `release`, `abort` and `stop`, and, where they
+    fail, in `_fail_misfits`, `_fail_sequence` and `_fail_after_attempts`.
     """
 
     def __init__(
@@ -95,6 +91,7 @@ class EngineLoop:
         cache = CacheAdmin(config.limits.prefix_cache, config.max_pinned_share, self._wake.set, secret=secret)
         self._state = EngineState(config, cache, self._live, self.accounts)
         self._tenants = TenantBooks(self._state)
+        self._ends = RequestEnds(self._state, self._tenants, self.observers, self._wake.set)
         self._totals = self._state.totals
         self.queries = EngineQueries(self._state)
         self.snapshots = EngineSnapshots(self._state)
@@ -207,12 +204,12 @@ class EngineLoop:
             fits = total_tokens(request.command) <= longest_sequence(model, width)
             if not (same and fits and width <= max_running):
                 what = "another model, a smaller pool, or room for fewer sequences"
-                self._fail(request, Unavailable(f"the executor restarted with {what}"))
+                self._ends.fail(request, Unavailable(f"the executor restarted with {what}"))
                 continue
             try:
                 check_supported(request.command.sampling, model)
             except InvalidRequest as error:
-                self._fail(request, error)
+                self._ends.fail(request, error)
 
     async def _drive(self, link: ExecutorLink) -> None:
         """Plans, sends and commits until the link is lost or the loop is stopped."""
@@ -233,7 +230,7 @@ class EngineLoop:
                     ended = deliver(committed, result)
                     self.observers.committed(plan, result, committed)
                     for sequence in ended:
-                        self._remove_if_finished(sequence.request, RequestEnd.FINISHED)
+                        self._ends.remove_if_finished(sequence.request, RequestEnd.FINISHED)
                     for request, reason in committed.failed:
                         self._fail_sequence(request, reason)
                     self._work_left = len(self._live) > 0
@@ -285,7 +282,7 @@ class EngineLoop:
         self._totals.failed_requests_total += 1
         error = SequenceFailed(f"request {request.command.request_id!r} could not be computed: {reason}")
         log.error("the executor gave up a request", reason=error)
-        self._fail(request, error)
+        self._ends.fail(request, error)
 
     def _fail_after_attempts(self, fault: Fault) -> None:
         """Fails the requests whose step was lost too often; called when an epoch is lost."""
@@ -295,7 +292,7 @@ class EngineLoop:
         for request in self._failed.count(plan, self._state.serving().running, fault):
             error = self._failed.error(request)
             log.error("gave up a request", reason=error)
-            self._fail(request, error)
+            self._ends.fail(request, error)
 
     def _detach(self) -> None:
         if self._state.attached:
@@ -331,7 +328,7 @@ class EngineLoop:
             log.warning("grace time over, ending calls to be resumed elsewhere", requests=len(self._live))
         for request in self._live.all():
             self._totals.aborted_requests_total += 1
-            self._finish(request, RequestEnd.ABORTED)
+            self._ends.end(request, RequestEnd.ABORTED)
             request.stream.fail(draining())
         self._state.stopping = True
         self._state.cache.close(draining())
@@ -408,7 +405,7 @@ class EngineLoop:
         own = None if tenant is None else self._live.get(request_id, tenant)
         requests = self._live.named(request_id) if tenant is None else [own] if own is not None else []
         for request in requests:
-            self._abort(request)
+            self._ends.abort(request)
         return bool(requests)
 
     def release(self, stream: RequestStream) -> None:
@@ -417,35 +414,12 @@ class EngineLoop:
         """
         request = self._live.release(stream)
         if request is not None:
-            self._abort(request)
+            self._ends.abort(request)
 
     def finish_sequence(self, stream: RequestStream, index: int) -> None:
         """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
         request = self._live.of(stream)
         if request is not None:
             self._state.serving().finish(request.sequences[index])
-            self._remove_if_finished(request, RequestEnd.FINISHED)
+            self._ends.remove_if_finished(request, RequestEnd.FINISHED)
             self._wake.set()
-
-    # -- ends
-
-    def _abort(self, request: LiveRequest) -> None:
-        self._totals.aborted_requests_total += 1
-        deliver_abort(request)
-        self._finish(request, RequestEnd.ABORTED)
-
-    def _fail(self, request: LiveRequest, error: Exception) -> None:
-        self._finish(request, RequestEnd.FAILED)
-        request.stream.fail(error)
-
-    def _finish(self, request: LiveRequest, end: RequestEnd) -> None:
-        for sequence in request.sequences:
-            self._state.serving().finish(sequence)
-        self._remove_if_finished(request, end)
-        self._wake.set()
-
-    def _remove_if_finished(self, request: LiveRequest, end: RequestEnd) -> None:
-        if self._live.remove_if_finished(request):
-            self._tenants.end(request)
-            self.observers.ended(request, end)
-            self._state.serving().remove(request)
