@@ -166,6 +166,8 @@ def test_a_rank_ends_without_the_interpreter(rank: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(server, "_run", lambda *_: 7)
     monkeypatch.setattr(server, "_follow", lambda *_: 7)
     monkeypatch.setattr("os._exit", end)
+    # Of the tests' own logs.
+    monkeypatch.setattr("logging.shutdown", lambda: None)
     with pytest.raises(Ended, match="7"):
         server.main(["--backend", "oracle"])
 
