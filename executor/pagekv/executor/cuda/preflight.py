@@ -106,8 +106,8 @@ def find_gpu(load: Callable[[str], Any] = ctypes.CDLL, *, index: int = 0) -> Gpu
         raise UnusableGpu(no_gpu)
     if index >= count:
         raise UnusableGpu(
-            f"the NVIDIA driver shows {count} GPU{'s' * (count > 1)}{hidden}, too few for LOCAL_RANK {index}: each rank of a group needs "
-            "one of its own; start fewer ranks on this machine, or use --backend cpu"
+            f"the NVIDIA driver shows {count} GPU{'s' * (count > 1)}{hidden}, too few for LOCAL_RANK {index}: "
+            "each rank of a group needs one of its own; start fewer ranks on this machine, or use --backend cpu"
         )
     device = number("cuDeviceGet", index)
     name, memory = ctypes.create_string_buffer(MAX_NAME), ctypes.c_size_t()
