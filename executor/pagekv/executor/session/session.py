@@ -21,6 +21,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from pagekv.common.errors import (
@@ -41,7 +42,7 @@ from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.executor.session.step_stream import StepStream
-from pagekv.executor.session.worker_thread import WorkerThread
+from pagekv.executor.session.worker_thread import WorkerThread, release_frames
 
 log = Log(__name__)
 
@@ -54,6 +55,14 @@ LOST = "the executor's device failed: it starts anew"
 
 class StepFailed(ComputationFailed):
     """The backend failed in the middle of a step, or steps cannot be read; the message says which step, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    """The end of an epoch by a step: what its manager is told, and whether the device is lost."""
+
+    told: PageKVError
+    lost: bool
 
 
 class Session:
@@ -255,15 +264,15 @@ class Session:
         """On the worker thread: one step, unless its epoch was fenced meanwhile."""
         if epoch.over:
             return
-        launched: LaunchedStep | Exception
         try:
             launched = epoch.launch(step)
         except Exception as error:
-            launched = error
             # Before any later step is looked at.
             epoch.over = True
-        ready = isinstance(launched, Exception) or launched.ready
-        self._in_order(lambda: self._collect(epoch, stream, step, launched), ready)
+            failure = self._failure(epoch, step, error)
+            self._in_order(lambda: self._fail(epoch, stream, failure), True)
+            return
+        self._in_order(lambda: self._collect(epoch, stream, step, launched), launched.ready)
 
     def _in_order(self, job: Callable[[], None], ready: bool) -> None:
         """On the worker thread: runs a job after those before it, at once where the job is ready and none is left."""
@@ -279,29 +288,36 @@ class Session:
         self._collector = self._collector or WorkerThread("collect")
         self._collector.post(counted)
 
-    def _collect(self, epoch: Epoch, stream: StepStream, step: Step, launched: LaunchedStep | Exception) -> None:
+    def _collect(self, epoch: Epoch, stream: StepStream, step: Step, launched: LaunchedStep) -> None:
         """Reports a step once it has ended, unless one before it failed."""
         if epoch.failed:
             return
-        outcome: ExecutedStep | Exception
-        lost = False
         try:
-            if isinstance(launched, Exception):
-                raise launched
-            outcome = launched.collect()
-        except PageKVError as error:
-            log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
-            outcome = error
+            report = launched.collect()
         except Exception as error:
-            outcome = StepFailed(f"step {step.step}: {type(error).__name__}: {error}")
-            lost = epoch.backend.is_lost(error)
-            if not lost:
-                log.exception("a step failed", epoch=epoch.epoch, step=step.step)
-        if isinstance(outcome, Exception):
-            epoch.over = epoch.failed = True
-        self._report(stream, outcome)
-        if lost:
-            self._lose(outcome)
+            self._fail(epoch, stream, self._failure(epoch, step, error))
+        else:
+            self._report(stream, report)
+
+    def _failure(self, epoch: Epoch, step: Step, error: Exception) -> _Failure:
+        """On the thread that a step failed on."""
+        if isinstance(error, PageKVError):
+            log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
+            return _Failure(error, lost=False)
+        lost = epoch.backend.is_lost(error)
+        if not lost:
+            log.exception("a step failed", epoch=epoch.epoch, step=step.step)
+        release_frames(error)
+        return _Failure(StepFailed(f"step {step.step}: {type(error).__name__}: {error}"), lost)
+
+    def _fail(self, epoch: Epoch, stream: StepStream, failure: _Failure) -> None:
+        """Ends an epoch by the failure of a step, unless one before it failed."""
+        if epoch.failed:
+            return
+        epoch.over = epoch.failed = True
+        self._report(stream, failure.told)
+        if failure.lost:
+            self._lose(failure.told)
 
     async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
         """Calls a method of the backend on the worker thread, after the steps posted before; returns or raises as it

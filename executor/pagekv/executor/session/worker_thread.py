@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,6 +21,16 @@ log = Log(__name__)
 IDLE_S = 0.05
 
 T = TypeVar("T")
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Takes from an error, and from those behind it, the variables of the functions that they left. An error that is
+    kept, by a job or by a cycle of references, would keep with these a pool of gigabytes, and the next pool would find
+    no room.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 class WorkerThread:
@@ -52,6 +63,7 @@ class WorkerThread:
             try:
                 result = function()
             except BaseException as error:
+                release_frames(error)
                 future.set_exception(error)
             else:
                 future.set_result(result)
