@@ -60,7 +60,7 @@ def filtered_weights(logits: Float64s, sampling: Sampling) -> Float64s:
 
     Of equally likely tokens, those with the lower ids are kept.
     """
-    weights: Float64s = np.exp((logits - logits.max()) / sampling.temperature)
+    weights: Float64s = np.exp(_below_largest(logits) / sampling.temperature)
     if 0 < sampling.top_k < len(weights):
         kept = np.zeros_like(weights)
         best = largest(logits, sampling.top_k)
@@ -109,6 +109,15 @@ def largest(values: Float64s, count: int) -> npt.NDArray[np.int64]:
 
 def log_softmax(logits: Float64s) -> Float64s:
     """Natural-log probabilities."""
-    shifted = logits - logits.max()
+    shifted = _below_largest(logits)
     result: Float64s = shifted - np.log(np.exp(shifted).sum())
     return result
+
+
+def _below_largest(logits: Float64s) -> Float64s:
+    """The logits less the largest; of an infinite one, 0 for those that are as large and minus infinity for others."""
+    largest_logit = logits.max()
+    if np.isinf(largest_logit):
+        return np.where(logits == largest_logit, 0.0, -np.inf)
+    below: Float64s = logits - largest_logit
+    return below

@@ -11,7 +11,7 @@ Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
     """Natural-log probability of the tokens, and the `num_top` likeliest: ids and log-probabilities, best first."""
     vocab_size = raw.shape[1]
-    shifted = raw - raw.max(dim=-1, keepdim=True).values
+    shifted = below_largest(raw)
     logprobs = shifted - shifted.exp().sum(-1, keepdim=True).log()
     of_tokens = logprobs.gather(1, tokens[:, None])[:, 0]
     if not num_top:
@@ -32,3 +32,11 @@ def first_of_largest(values: torch.Tensor, bound: torch.Tensor, count: torch.Ten
     """
     above, equal = values > bound, values == bound
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
+
+
+def below_largest(logits: torch.Tensor) -> torch.Tensor:
+    """Each row of logits less its largest; of an infinite one, 0 for those that are as large and minus infinity for
+    others.
+    """
+    largest = logits.max(dim=-1, keepdim=True).values
+    return torch.where(logits == largest, 0.0, logits - largest)

@@ -22,7 +22,7 @@ import torch
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, SequenceState
 from pagekv.executor.backend.sampling import banned_tokens, is_penalised, is_plain, uniform
-from pagekv.executor.cuda.logprobs import Logprobs, first_of_largest, log_probabilities
+from pagekv.executor.cuda.logprobs import Logprobs, below_largest, first_of_largest, log_probabilities
 from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
 from pagekv.executor.cuda.step_inputs import DeviceSequence
 from pagekv.executor.cuda.step_sampling import Find
@@ -204,8 +204,7 @@ def filtered_weights(logits: torch.Tensor, chunk: RowChunk) -> torch.Tensor:
     Of equally likely tokens, those with the lower ids are kept.
     """
     numbers = chunk.on_device["numbers"]
-    best = logits.max(dim=-1, keepdim=True).values
-    weights = ((logits - best) / numbers[:, TEMPERATURE, None]).exp()
+    weights = (below_largest(logits) / numbers[:, TEMPERATURE, None]).exp()
     if "top_k" in chunk.on_device:
         top_k = chunk.on_device["top_k"]
         largest = logits.topk(chunk.max_top_k, dim=-1).values

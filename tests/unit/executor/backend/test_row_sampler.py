@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,36 @@ def test_what_is_no_number_is_marked() -> None:
         state = SequenceState(1, [1], 1, [], 0, kind)
         assert sample_row(np.array([5.0, math.nan, 9.0]), state) is NOT_A_NUMBER
         assert sample_row(np.array([5.0, -math.inf, 9.0]), state).token_id in (0, 2)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.5, top_p=0.5),
+        Sampling(temperature=1.0, min_p=0.5),
+        Sampling(temperature=1.0, top_k=3, top_p=0.9, min_p=0.1),
+        Sampling(temperature=1e-45, top_p=1e-30),
+    ],
+)
+@pytest.mark.parametrize(
+    ("logits", "likeliest"),
+    [
+        ([5.0, math.inf, 9.0, -math.inf], {1}),
+        ([5.0, math.inf, 9.0, math.inf], {1, 3}),
+        ([-math.inf, -math.inf, -math.inf, -math.inf], {0, 1, 2, 3}),
+    ],
+)
+def test_of_infinite_logits_the_largest_are_equally_likely(
+    logits: list[float], likeliest: set[int], kind: Sampling
+) -> None:
+    """An overflow is a number: no other sequence's step may fail by it."""
+    for seed in range(8):
+        state = SequenceState(1, [1], 1, [], 0, replace(kind, seed=seed, logprobs=4))
+        found = sample_row(np.array(logits), state)
+        assert found.token_id in likeliest
+        assert found.logprob == pytest.approx(-math.log(len(likeliest)))
+        assert [token for token, logprob in found.top if logprob > -math.inf] == sorted(likeliest)
 
 
 def test_draws_follow_the_distribution() -> None:

@@ -64,6 +64,21 @@ def test_what_is_no_number_is_marked() -> None:
         assert [one.token_id < 0 for one in DeviceSampler(VOCAB).sample(rows, states)] == [False, True, False]
 
 
+def test_infinite_logits() -> None:
+    rows = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    rows[0, 7] = rows[1, 3] = rows[1, 9] = math.inf
+    rows[2] = -math.inf
+    for kind in (
+        Sampling(temperature=1.0, logprobs=3),
+        Sampling(temperature=1.0, top_p=0.5, logprobs=3),
+        Sampling(temperature=1.0, top_k=5, top_p=0.9, min_p=0.2, logprobs=3),
+    ):
+        states = [SequenceState(n, [1], 1, [], 0, kind) for n in range(3)]
+        found = DeviceSampler(VOCAB).sample(rows, states)
+        agree(found, cpu_sampler.sample(rows, states))
+        assert found[0].token_id == 7
+
+
 def test_the_tokens_of_the_contract() -> None:
     vectors = list(draws())
     assert len(vectors) == 10
