@@ -17,6 +17,8 @@ from pagekv.executor.model.loading import BlockGeometry
 # much of it at a time. Where the host of a virtual machine has to find fresh pages first, they cost a tenth of the time
 # of serving.
 AHEAD_BYTES, PIECE_BYTES = 2**28, 2**21
+# Bytes that one operator copies: it needs as much memory besides, which for all of a large swap might not be there.
+COPIED_BYTES = 2**27
 # Of madvise, from linux/mman.h; Python has no name for it.
 _POPULATE_WRITE = 23
 
@@ -51,12 +53,14 @@ class KvCache:
         self._written = self._prepared = 0
 
     def copy(self, copies: BlockCopies) -> None:
-        """Copies whole blocks; a destination may be another pair's source, which is read before it is written."""
+        """Copies whole blocks; no destination is a source of another pair."""
         source = self.host if copies.direction is CopyDirection.SWAP_IN else self.device
         destination = self.host if copies.direction is CopyDirection.SWAP_OUT else self.device
+        at_once = max(1, COPIED_BYTES // self.geometry.bytes_per_block(self.block_size))
+        pairs = torch.tensor([copies.sources, copies.destinations], dtype=torch.int64)
         # Indexing with a tensor makes a new tensor, so `destination[ids].copy_(...)` would write into a temporary.
-        blocks = source[torch.tensor(copies.sources, dtype=torch.int64)]
-        destination.index_copy_(0, torch.tensor(copies.destinations, dtype=torch.int64), blocks)
+        for sources, destinations in pairs.split(at_once, 1):
+            destination.index_copy_(0, destinations, source[sources])
         if destination is self.device:
             self.reached(max(copies.destinations, default=-1))
 

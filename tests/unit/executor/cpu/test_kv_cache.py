@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pagekv.executor.backend.interface import LAYOUT, BlockCopies, CopyDirection
 from pagekv.executor.cpu import kv_cache
@@ -34,9 +36,13 @@ def test_a_block_is_one_contiguous_slab(cache: KvCache) -> None:
     assert cache.device.nbytes + cache.host.nbytes == 13 * GEOMETRY.bytes_per_block(BLOCK_SIZE)
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 8])
 @pytest.mark.parametrize("kind", CopyDirection)
-def test_copies_arrive_and_touch_nothing_else(cache: KvCache, kind: CopyDirection) -> None:
+def test_copies_arrive_and_touch_nothing_else(
+    cache: KvCache, kind: CopyDirection, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Writing into the temporary that indexing makes would lose them."""
+    monkeypatch.setattr(kv_cache, "COPIED_BYTES", at_once * GEOMETRY.bytes_per_block(BLOCK_SIZE))
     sources, destinations = [0, 3, 1], [5, 2, 4]
     before = {"device": cache.device.clone(), "host": cache.host.clone()}
     cache.copy(BlockCopies(kind, sources, destinations))
@@ -45,6 +51,28 @@ def test_copies_arrive_and_touch_nothing_else(cache: KvCache, kind: CopyDirectio
     before[changed][destinations] = source[sources]
     assert torch.equal(cache.device, before["device"])
     assert torch.equal(cache.host, before["host"])
+
+
+class _Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self.made = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "index":
+            self.made = max(self.made, found.nbytes)
+        return found
+
+
+def test_a_large_swap_takes_little_memory_besides(cache: KvCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = GEOMETRY.bytes_per_block(BLOCK_SIZE)
+    monkeypatch.setattr(kv_cache, "COPIED_BYTES", 2 * size + 1)
+    with _Largest() as largest:
+        cache.copy(BlockCopies(CopyDirection.SWAP_OUT, [0, 1, 2, 3, 4], [4, 3, 2, 1, 0]))
+    assert largest.made == 2 * size
 
 
 def test_a_swap_there_and_back_is_bit_exact(cache: KvCache) -> None:
