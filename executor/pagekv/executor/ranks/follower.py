@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.common.logs import Log
@@ -17,10 +17,10 @@ from pagekv.executor.ranks.link import Kind, LinkLost, Message, RankLink
 from pagekv.executor.ranks.reports import RankReport
 from pagekv.executor.ranks.watch import RankWatch, end_process
 from pagekv.executor.rpc import wire
+from pagekv.executor.session.collector import Collector
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step_check import EpochLimits
-from pagekv.executor.session.worker_thread import WorkerThread
 
 log = Log(__name__)
 _LEADER = 0
@@ -37,9 +37,7 @@ class Follower:
         self._watch = RankWatch({_LEADER: link}, timeout_s, lost, with_parent=with_parent)
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
         self._epoch: Epoch | None = None
-        # As a `Session` has it: steps that are not ready when launched, and those behind them, are collected apart.
-        self._collector: WorkerThread | None = None
-        self._num_given = self._num_done = 0
+        self._collector = Collector()
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
         self._watch.start()
 
@@ -91,23 +89,16 @@ class Follower:
         epoch = self._epoch
         if epoch is None or epoch.over:
             return
-        number, launched = epoch.next_step, None
+        number = epoch.next_step
         try:
             launched = epoch.launch(wire.decoded_step(data))
         except Exception as error:
-            self._fail(epoch, number, error)
+            # Before any later step is looked at.
+            epoch.over = True
+            failure = _Failure.of(epoch, number, error)
+            self._collector.run(lambda: self._fail(epoch, failure), True)
             return
-        if launched.ready and self._num_given == self._num_done:
-            self._collect(epoch, number, launched)
-            return
-
-        def job() -> None:
-            self._collect(epoch, number, launched)
-            self._num_done += 1
-
-        self._num_given += 1
-        self._collector = self._collector or WorkerThread("collect")
-        self._collector.post(job)
+        self._collector.run(lambda: self._collect(epoch, number, launched), launched.ready)
 
     def _collect(self, epoch: Epoch, number: int, launched: LaunchedStep) -> None:
         if epoch.failed:
@@ -115,21 +106,40 @@ class Follower:
         try:
             step = launched.collect()
         except Exception as error:
-            self._fail(epoch, number, error)
+            self._fail(epoch, _Failure.of(epoch, number, error))
             return
         with suppress(LinkLost):  # the reader has noticed
             report = RankReport(epoch.epoch, number, step.digest, step.rank_us[0])
             self._link.send(Kind.REPORT, report.to_bytes())
 
-    def _fail(self, epoch: Epoch, number: int, error: Exception) -> None:
+    def _fail(self, epoch: Epoch, failure: _Failure) -> None:
+        """Ends an epoch by the failure of a step, unless one before it failed. Rank 0 has the reports of those before,
+        which it waits for.
+        """
+        if epoch.failed:
+            return
         epoch.over = epoch.failed = True
-        refused = isinstance(error, PageKVError)
-        log.warning("could not do a step", epoch=epoch.epoch, step=number, reason=error)
-        reason = f"it refused it: {error}" if refused else f"{type(error).__name__}: {error}"
-        self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": number, "reason": reason})
-        # A refused step was not begun. In the middle of a collective no rank can stay behind.
-        if not refused and epoch.backend.is_lost(error):
-            self._watch.lose(f"step {number} failed on this rank: {reason}")
+        self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": failure.step, "reason": failure.reason})
+        if failure.lost:
+            self._watch.lose(f"step {failure.step} failed on this rank: {failure.reason}")
+
+
+class _Failure(NamedTuple):
+    """The end of an epoch by a step; `lost`: this rank cannot go on."""
+
+    step: int
+    reason: str
+    lost: bool
+
+    @classmethod
+    def of(cls, epoch: Epoch, step: int, error: Exception) -> _Failure:
+        """On the thread that the step failed on."""
+        log.warning("could not do a step", epoch=epoch.epoch, step=step, reason=error)
+        if isinstance(error, PageKVError):
+            # A refused step was not begun.
+            return cls(step, f"it refused it: {error}", lost=False)
+        # In the middle of a collective no rank can stay behind.
+        return cls(step, f"{type(error).__name__}: {error}", lost=epoch.backend.is_lost(error))
 
 
 def _epoch(content: dict[str, Any], backend: Backend) -> Epoch:

@@ -37,6 +37,7 @@ from pagekv.common.logs import Log
 from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend, BackendDescription, GraphCounts
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
+from pagekv.executor.session.collector import Collector
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, OtherRanks
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
@@ -70,11 +71,8 @@ class Session:
 
     def __init__(self, compute: WorkerThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._compute = compute
-        # Started by the first step that is not ready when launched.
-        self._collector: WorkerThread | None = None
-        # Jobs of the collect thread: given to it, counted on the worker thread alone, and done, counted on the collect
-        # thread alone. Equal: it has nothing to do, and only the worker thread can change that.
-        self._num_given = self._num_done = 0
+        # Given jobs by the worker thread.
+        self._collector = Collector()
         self._clock_ns = clock_ns
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
@@ -237,7 +235,7 @@ class Session:
                 log.warning("refused a step", epoch=epoch.epoch if epoch else 0, reason=refusal)
             self._report(stream, refusal)
 
-        self._compute.post(lambda: self._in_order(end, True))
+        self._compute.post(lambda: self._collector.run(end, True))
 
     def close_stream(self, stream: StepStream) -> None:
         """Ends a Run call, and with it the epoch it is bound to. Idempotent."""
@@ -270,23 +268,9 @@ class Session:
             # Before any later step is looked at.
             epoch.over = True
             failure = self._failure(epoch, step, error)
-            self._in_order(lambda: self._fail(epoch, stream, failure), True)
+            self._collector.run(lambda: self._fail(epoch, stream, failure), True)
             return
-        self._in_order(lambda: self._collect(epoch, stream, step, launched), launched.ready)
-
-    def _in_order(self, job: Callable[[], None], ready: bool) -> None:
-        """On the worker thread: runs a job after those before it, at once where the job is ready and none is left."""
-        if ready and self._num_given == self._num_done:
-            job()
-            return
-
-        def counted() -> None:
-            job()
-            self._num_done += 1
-
-        self._num_given += 1
-        self._collector = self._collector or WorkerThread("collect")
-        self._collector.post(counted)
+        self._collector.run(lambda: self._collect(epoch, stream, step, launched), launched.ready)
 
     def _collect(self, epoch: Epoch, stream: StepStream, step: Step, launched: LaunchedStep) -> None:
         """Reports a step once it has ended, unless one before it failed."""
@@ -363,8 +347,7 @@ class Session:
         if current is not None:
             current.over = True
         await self._compute.call(lambda: None)
-        if self._collector is not None:
-            await self._collector.call(lambda: None)
+        await self._collector.wait()
         reason = Draining("the executor is shutting down")
         if current is not None:
             self._end_epoch(current, reason)

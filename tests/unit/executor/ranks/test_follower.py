@@ -74,6 +74,19 @@ def test_after_a_failed_step_the_rank_waits_for_another_epoch() -> None:
         assert not lost
 
 
+def test_a_refusal_is_told_behind_the_reports_of_steps_under_way() -> None:
+    with following(OracleBackend(MODEL, step_time_s=0.2)) as (link, lost, _):
+        for number in (1, 2, 4):
+            link.send(Kind.STEP, message(number).SerializeToString())
+        told: list[Kind] = []
+        while len(told) < 3:
+            received = link.receive(20)
+            if received.kind is not Kind.BEAT:
+                told.append(received.kind)
+        assert told == [Kind.REPORT, Kind.REPORT, Kind.FAILED]
+        assert not lost
+
+
 def test_a_rank_that_cannot_go_on_tells_so_and_ends() -> None:
     class Lost(OracleBackend):
         def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:

@@ -224,3 +224,15 @@ def test_a_rank_whose_connection_ends_is_lost_to_all() -> None:
     until(lambda: len(group.lost) == 2)
     assert sorted(group.lost) == ["rank 0 was lost: the connection ended", "rank 1 was lost: the connection ended"]
     group.close()
+
+
+def test_a_step_that_all_refuse_leaves_the_results_of_those_under_way() -> None:
+    """Rank 0 waits for what the others report of them."""
+    with running_group(*(OracleBackend(MODEL, step_time_s=0.2) for _ in range(2))) as group:
+        epoch = epoch_of(group)
+        launched = [launch(epoch, number) for number in (1, 2)]
+        request = pb.StepRequest(epoch=5, step=3, finished_seqs=[9])
+        with pytest.raises(InvalidRequest, match="R2"):
+            epoch.launch(wire.step(request, request.SerializeToString()))
+        assert [one.collect().step for one in launched] == [1, 2]
+    assert group.lost == []
