@@ -50,6 +50,7 @@ def load_forward(
             return loaded, found
         reason = found
         # The other way took the weights.
+        del loaded
         loaded = load_model(model_path, dtype, shards=shards)
     log.info("steps are computed by transformers' model", reason=reason)
     return loaded, ModuleForward(loaded.model)

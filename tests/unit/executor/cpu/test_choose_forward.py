@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
+from pagekv.executor.model.loading import LoadedModel, load_model
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +83,23 @@ def test_loops_that_cannot_be_compiled_are_not_used(
     assert choose_forward._logits(forward, loaded).isfinite().all()
     reasons = [getattr(record, "fields", {}).get("reason") for record in caplog.records]
     assert "the compiled loops failed: ImportError: Numba needs NumPy 2.1 or less" in reasons
+
+
+def test_a_model_is_not_there_twice(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while it is loaded anew, where none of its weights were taken."""
+    models: list[weakref.ref[torch.nn.Module]] = []
+
+    def loaded_alone(*args: Any, **options: Any) -> LoadedModel:
+        assert [model() for model in models] == [None] * len(models)
+        loaded = load_model(*args, **options)
+        models.append(weakref.ref(loaded.model))
+        return loaded
+
+    def broken(*_: object) -> None:
+        raise ImportError("Numba needs NumPy 2.1 or less")
+
+    monkeypatch.setattr(choose_forward, "load_model", loaded_alone)
+    monkeypatch.setattr(choose_forward, "_fused", broken)
+    _, forward = load_forward(llama, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
+    assert len(models) == 2
