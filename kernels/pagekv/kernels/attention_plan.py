@@ -2,7 +2,7 @@
 addresses.
 
     batch = StepBatch(query_start, context_lens, block_tables, decodes)
-    host = plan_step(batch, num_blocks=..., block_size=..., extra={"input_ids": ids})
+    host = plan_step(batch, num_blocks=..., block_size=..., num_heads=..., num_kv_heads=..., variant=..., extra=...)
     buffer[: host.words.size].copy_(pinned)        # the step's only upload; the caller owns both buffers
     plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
 

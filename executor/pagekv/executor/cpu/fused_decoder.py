@@ -27,7 +27,7 @@ RECORDED_ROWS, MOST_PROGRAMS = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer, its weights laid out anew; the product with the gate's and what it gates ends with the gating."""
+    """A layer, its weights laid out anew. `gate_up` gives what is gated, half as many columns as its weights have."""
 
     norms: DecoderNorms
     rope: str | None
