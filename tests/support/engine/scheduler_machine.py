@@ -98,10 +98,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             weights, {tenant: int(share * num_blocks) for tenant, share in floors.items()}
         )
 
-    @rule(tokens=st.integers(1, 40), decode=st.sampled_from([0.0, 0.5, 1.0, 3.0]))
-    def set_bound(self, tokens: int, decode: float) -> None:
+    @rule(tokens=st.integers(1, 40), decode=st.sampled_from([0.0, 0.5, 1.0, 3.0]), visited=st.integers(1, 20))
+    def set_bound(self, tokens: int, decode: float, visited: int) -> None:
         """Steps for which tenants compete are short from now on."""
-        self.driver.scheduler.set_bound(StepBound(tokens, decode))
+        self.driver.scheduler.set_bound(StepBound(tokens, decode, visited))
 
     def sampling(self, data: st.DataObject, beam_width: int, max_tokens: int) -> dict[str, Any]:
         """Further fields of SamplingParams."""

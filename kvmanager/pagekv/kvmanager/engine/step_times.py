@@ -15,6 +15,8 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan
 # A bounded step takes so many times what every step costs: with fewer a newcomer is served sooner, with more a smaller
 # part of all time goes into that. Less than these microseconds is no wait that anybody notices.
 MOST_BASES = 4
+# The same while there are visitors, which mostly come when a step has just begun.
+VISITED_BASES = 2.5
 LEAST_US = 10_000.0
 # At least one part of the token budget is a step's, whatever was learnt.
 MIN_PARTS = 32
@@ -88,8 +90,13 @@ class StepTimes:
         most = max(MOST_BASES * base, LEAST_US) - base
         # Also where prompts cost nothing that could be noticed.
         prompt = max(prompt, most / self._max_tokens, 1e-3)
-        tokens = max(self._max_tokens // MIN_PARTS, int(_rounded(most / prompt)), 1)
-        return StepBound(min(tokens, self._max_tokens), _rounded(decode / prompt))
+
+        def tokens(most_us: float) -> int:
+            wanted = max(self._max_tokens // MIN_PARTS, int(_rounded(most_us / prompt)), 1)
+            return min(wanted, self._max_tokens)
+
+        visited = max(VISITED_BASES * base, LEAST_US) - base
+        return StepBound(tokens(most), _rounded(decode / prompt), tokens(visited))
 
 
 def _not_negative(squares: NDArray[np.float64], products: NDArray[np.float64]) -> NDArray[np.float64]:

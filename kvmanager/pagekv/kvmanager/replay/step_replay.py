@@ -134,7 +134,7 @@ class _Replay:
             "preempt": lambda: self._now().preempt_all(),
             "clear": lambda: self._now().clear_prefix_cache(),
             "tenants": self._set_tenants,
-            "bound": lambda tokens, decode: self._now().set_bound(StepBound(tokens, decode)),
+            "bound": lambda *bound: self._now().set_bound(StepBound(*bound)),
         }
 
     def _set_tenants(self, weights: Any, floors: Any, caps: Any = ()) -> None:

@@ -39,6 +39,7 @@ from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 from pagekv.kvmanager.scheduling.step_share import StepShare
 from pagekv.kvmanager.scheduling.tenant_caps import Cap
+from pagekv.kvmanager.scheduling.visitors import Visitors
 
 # So many steps longer than tenants really do, they are taken to compete: who asks now and then finds short steps, too.
 LINGERING_STEPS = 1000
@@ -67,6 +68,7 @@ class Scheduler:
         self._bound: StepBound | None = None
         # Steps for which tenants compete though there is but one.
         self._lingering = 0
+        self._visitors = Visitors()
         self._begin_epoch(pool, limits, eos_token_ids, host)
 
     def _begin_epoch(
@@ -187,6 +189,12 @@ class Scheduler:
             served.greet(running, self.waiting.tenants, self.limits.max_batch_tokens)
         else:
             served.newcomers, served.credit = frozenset(), 0.0
+        self._visitors.see(running.keys() | self.waiting.tenants, served.newcomers)
+
+    def _step_bound(self) -> StepBound | None:
+        if self._bound is None or not self.competing:
+            return None
+        return self._bound.beside_visitors() if self._visitors else self._bound
 
     def _make_room(self) -> None:
         """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""
@@ -201,7 +209,7 @@ class Scheduler:
         """
         batch = self._running.batch
         rows = batch.decoding_rows()
-        bound = self._bound if self.competing else None
+        bound = self._step_bound()
         newcomer = None if bound is None else self._share.newcomer()
         if not len(rows):
             if bound is not None:

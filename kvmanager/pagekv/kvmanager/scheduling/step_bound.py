@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # At least one part of so many is left for prompts.
 MIN_PARTS = 16
@@ -10,10 +10,17 @@ MIN_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """The cost of a step at most, beside what every step costs, and that of a decode; both in tokens of prompts."""
+    """The cost of a step at most, beside what every step costs; that of a decode; and that of a step at most while
+    there are visitors (`Visitors`). All in tokens of prompts.
+    """
 
     tokens: int
     decode: float
+    visited: int
+
+    def beside_visitors(self) -> StepBound:
+        """The bound while there are visitors."""
+        return replace(self, tokens=self.visited)
 
     def num_decodes(self, parts: int) -> int:
         """Decodes that one of so many parts of the step is enough for; one at least."""

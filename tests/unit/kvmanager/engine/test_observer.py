@@ -66,7 +66,7 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
     engine.queries.unpin_prefix(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
     engine.queries.reset_prefix_cache(force=True)
     engine._state.serving().set_tenants({}, {})
-    engine._state.serving().set_bound(StepBound(8, 1.0))
+    engine._state.serving().set_bound(StepBound(8, 1.0, 8))
     engine.submit(command("e", prompt))
     assert engine.abort("e")
 

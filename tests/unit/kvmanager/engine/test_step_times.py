@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pagekv.kvmanager.engine.step_times import LEAST_US, MOST_BASES, StepTimes
+from pagekv.kvmanager.engine.step_times import LEAST_US, MOST_BASES, VISITED_BASES, StepTimes
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 MODELS = [(3600, 300, 120), (1300, 170, 48), (10_000, 20, 60)]
@@ -56,6 +56,8 @@ def test_a_bounded_step_takes_a_few_times_what_every_step_costs(model: tuple[flo
     decodes = true_us(model, plan(bound.num_decodes(1), 0))
     assert whole == pytest.approx(most, rel=0.3)
     assert decodes == pytest.approx(most, rel=0.3)
+    short = true_us(model, plan(0, bound.visited))
+    assert short == pytest.approx(max(VISITED_BASES * model[0], LEAST_US), rel=0.3)
 
 
 def test_the_cost_of_steps_that_are_all_alike_is_the_base_so_they_grow_until_they_differ() -> None:

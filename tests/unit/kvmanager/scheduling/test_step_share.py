@@ -26,7 +26,7 @@ def decoding(driver: Driver, plan: StepPlan) -> Counter[str]:
 
 def test_one_tenant_has_no_bound() -> None:
     driver, free = Driver(num_blocks=256), Driver(num_blocks=256)
-    driver.scheduler.set_bound(StepBound(1, 1.0))
+    driver.scheduler.set_bound(StepBound(1, 1.0, 1))
     for each in (driver, free):
         for index in range(8):
             each.submit([index, 1, 2], max_tokens=6, tenant=A)
@@ -43,7 +43,7 @@ def test_what_tenants_decode_in_a_step_goes_by_weight() -> None:
         driver.submit([index, 1], max_tokens=40, tenant=A)
         driver.submit([index, 2], max_tokens=40, tenant=B)
     driver.step()
-    driver.scheduler.set_bound(StepBound(6, 1.0))
+    driver.scheduler.set_bound(StepBound(6, 1.0, 6))
     for _ in range(5):
         plan = driver.plan()
         assert plan is not None
@@ -61,7 +61,7 @@ def test_a_newcomers_prompt_has_the_step_nearly_to_itself() -> None:
     flood = [driver.submit([index, 1], max_tokens=60, tenant=A) for index in range(16)]
     driver.submit([9, 9], max_tokens=60, tenant=B)
     driver.step()
-    driver.scheduler.set_bound(StepBound(32, 1.0))
+    driver.scheduler.set_bound(StepBound(32, 1.0, 32))
     flood.append(driver.submit([7] * 20, max_tokens=4, tenant=A))
     driver.step()
     newcomer = driver.submit([5] * 20, max_tokens=4, tenant=C)
@@ -83,7 +83,7 @@ def test_half_of_those_that_decode_sit_a_newcomers_step_out_though_decodes_seem_
     for index in range(count):
         driver.submit([index, 1], max_tokens=60, tenant=B if index == 9 else A)
     driver.step()
-    driver.scheduler.set_bound(StepBound(32, 0.0))
+    driver.scheduler.set_bound(StepBound(32, 0.0, 32))
     driver.step()
     assert driver.plans[-1].num_decodes == count
     driver.submit([5] * 20, max_tokens=4, tenant=C)
@@ -102,7 +102,7 @@ def test_no_sequence_is_passed_over_for_long_whatever_comes(seed: int) -> None:
     for index in range(rng.randint(8, 30)):
         driver.submit([index, 3], max_tokens=90, tenant=Tenant("", rng.randint(1, 4)))
     driver.step()
-    bound = StepBound(rng.choice([8, 24, 60]), rng.choice([0.5, 1.0, 3.0]))
+    bound = StepBound(rng.choice([8, 24, 60]), rng.choice([0.5, 1.0, 3.0]), rng.choice([8, 24]))
     driver.scheduler.set_bound(bound)
     least, waited, longest, most = bound.num_decodes(BESIDE_NEWCOMER), Counter[int](), 0, 0
     for at in range(80):
@@ -123,7 +123,7 @@ def test_no_sequence_is_passed_over_for_long_whatever_comes(seed: int) -> None:
             driver.complete()
     driver.check()
     assert 0 < longest <= PATIENCE + -(-most // least)
-    driver.scheduler.set_bound(StepBound(128, 1.0))
+    driver.scheduler.set_bound(StepBound(128, 1.0, 128))
     while driver.plan() is not None or driver.complete():
         pass
     assert all(map(finished, driver.requests))
@@ -134,7 +134,7 @@ def test_a_head_without_blocks_takes_no_decodes_their_turn() -> None:
     flood = [driver.submit([index, 1, 2, 3, 4], max_tokens=20, tenant=A) for index in range(2)]
     flood += [driver.submit([index, 2, 2, 3, 4], max_tokens=20, tenant=B) for index in range(2)]
     driver.step()
-    driver.scheduler.set_bound(StepBound(8, 1.0))
+    driver.scheduler.set_bound(StepBound(8, 1.0, 8))
     waits = driver.submit([6] * 40, max_tokens=2, tenant=A)
     for _ in range(3):
         driver.step()
@@ -163,7 +163,7 @@ def test_beams_that_come_back_do_not_keep_a_newcomer_out(depth: int, searches: i
         turn()
     for _ in range(6):
         turn()
-    driver.scheduler.set_bound(StepBound(64, 1.0))
+    driver.scheduler.set_bound(StepBound(64, 1.0, 64))
     request = driver.submit([5] * 30, max_tokens=2, tenant=newcomer)
     turns = 0
     while not request.sequences[0].num_output:
@@ -179,7 +179,7 @@ def test_forks_keep_a_step_within_its_bound_and_neither_starve_nor_keep_a_newcom
 ) -> None:
     """Where a step has no room for all of a request's sequences they come in one by one."""
     driver = Driver(num_blocks=6000, max_batch_tokens=256, max_running=64, depth=depth)
-    bound = StepBound(24, 1.0)
+    bound = StepBound(24, 1.0, 24)
 
     def turn() -> None:
         plan = driver.plan()
@@ -214,7 +214,7 @@ def test_a_sequence_that_is_passed_over_is_waited_for_before_anybody_goes_over_a
     driver.scheduler.set_tenants({}, {C.number: 4})
     driver.submit([7] * 8, max_tokens=1, tenant=C)
     driver.drain()
-    driver.scheduler.set_bound(StepBound(1, 1.0))
+    driver.scheduler.set_bound(StepBound(1, 1.0, 1))
     requests = [driver.submit([1] * 6, max_tokens=5, tenant=A), driver.submit([2] * 5, max_tokens=6, tenant=B)]
     tenants = driver.pool.tenants
     assert tenants is not None

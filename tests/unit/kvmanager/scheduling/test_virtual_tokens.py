@@ -125,7 +125,7 @@ def prompts_waiting(driver: Driver, tenant: Tenant) -> None:
 def beside_a_flood_of_prompts(decoding: Tenant, waiting: int = 0) -> Driver:
     """A tenant decodes; another, of newcomers, has sent and given up one long prompt, and floods."""
     driver = Driver(num_blocks=2048, max_running=20, max_batch_tokens=100, depth=1, prefix_cache=False)
-    driver.scheduler.set_bound(StepBound(32, 1.0))
+    driver.scheduler.set_bound(StepBound(32, 1.0, 32))
     for _ in range(8 + waiting):
         driver.submit([7] * 8, max_tokens=900, tenant=decoding)
     driver.step()
@@ -181,7 +181,7 @@ def test_what_a_tenant_was_served_less_is_no_credit_once_it_is_preempted() -> No
 def test_a_newcomers_long_prompt_does_not_stop_halfway_for_others() -> None:
     """It is many steps' budgets long, and another tenant has prompts waiting all the time."""
     driver = Driver(num_blocks=1024, max_running=64, max_batch_tokens=100, depth=1, prefix_cache=False)
-    driver.scheduler.set_bound(StepBound(32, 1.0))
+    driver.scheduler.set_bound(StepBound(32, 1.0, 32))
     flood = [driver.submit([7] * 24, max_tokens=50, tenant=A) for _ in range(50)]
     for _ in range(4):
         driver.step()
@@ -201,7 +201,7 @@ def test_a_newcomers_long_prompt_does_not_stop_halfway_for_others() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (0.25, 1.0)])
-@pytest.mark.parametrize("bound", [None, StepBound(6, 0.5), StepBound(12, 3.0)])
+@pytest.mark.parametrize("bound", [None, StepBound(6, 0.5, 6), StepBound(12, 3.0, 12)])
 def test_the_difference_of_what_two_tenants_get_is_bounded(
     seed: int, weights: tuple[float, float], bound: StepBound | None
 ) -> None:

@@ -143,7 +143,7 @@ class StepRecorder(Observer):
         self._add("tenants", *(list(each.items()) for each in (weights, floors, caps)))
 
     def bound_set(self, bound: StepBound) -> None:
-        self._add("bound", bound.tokens, bound.decode)
+        self._add("bound", bound.tokens, bound.decode, bound.visited)
 
     def scheduled(self, plan: StepPlan | None) -> None:
         self._add("plan", None if plan is None else plan_columns(plan))
