@@ -346,8 +346,8 @@ class EngineLoop:
         return self._state.not_attached()
 
     async def queue(self, command: GenerateCommand) -> RequestStream:
-        """`submit`, in the order of these calls, with a long prompt's work done before in slices. Raises as `submit`
-        does. Until it returns nothing is known of the request: to cancel the call is to end it.
+        """`submit`, in the order of a tenant's calls, with a long prompt's work done before in slices. Raises as
+        `submit` does. Until it returns nothing is known of the request: to cancel the call is to end it.
         """
         prompts = self._long_prompts
         self._check_admissible(command)

@@ -1,4 +1,4 @@
-"""The work that grows with a prompt, done a slice at a time before its request is added to the scheduler (DESIGN 5).
+"""The work that grows with a prompt, done a slice at a time before its request is added to the scheduler (DESIGN 6).
 
 A request that comes with a `PreparedPrompt` is decided on like one without, only sooner: nothing is left to hash, and
 cached blocks are taken as they were found or, where any has left the table since, compared with the prompt in a few
