@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import time
 from pathlib import Path
 
 import grpc
@@ -13,6 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.calls import Caller, Result, request_for
 from support.clients.gate import standing
 from support.clients.stack import ORACLE, Process, Stack, running_executor, running_stack
+from support.waiting import wait_until
 
 from pagekv.client.errors import Draining, from_rpc_error
 from pagekv.v1 import inference_service_pb2 as pb
@@ -182,10 +182,7 @@ def test_a_second_manager_is_refused_while_the_first_lives(tmp_path: Path) -> No
         second = Process("pagekv.kvmanager", ["--executor", stack.executor.target], tmp_path)
         second.start()
         try:
-            deadline = time.monotonic() + 120
-            while "FAILED_PRECONDITION" not in second.tail():
-                assert time.monotonic() < deadline, second.tail()
-                time.sleep(0.01)
+            wait_until(lambda: "FAILED_PRECONDITION" in second.tail(), why=second.tail)
 
             async def run() -> None:
                 assert await health(second.target) == health_pb2.HealthCheckResponse.NOT_SERVING

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
-import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ import pytest
 from support.clients.gate import Gate
 from support.clients.gateway_stack import MODEL, client_of, running_gateway
 from support.clients.stack import CPU, ORACLE, ROOT
+from support.waiting import wait_until
 
 from pagekv.client import PageKVClient
 from pagekv.client.launcher.stack import Stack
@@ -26,13 +26,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 GATED_EXECUTOR = ROOT / "tests" / "support" / "executor" / "gated_executor.py"
 PROMPT = "In the beginning God created the heaven and the earth, and the earth was without form, and void; and"
 MESSAGES: Any = [{"role": "user", "content": "Who art thou?"}]
-
-
-def until(condition: Callable[[], bool], patience_s: float = 120.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +211,13 @@ def test_a_connection_that_is_dropped_aborts_the_request_and_frees_its_blocks(
             next(iter(stream))
             # One that is not streamed, and whose caller leaves too.
             with posted(stack, endless):
-                until(lambda: own.stats().waiting_sequences == 1)
+                wait_until(lambda: own.stats().waiting_sequences == 1)
                 with pytest.raises(openai.RateLimitError, match="the queue is full: 1 sequences wait, at most 1"):
                     api.completions.create(model=MODEL, prompt="And so", max_tokens=4)
                 stream.close()
-                until(lambda: aborted(1))
-            until(lambda: aborted(2))
-        until(lambda: not own.stats().active_blocks)
+                wait_until(lambda: aborted(1))
+            wait_until(lambda: aborted(2))
+        wait_until(lambda: not own.stats().active_blocks)
         stats = own.stats()
         assert (stats.running_sequences, stats.waiting_sequences) == (0, 0)
 

@@ -7,7 +7,6 @@ import ssl
 import subprocess
 import sys
 import threading
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -31,6 +30,7 @@ from support.clients.protected_stack import (
 )
 from support.clients.stack import MANAGER, ORACLE, Process, environment, running_executor, running_manager
 from support.prompts import as_prompt
+from support.waiting import wait_until
 
 from pagekv.steps.v1 import executor_service_pb2 as steps_pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as steps_grpc
@@ -143,19 +143,12 @@ def test_a_certificate_that_is_an_identity_needs_no_key(protected: ProtectedStac
     write_identities(protected.identities, *sections)
     method = "/pagekv.v1.OperatorService/GetStats"
     with protected.channel(known) as channel, protected.channel(expired) as connected_before:
-        until(lambda: status_of(channel, method) == "OK")
+        wait_until(lambda: status_of(channel, method) == "OK")
         assert status_of(channel, method, bearer("wrong-key")) == "UNAUTHENTICATED"
         assert status_of(channel, "/pagekv.v1.OperatorService/ListBlocks") == "PERMISSION_DENIED"
         # A connection outlives its certificate; what is asked over it then is refused.
-        until(lambda: status_of(connected_before, method) == "UNAUTHENTICATED")
+        wait_until(lambda: status_of(connected_before, method) == "UNAUTHENTICATED")
     write_identities(protected.identities)
-
-
-def until(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]  # any callable
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
 
 
 # -- HTTP
@@ -263,15 +256,15 @@ def test_keys_and_certificates_are_rotated_under_load_and_no_stream_breaks(tmp_p
             write_identities(protected.identities, key_section(f"new{turn}", f"new-key-{turn}", ["observe"]))
             method = "/pagekv.v1.OperatorService/GetStats"
             with protected.channel() as channel:
-                until(lambda: status_of(channel, method, bearer(f"new-key-{turn}")) == "OK")  # noqa: B023  # called here
+                wait_until(lambda: status_of(channel, method, bearer(f"new-key-{turn}")) == "OK")  # noqa: B023  # called here
                 if turn:
                     assert status_of(channel, method, bearer(f"new-key-{turn - 1}")) == "UNAUTHENTICATED"
-            until(lambda: len(results) >= done + 8)  # noqa: B023  # called here
+            wait_until(lambda: len(results) >= done + 8)  # noqa: B023  # called here
         # A file that cannot be read changes nothing, and that is told.
         protected.identities.write_text("[keys.alice]\nsha256 = 7\n")
-        until(lambda: "cannot be used; what was read before stays" in protected.stack.manager.tail(400))
+        wait_until(lambda: "cannot be used; what was read before stays" in protected.stack.manager.tail(400))
         done = len(results)
-        until(lambda: len(results) >= done + 8)
+        wait_until(lambda: len(results) >= done + 8)
         stop.set()
         for thread in threads:
             thread.join(60)
@@ -309,7 +302,7 @@ def test_a_rival_executor_or_a_proxy_between_is_not_attached(tmp_path: Path) -> 
     with running_executor([*ORACLE, *tls_flags(false, theirs.ca)], tmp_path, credentials=trusts_theirs) as executor:
         manager = Process(MANAGER, ["--executor", executor.target, *flags], tmp_path)
         manager.start()
-        until(lambda: "no executor" in manager.tail())
+        wait_until(lambda: "no executor" in manager.tail())
         assert "attached" not in manager.tail().replace("no executor is attached", "")
         assert manager.stop() == 0
 

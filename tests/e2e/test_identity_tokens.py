@@ -21,6 +21,7 @@ from support.access.issuer import AUDIENCE, ISSUER, claims, jwk, jwks, rsa_key, 
 from support.clients.protected_stack import KEYS, ProtectedStack, key_section, protected_stack, write_identities
 from support.clients.stack import ORACLE
 from support.prompts import as_prompt
+from support.waiting import wait_until
 
 from pagekv.kvmanager.access.calls import ROLE_OF_CALL, ROLE_OF_ROUTE
 from pagekv.kvmanager.access.identity import Role
@@ -74,15 +75,8 @@ def protected(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProtectedSta
     with protected_stack(folder, manager_args=["--http-listen=127.0.0.1:0"]) as stack:
         write_identities(stack.identities, JWT)
         with stack.channel() as channel:
-            until(lambda: called(channel, METHODS[0], f"Bearer {good()}")[0] != "UNAUTHENTICATED")
+            wait_until(lambda: called(channel, METHODS[0], f"Bearer {good()}")[0] != "UNAUTHENTICATED")
         yield stack
-
-
-def until(condition: Any, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it never came true"
-        time.sleep(0.05)
 
 
 def called(channel: grpc.Channel, method: str, *authorization: str, body: bytes = b"") -> tuple[str, str]:
@@ -252,7 +246,7 @@ def test_requests_are_ended_by_their_tenant_and_by_a_gateway_that_names_it(tmp_p
     members = [key_section(name, f"{name}-key", ["generate"]) + 'tenant = "team-a"\n' for name in ("ann", "ben")]
     with protected_stack(tmp_path, [*ORACLE, "--step-time-ms", "50"]) as protected, protected.channel() as channel:
         write_identities(protected.identities, gateway, *members)
-        until(lambda: called(channel, METHODS[0], "Bearer gate-key")[0] != "UNAUTHENTICATED")
+        wait_until(lambda: called(channel, METHODS[0], "Bearer gate-key")[0] != "UNAUTHENTICATED")
 
         def metadata(name: str, tenant: str) -> list[tuple[str, str]]:
             named = [("pagekv-tenant", tenant)] if tenant else []

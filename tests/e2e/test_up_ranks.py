@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.clients.stack import environment
+from support.waiting import wait_until
 
 from pagekv.client import PageKVClient
 
@@ -61,10 +61,7 @@ def test_a_text_over_two_ranks_and_nothing_is_left_after_ctrl_c(backend: list[st
             assert up.wait(WAIT_S) == 0
         finally:
             up.kill()
-    deadline = time.monotonic() + WAIT_S
-    while left := {pid: line for pid, line in everything.items() if runs(pid)}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(runs, everything)), why=lambda: [everything[pid] for pid in everything if runs(pid)])
 
 
 def test_ctrl_c_while_ranks_still_come_together_leaves_nothing() -> None:
@@ -72,16 +69,11 @@ def test_ctrl_c_while_ranks_still_come_together_leaves_nothing() -> None:
     command += ["--port", "0", "--executor-port", "0", "--no-http"]
     with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, start_new_session=True) as up:
         try:
-            deadline = time.monotonic() + WAIT_S
             # up, both processes of a pair, and the ranks below torchrun.
-            while len(everything := family(up.pid)) < 5:
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_until(lambda: len(family(up.pid)) >= 5)
+            everything = family(up.pid)
             os.killpg(up.pid, signal.SIGINT)
             up.wait(WAIT_S)
         finally:
             up.kill()
-    deadline = time.monotonic() + WAIT_S
-    while left := {pid: line for pid, line in everything.items() if runs(pid)}:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
+    wait_until(lambda: not any(map(runs, everything)), why=lambda: [everything[pid] for pid in everything if runs(pid)])

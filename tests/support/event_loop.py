@@ -20,17 +20,17 @@ def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, N
     return run
 
 
-async def until(condition: Callable[[], bool], seconds: float = 60) -> None:
+async def until(condition: Callable[[], object], seconds: float = 240) -> None:
     """Returns once the condition holds. Raises TimeoutError."""
 
-    async def holds() -> bool:
+    async def holds() -> object:
         return condition()
 
     await until_true(holds, seconds)
 
 
-async def until_true(condition: Callable[[], Awaitable[bool]], seconds: float = 60) -> None:
+async def until_true(condition: Callable[[], Awaitable[object]], seconds: float = 240) -> None:
     """Returns once the condition, a coroutine, holds. Raises TimeoutError."""
     async with asyncio.timeout(seconds):
         while not await condition():  # noqa: ASYNC110  # nothing signals what tests wait for
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.005)

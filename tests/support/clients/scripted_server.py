@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
@@ -19,6 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.held_port import hold
+from support.waiting import wait_until
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.statuses import STATUS_DETAILS_KEY, status_proto, status_row
@@ -92,10 +92,8 @@ class ScriptedServer:
         self._server = server
 
     def wait_cancelled(self, method: str) -> None:
-        """Waits until a call of this method that hung is over. Raises AssertionError after a minute."""
-        deadline = time.monotonic() + 60
-        while method not in self.cancelled and time.monotonic() < deadline:
-            time.sleep(0.01)
+        """Waits until a call of this method that hung is over."""
+        wait_until(lambda: method in self.cancelled)
         assert self.cancelled == [method]
 
     def stop(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -14,6 +13,7 @@ import pytest
 from google.rpc import status_pb2
 from support.engine import small_tokenizers
 from support.engine.fake_engine import MODEL, FakeEngine
+from support.event_loop import until
 from support.prompts import as_prompt
 
 from pagekv.common.server import GrpcServer
@@ -73,18 +73,10 @@ class Harness:
         self.engine = engine
         self.stub = stub
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if condition():
-                return
-            await asyncio.sleep(0.002)
-        raise AssertionError("it did not come to that")
-
     async def start(self, message: pb.GenerateRequest) -> Stream:
         """A call whose request has reached the engine."""
         call = self.stub.Generate(message)
-        await self.until(lambda: message.request_id in self.engine.live)
+        await until(lambda: message.request_id in self.engine.live)
         return Stream(call)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -147,15 +146,6 @@ async def refusal(answer: Awaitable[Any]) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await answer
     return caught.value
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("did not happen")
 
 
 def detail_of(error: grpc.aio.AioRpcError, kind: type[Detail]) -> Detail:

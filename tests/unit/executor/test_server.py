@@ -15,6 +15,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.stack import Process, environment
+from support.waiting import wait_until
 
 from pagekv.common.port_file import read_port_file, write_port_file
 from pagekv.executor import server
@@ -34,18 +35,13 @@ def execute(code: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_BOUND_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def wait_for(condition: Callable[[], object]) -> None:
+    wait_until(condition, START_BOUND_S)
 
 
 def wait_until_serving(channel: grpc.Channel) -> None:
-    health, deadline = health_pb2_grpc.HealthStub(channel), time.monotonic() + START_BOUND_S
-    while health.Check(health_pb2.HealthCheckRequest()).status != health_pb2.HealthCheckResponse.SERVING:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    health, request = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+    wait_for(lambda: health.Check(request).status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def attach_request(num_device_blocks: int) -> pb.AttachRequest:

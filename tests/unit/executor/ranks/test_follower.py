@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from support.executor.rank_group import TIMEOUT_S
-from unit.executor.ranks.test_leader import LIMITS, MODEL, message, until
+from support.waiting import wait_until
+from unit.executor.ranks.test_leader import LIMITS, MODEL, message
 
 from pagekv.executor.backend.interface import Backend, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend
@@ -98,5 +99,5 @@ def test_a_rank_that_cannot_go_on_tells_so_and_ends() -> None:
     with following(Lost(MODEL)) as (link, lost, _):
         link.send(Kind.STEP, message(1).SerializeToString())
         assert link.receive(TIMEOUT_S).kind is Kind.FAILED
-        until(lambda: lost)
+        wait_until(lambda: lost)
     assert lost == ["step 1 failed on this rank: RuntimeError: in the middle of a collective"]

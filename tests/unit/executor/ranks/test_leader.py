@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
 from unittest import mock
 
 import pytest
 from support.executor.executor_steps import ALL_FEATURES
-from support.executor.rank_group import TIMEOUT_S, RankGroup, rank_group, running_group
+from support.executor.rank_group import RankGroup, rank_group, running_group
+from support.waiting import wait_until
 
 from pagekv.common.errors import InvalidRequest, OutOfMemory
 from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
@@ -75,13 +74,6 @@ def run(epoch: Epoch, number: int) -> ExecutedStep:
 def run_all(epoch: Epoch) -> None:
     for number in range(1, 10):
         run(epoch, number)
-
-
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
 
 
 def test_steps_are_those_of_one_rank_and_the_times_of_all_are_told() -> None:
@@ -221,7 +213,7 @@ def test_steps_of_an_epoch_that_are_collected_in_the_next_one_disturb_it_not() -
 def test_a_rank_whose_connection_ends_is_lost_to_all() -> None:
     group = rank_group(OracleBackend(MODEL), OracleBackend(MODEL))
     group.links[0].close()
-    until(lambda: len(group.lost) == 2)
+    wait_until(lambda: len(group.lost) == 2)
     assert sorted(group.lost) == ["rank 0 was lost: the connection ended", "rank 1 was lost: the connection ended"]
     group.close()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.event_loop import until
 from support.executor.executor_steps import checksum
 from support.executor.served_oracle import (
     Code,
@@ -18,7 +19,6 @@ from support.executor.served_oracle import (
     refusal,
     served,
     unmet,
-    until,
 )
 
 from pagekv.executor.backend.interface import LAYOUT

@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 import pytest
 from google.rpc import error_details_pb2
+from support.event_loop import until
 from support.executor.executor_steps import checksum
 from support.executor.expected_tokens import expected_tokens
 from support.executor.served_oracle import (
@@ -23,7 +24,6 @@ from support.executor.served_oracle import (
     refusal,
     rule_of,
     served,
-    until,
 )
 
 from pagekv.executor.rpc import wire
@@ -236,7 +236,6 @@ def test_as_many_steps_as_described_are_taken_in_before_the_first_is_answered() 
         await asyncio.to_thread(it.backend.begun.wait, 120)
         # One is under way.
         await until(lambda: it.compute._jobs.qsize() == MAX_IN_FLIGHT - 1)
-        assert MAX_IN_FLIGHT >= 2
 
     served(test)
 

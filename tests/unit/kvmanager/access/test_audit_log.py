@@ -8,11 +8,11 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.waiting import wait_until
 
 from pagekv.kvmanager.access.audit_log import (
     COMPLAINT_S,
@@ -39,17 +39,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("ascii").splitlines()]
 
 
-def soon(condition: Callable[[], bool]) -> bool:
-    """Whether the writer makes it true."""
-    end = time.monotonic() + 30
-    while not condition() and time.monotonic() < end:
-        time.sleep(0.005)
-    return condition()
-
-
 def soon_lines(path: Path, count: int) -> list[dict[str, Any]]:
     """The lines, once there are so many, of a log that is open."""
-    assert soon(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
+    wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= count)
     return lines(path)
 
 
@@ -139,13 +131,13 @@ def test_a_disk_that_is_full_is_counted_and_told_once_a_minute(
     monkeypatch.setattr("pagekv.kvmanager.access.audit_log.os.write", full)
     for _ in range(5):
         log.called("olga", "", CALL)
-    assert soon(lambda: log.lost_lines == 5)
+    wait_until(lambda: log.lost_lines == 5)
     assert len(caplog.records) == 1
     assert "No space left on device; 1 lines lost so far" in caplog.text
     clock.now += COMPLAINT_S
     log.called("olga", "", CALL)
-    assert soon(lambda: log.lost_lines == 6)
-    assert soon(lambda: len(caplog.records) == 2)
+    wait_until(lambda: log.lost_lines == 6)
+    wait_until(lambda: len(caplog.records) == 2)
     monkeypatch.setattr("pagekv.kvmanager.access.audit_log.os.write", lambda file, data: 1)
     log.called("olga", "", CALL)
     log.close()

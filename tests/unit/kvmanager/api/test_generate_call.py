@@ -7,6 +7,7 @@ import asyncio
 import grpc
 import pytest
 from support.engine.inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
+from support.event_loop import until
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
@@ -54,7 +55,7 @@ def test_a_reader_that_leaves_late_does_not_end_a_request_of_the_same_id() -> No
         first = h.engine.live.pop("r")
         again = await h.start(request())
         late.cancel()
-        await h.until(lambda: h.engine.left == [first])
+        await until(lambda: h.engine.left == [first])
         h.engine.push("r", 50, finish=FinishReason.LENGTH)
         assert list((await again.read()).chunk.token_ids) == [50]
         assert h.engine.aborted == []
@@ -159,7 +160,7 @@ def test_cancelling_aborts(read_first: bool) -> None:
             h.engine.push("r", 50)
             await call.read()
         call.cancel()
-        await h.until(lambda: h.engine.aborted == ["r"])
+        await until(lambda: h.engine.aborted == ["r"])
 
     run(body)
 
@@ -178,7 +179,7 @@ def test_cancelling_while_the_server_is_writing_aborts() -> None:
         else:
             raise AssertionError("the server goes on taking tokens although nobody reads them")
         call.cancel()
-        await h.until(lambda: h.engine.aborted == ["r"])
+        await until(lambda: h.engine.aborted == ["r"])
 
     run(body, tokenizer=None)
 
@@ -193,7 +194,7 @@ def test_a_deadline_aborts() -> None:
                     pass
             assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
             seconds *= 4
-        await h.until(lambda: len(h.engine.aborted) == len(h.engine.commands))
+        await until(lambda: len(h.engine.aborted) == len(h.engine.commands))
 
     run(body)
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from array import array
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,6 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
+from support.event_loop import until
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
@@ -64,15 +62,6 @@ def shown(message: pb.WatchEventsResponse) -> list[str]:
         else:
             names.append(f"-{int(event.removed.block_hash, 16)}")
     return names
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it never came true")
 
 
 def push(watch: TableWatch, change: Diff) -> None:

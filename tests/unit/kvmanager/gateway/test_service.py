@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import time
 import zipfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER, refusal, tokens_of
+from support.event_loop import until
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.server import GrpcServer
@@ -30,15 +30,6 @@ from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.kvmanager.text.tokenizer import Tokenizer
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("it did not come to that")
 
 
 @dataclass

@@ -7,11 +7,11 @@ import logging
 import os
 import stat
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from support.waiting import wait_until
 
 from pagekv.kvmanager.observe.recording import file as recording_file
 from pagekv.kvmanager.observe.recording.file import RecordingFile
@@ -19,13 +19,6 @@ from pagekv.kvmanager.observe.recording.file import RecordingFile
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-def wait_over(file: RecordingFile) -> None:
-    deadline = time.monotonic() + 120
-    while not file.over and time.monotonic() < deadline:
-        time.sleep(0.002)
-    assert file.over
 
 
 def test_records_are_written_in_order_also_those_made_by_the_thread(tmp_path: Path) -> None:
@@ -69,7 +62,7 @@ def test_a_place_that_cannot_be_written_to_is_an_error_at_once(path: str, tmp_pa
 def test_a_full_disk_ends_the_recording_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
     file = RecordingFile(Path("/dev/full"), "things")
     file.write(b"x" * 100, 100)
-    wait_over(file)
+    wait_until(lambda: file.over)
     for _ in range(100):
         file.write(b"x" * 100, 100)
     file.close()
@@ -80,7 +73,7 @@ def test_a_record_that_cannot_be_made_ends_the_recording(tmp_path: Path, caplog:
     file = RecordingFile(tmp_path / "a", "things")
     file.write(b"x", 1)
     file.write(lambda: b"y"[7:8].join([None]), 1)  # type: ignore[list-item]  # it raises: the mistake under test
-    wait_over(file)
+    wait_until(lambda: file.over)
     file.close()
     assert (tmp_path / "a").read_bytes() == b"x"
     assert errors(caplog) == ["recording ended, serving goes on"]
@@ -102,7 +95,7 @@ def test_a_disk_that_fills_up_leaves_whole_records(
     file = RecordingFile(tmp_path / "a", "things")
     for _ in range(20):
         file.write(b"x" * 99 + b"\n", 100)
-    wait_over(file)
+    wait_until(lambda: file.over)
     file.close()
     assert (tmp_path / "a").read_bytes() == (b"x" * 99 + b"\n") * 10
     assert errors(caplog) == ["recording ended, serving goes on"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -12,6 +11,7 @@ import msgpack
 import pytest
 from support.engine.engine_harness import Bench, command, expect, read, run
 from support.engine.step_recordings import EIGHT, RecordedDriver, record_busy_engine, records
+from support.waiting import wait_until
 
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -81,8 +81,5 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     run(monkeypatch, body)
-    deadline = time.monotonic() + 120
-    while not file.over and time.monotonic() < deadline:
-        time.sleep(0.01)  # the disk's answer comes to the recording's own thread
-    assert file.over
+    wait_until(lambda: file.over)  # the disk's answer comes to the recording's own thread
     file.close()
