@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +28,7 @@ from support.clients.stack import (
     running_stack,
 )
 from support.executor.differing_rank import WRONG_STEP
+from support.waiting import wait_until
 
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -61,12 +61,18 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def generate_all(stack: Stack, requests: list[pb.GenerateRequest], disturb: Callable[[], None]) -> list[Result]:
+async def generate_all(
+    stack: Stack, requests: list[pb.GenerateRequest], disturb: Callable[[], None]
+) -> tuple[list[Result], int]:
+    """The answers, `disturb` being called when all of them have begun; and how often the manager lost its executor."""
     async with Caller(stack.target) as caller:
+        begun = (await caller.stats()).generated_tokens_total + 10 * len(requests)
         calls = [asyncio.ensure_future(caller.generate(request)) for request in requests]
-        await asyncio.sleep(0.6)
+        await caller.stats_when(
+            lambda stats: stats.running_sequences == len(requests) and stats.generated_tokens_total >= begun
+        )
         await asyncio.to_thread(disturb)
-        return list(await asyncio.gather(*calls))
+        return list(await asyncio.gather(*calls)), (await caller.stats()).executor_restarts_total
 
 
 LONG = [pytest.param(fault, marks=pytest.mark.long) for fault in (hang_last, hang_first)]
@@ -79,7 +85,7 @@ def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None]) -> None
         for index in range(4)
     ]
     with running_stack(GROUP, ["--step-timeout-s", "20"], ranks=2) as stack:
-        wanted = asyncio.run(generate_all(stack, requests, lambda: None))
+        wanted, undisturbed = asyncio.run(generate_all(stack, requests, lambda: None))
         before = stack.executor.rank_pids()
         assert sorted(before) == [0, 1]
 
@@ -87,13 +93,11 @@ def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None]) -> None
             fault(before)
             # The rank that was not touched leaves within the rank timeout, whatever it waits in; so does torchrun with
             # a rank that hangs.
-            deadline = time.monotonic() + WAIT_S
-            while not all(gone(pid) for pid in before.values()):
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            wait_until(lambda: all(map(gone, before.values())))
 
-        results = asyncio.run(generate_all(stack, requests, disturb))
+        results, restarts = asyncio.run(generate_all(stack, requests, disturb))
         after = stack.executor.rank_pids()
+    assert restarts > undisturbed == 0
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
     assert not {*before.values()} & {*after.values()}
 
