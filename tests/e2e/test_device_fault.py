@@ -4,18 +4,14 @@ stays, and no stream loses or repeats a token."""
 from __future__ import annotations
 
 import asyncio
-import os
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
 from support.clients.calls import Caller, Result, request_for
-from support.clients.stack import ROOT, START_TIMEOUT_S, Process, environment, port_of, running_manager
+from support.clients.stack import Process, port_of, running_manager, running_stand_in
 
 from pagekv.common.port_file import read_port_file
 
@@ -25,35 +21,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.long]
 SMALL = ["--max-batch-tokens", "64"]
 
 
-@contextmanager
-def faulty_executor(directory: Path, backend: str, steps: str, args: Sequence[str] = ()) -> Iterator[Process]:
-    """`tests/support/executor/faulty_executor.py` on a port that it chooses."""
-    env = environment()
-    folders = [env["PYTHONPATH"], *(str(ROOT / name) for name in ("tests", "tests/kernels"))]
-    env |= {"PYTHONPATH": os.pathsep.join(folders), "FAULTY_BACKEND": backend, "FAULTY_STEPS": steps}
-    process = Process("pagekv.executor", [], directory)
-    port_file = directory / "port"
-    command = [
-        sys.executable,
-        str(ROOT / "tests/support/executor/faulty_executor.py"),
-        "--listen",
-        "127.0.0.1:0",
-        *args,
-    ]
-    with process.log.open("ab") as log:
-        process.popen = subprocess.Popen(
-            [*command, "--port-file", str(port_file)], env=env, stdout=log, stderr=log, cwd=directory
-        )
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not port_file.exists():
-            assert process.popen.poll() is None, process.tail()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.port = port_of(read_port_file(port_file))
-        yield process
-    finally:
-        process.kill()
+def faulty_executor(
+    directory: Path, backend: str, steps: str, args: Sequence[str] = ()
+) -> AbstractContextManager[Process]:
+    return running_stand_in("faulty_executor.py", args, directory, FAULTY_BACKEND=backend, FAULTY_STEPS=steps)
 
 
 def run(target: str, num_requests: int, new: int) -> tuple[list[Result], int]:

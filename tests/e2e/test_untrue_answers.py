@@ -4,45 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
 import pytest
 from support.clients.calls import Caller, request_for
-from support.clients.stack import ROOT, START_TIMEOUT_S, Process, environment, port_of, running_manager
+from support.clients.stack import running_manager, running_stand_in
 from support.executor.expected_tokens import expected_tokens
 from support.executor.lying_executor import FAILING, LIES, VOCAB
 
-from pagekv.common.port_file import read_port_file
 from pagekv.v1 import inference_service_pb2 as inference_pb
 
 pytestmark = pytest.mark.e2e
-
-
-@contextmanager
-def lying_executor(directory: Path, what: str) -> Iterator[Process]:
-    """`tests/support/executor/lying_executor.py` on a port that it chooses."""
-    env = environment()
-    process, port_file = Process("pagekv.executor", [], directory), directory / "port"
-    script = str(ROOT / "tests/support/executor/lying_executor.py")
-    command = [sys.executable, script, what, "--listen", "127.0.0.1:0", "--port-file", str(port_file)]
-    with process.log.open("ab") as log:
-        process.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=directory)
-    try:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not port_file.exists():
-            assert process.popen.poll() is None, process.tail()
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.port = port_of(read_port_file(port_file))
-        yield process
-    finally:
-        process.kill()
 
 
 def expected(prompt: list[int], new: int) -> list[int]:
@@ -59,7 +32,7 @@ def test_no_lie_is_believed(tmp_path: Path) -> None:
             assert [result.tokens for result in results] == [expected(prompt, 120) for prompt in prompts]
             return (await caller.idle_stats()).executor_restarts_total
 
-    with lying_executor(tmp_path, "lies") as executor, running_manager(executor) as stack:
+    with running_stand_in("lying_executor.py", ["lies"], tmp_path) as executor, running_manager(executor) as stack:
         assert asyncio.run(main(stack.target)) == len(LIES)
         log = stack.manager.log.read_text()
     assert re.findall(r"StepResult\.([a-z_.]+):", log) == [field for field, _ in LIES]
@@ -98,7 +71,7 @@ def test_a_sequence_that_fails_ends_its_request_alone(tmp_path: Path) -> None:
             stats = await caller.idle_stats()
             assert (stats.executor_restarts_total, stats.failed_requests_total) == (0, len(bad))
 
-    with lying_executor(tmp_path, "truth") as executor, running_manager(executor) as stack:
+    with running_stand_in("lying_executor.py", ["truth"], tmp_path) as executor, running_manager(executor) as stack:
         asyncio.run(main(stack.target))
         assert "Traceback" not in stack.manager.log.read_text()
 
@@ -119,5 +92,5 @@ def test_requests_that_need_a_feature_which_the_executor_lacks(tmp_path: Path) -
             words = "sampling_params.presence_penalty: must be absent: the executor has no penalties"
             assert refused.value.details() == words
 
-    with lying_executor(tmp_path, "truth") as executor, running_manager(executor) as stack:
+    with running_stand_in("lying_executor.py", ["truth"], tmp_path) as executor, running_manager(executor) as stack:
         asyncio.run(main(stack.target))

@@ -21,6 +21,7 @@ from support.clients import everything_on, tls_on
 from support.clients.gate import Gate
 from support.clients.held_port import hold
 from support.clients.relay import Relay
+from support.waiting import wait_until
 
 from pagekv.common.port_file import read_port_file
 
@@ -242,6 +243,27 @@ def running_executor(
             _end(process)
             if process.relay is not None:
                 process.relay.close()
+
+
+@contextmanager
+def running_stand_in(script: str, args: Sequence[str], directory: Path, **variables: str) -> Iterator[Process]:
+    """A script of tests/support/executor in an executor's place, listening at a port that it chooses, which the file
+    `port` in the directory tells; killed at the end. `variables`: of its environment.
+    """
+    env = environment() | variables
+    env["PYTHONPATH"] = os.pathsep.join([env["PYTHONPATH"], str(ROOT / "tests"), str(ROOT / "tests" / "kernels")])
+    process, port_file = Process(EXECUTOR, [], directory), directory / "port"
+    command = [sys.executable, str(ROOT / "tests" / "support" / "executor" / script), *args]
+    command += ["--listen", "127.0.0.1:0", "--port-file", str(port_file)]
+    with process.log.open("ab") as log:
+        process.popen = popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=directory)
+    try:
+        wait_until(lambda: port_file.exists() or popen.poll() is not None, START_TIMEOUT_S, process.tail)
+        assert popen.poll() is None, process.tail()
+        process.port = port_of(read_port_file(port_file))
+        yield process
+    finally:
+        process.kill()
 
 
 @contextmanager
