@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from pagekv.executor.backend.interface import Sampling
-from pagekv.executor.session.step import NO_SAMPLING, Step
+from pagekv.executor.session.step import Step
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
@@ -13,7 +12,3 @@ def test_fields_are_those_of_the_contract() -> None:
     *names, encoded = [field.name for field in fields(Step)]
     assert names == [field.name for field in pb.StepRequest.DESCRIPTOR.fields]
     assert encoded == "encoded"
-
-
-def test_neutral_sampling_is_not_absent_sampling() -> None:
-    assert Sampling() is not NO_SAMPLING
