@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import io
 import os
 import sys
 from argparse import SUPPRESS, _SubParsersAction
@@ -30,7 +32,7 @@ from pagekv.client.cli.commands import (
     up,
 )
 from pagekv.client.cli.connection_flags import VALUE_FLAGS
-from pagekv.client.cli.failures import EXIT_STATUS, as_json, exit_status
+from pagekv.client.cli.failures import EXIT_STATUS, Failure, as_json, exit_status
 from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
@@ -45,6 +47,8 @@ EXAMPLES = """\
   pagekv bench --concurrency 8             measure a running stack
   pagekv plan demo --memory 1GiB           what fits, before anything runs
 """
+# Errors of a write to a stream that takes no more: its reader, such as `head`, has gone, or its disk is full or broken.
+_TAKES_NO_MORE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 DESCRIPTION = "PageKV: a paged KV cache server for large language models, its client and its tools."
 # The commands as the help shows them.
 GROUPS = {
@@ -118,11 +122,15 @@ def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
         parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near}?" if near else ""))
 
 
-def _open_closed_streams() -> None:
-    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null."""
+def _prepare_streams() -> None:
+    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null; and lets input that is
+    no UTF-8 be refused by its field, as that of the command line is.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end of the process
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
     for_scripts = "--json" in given
-    _open_closed_streams()
+    _prepare_streams()
     terminal = Terminal()
     try:
         parser = make_parser(as_json=for_scripts)
@@ -140,16 +148,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = args.run(args, terminal)
         return status
     except (UsageError, PageKVError, StackError) as error:
-        terminal.error(as_json(error) if for_scripts else f"pagekv: {error}")
-        return exit_status(error)
+        return _failed(error, terminal, for_scripts)
     except KeyboardInterrupt:
         terminal.clear()
         terminal.end_line()
         return 130
-    except BrokenPipeError:
-        # The reader of our output, such as `head`, has gone. Nothing more may be written, not even at exit.
+    except OSError as error:
+        if error.errno not in _TAKES_NO_MORE:
+            raise
+        # Nothing more may be written, not even at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return 1 if error.errno == errno.EPIPE else _failed(PageKVError(str(error)), terminal, for_scripts)
+
+
+def _failed(failure: Failure, terminal: Terminal, for_scripts: bool) -> int:
+    """Says why, and returns the exit status."""
+    terminal.error(as_json(failure) if for_scripts else f"pagekv: {failure}")
+    return exit_status(failure)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -175,3 +176,30 @@ def test_standard_streams_may_be_closed(closed: str) -> None:
     # Status 3: the server is not reached.
     assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("wanted", [[], ["--json"]])
+def test_a_full_disk_is_told_in_a_line(wanted: list[str]) -> None:
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "plan", "demo", "--memory", "1GiB", *wanted]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert "No space left on device" in (json.loads(line)["error"]["message"] if wanted else line)
+    assert done.returncode == 1
+
+
+def test_a_reader_that_has_gone_is_told_nothing() -> None:
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "plan", "demo", "--memory", "1GiB"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:
+        done = subprocess.run(command, env=environment(), stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_input_that_is_no_text_is_refused_by_its_field() -> None:
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "tokenize", "-"]
+    env = {**environment(), "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(command, env=env, input=b"a\xff", capture_output=True, timeout=120)
+    assert done.stderr.decode() == r"pagekv: prompt.text: must be text that UTF-8 can encode, is 'a\udcff'" + "\n"
+    assert done.returncode == 1
