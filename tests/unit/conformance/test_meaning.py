@@ -24,7 +24,24 @@ FORGETFUL = """\
                 yield result
 """
 
+SAMPLED = """\
+                result.sampled_seqs.append(seq)
+                state.tokens.append(self.next_token(state))
+                result.sampled_tokens.append(state.tokens[-1])
+"""
+# From the second token on: so no rule has an answer of more than one token to hold others against.
+GIVES_UP = """\
+                if len(state.tokens) <= len(state.new.token_ids):
+                    result.sampled_seqs.append(seq)
+                    result.sampled_tokens.append(self.next_token(state))
+                elif len(state.tokens) == len(state.new.token_ids) + 1:
+                    result.failed_seqs.append(seq)
+                    result.failed_reasons.append(pb.SEQUENCE_FAILURE_NOT_A_NUMBER)
+                state.tokens.append(result.sampled_tokens[-1] if seq in result.sampled_seqs else 0)
+"""
+
 FAULTS = [
+    ToyFault("M2", "sequences are given up without a reason", ((SAMPLED, GIVES_UP),)),
     ToyFault("M1", "the model sees block ids", ((HASHED, "repr((read, state.table[0], *seeds))"),)),
     ToyFault(
         "M2",
