@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import json
 import sys
 
 import pytest
-from support.clients.scripted_server import Fails, ScriptedServer, chunk, complete
+from support.clients.scripted_server import Fails, Hangs, ScriptedServer, chunk, complete
 
 from pagekv.client.cli.main import main
+from pagekv.client.cli.terminal import Terminal
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -56,3 +58,45 @@ def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pyte
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m"))
     assert main(["chat"]) == 2
     assert "m has no chat template" in capsys.readouterr().err
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_of_a_person_ctrl_c_ends_an_answer_and_a_refusal_a_turn(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["one", "too long", "/reset", "two"])
+    sent: list[list[str]] = []
+
+    def read(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    def check(request: pb.GenerateRequest) -> None:
+        sent.append([message.content for message in request.prompt.chat.messages])
+
+    def write(terminal: Terminal, text: str) -> None:
+        written(terminal, text)
+        if text == "t4 ":
+            raise KeyboardInterrupt
+
+    written = Terminal.write
+    monkeypatch.setattr(Terminal, "write", write)
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setattr(builtins, "input", read)
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    server.expect("Generate", chunk(4), Hangs(), check=check)
+    server.expect("Generate", Fails(errors.InvalidRequest("chat", "too long")), check=check)
+    server.expect("Generate", chunk(5), complete(5), check=check)
+    assert main(["chat"]) == 0
+    server.wait_cancelled("Generate")
+    # The answer is kept as far as it came.
+    assert sent == [["one"], ["one", "t4 ", "too long"], ["two"]]
+    out, err = capsys.readouterr()
+    assert out == "t4 \nt5 \n"
+    assert "[stopped]" in err
+    assert "pagekv: chat: too long (/reset starts anew)" in err
