@@ -217,7 +217,7 @@ hooks: $(DEV_STAMP) ## install the git pre-commit hooks
 
 .PHONY: clean
 clean: ## remove environments, caches and build output
-	rm -rf .venv .venv-proto .venv-compat .venv-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-ci .venv-proto .venv-compat .venv-peer build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
 
 .PHONY: help
