@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from support.engine.fake_executor import FakeExecutor
+from support.engine.fake_executor import FakeExecutor, expected_output
 from support.engine.integrity import check_scheduler
 
 from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
@@ -216,3 +216,17 @@ def results(request: LiveRequest) -> list[list[int]]:
 
 def finished(request: LiveRequest) -> bool:
     return all(sequence.state is SeqStatus.FINISHED for sequence in request.sequences)
+
+
+def right(request: LiveRequest) -> bool:
+    """Whether each sequence, of a driver with VOCAB tokens and no end of text, generated what it must."""
+    command = request.command
+    wanted = expected_output(command.prompt_ids, command.sampling.max_tokens, VOCAB)
+    return all(output(request, index) == wanted for index in range(command.n))
+
+
+def all_running(driver: Driver, request: LiveRequest) -> None:
+    """Until every sequence is at the executor, and then one step."""
+    while any(s.state is not SeqStatus.RUNNING or s.seq_id < 0 for s in request.sequences):
+        assert driver.step()
+    driver.step()

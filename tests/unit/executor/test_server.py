@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -33,6 +34,18 @@ def execute(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
+
+
+@contextmanager
+def executing(code: str, env: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs this text, for as long as the context lasts."""
+    command = [sys.executable, "-c", code]
+    popen = subprocess.Popen(command, env=env or environment(), stderr=subprocess.PIPE, text=True)
+    try:
+        yield popen
+    finally:
+        popen.kill()
+        popen.wait()
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -74,8 +87,7 @@ def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None
         "choose_backend.load_backend = lambda config: OracleBackend(OracleModel(), step_time_s=0.2, sleep=sleep)\n"
         f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
     )
-    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
-    try:
+    with executing(code) as popen:
         wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             wait_until_serving(channel)
@@ -95,9 +107,6 @@ def test_sigterm_finishes_the_step_under_way_and_exits_0(tmp_path: Path) -> None
         _, log = popen.communicate(timeout=START_BOUND_S)
         assert popen.returncode == 0, log
         assert "stopped" in log.splitlines()[-1]
-    finally:
-        popen.kill()
-        popen.wait()
 
 
 def test_health_and_reflection_name_the_service(tmp_path: Path) -> None:
@@ -262,8 +271,7 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
         "choose_backend.load_backend = lambda config: time.sleep(60)\n"
         f"sys.exit(server.main(['--backend', 'oracle', '--listen', '127.0.0.1:0', '--port-file', {str(port_file)!r}]))"
     )
-    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
-    try:
+    with executing(code) as popen:
         wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=120)
@@ -274,9 +282,6 @@ def test_sigterm_while_loading_and_answers_until_loaded(tmp_path: Path) -> None:
         _, log = popen.communicate(timeout=START_BOUND_S)
         assert popen.returncode == 0, log
         assert "loading the model" in log
-    finally:
-        popen.kill()
-        popen.wait()
 
 
 def test_a_backend_of_somebody_elses_is_served(tmp_path: Path) -> None:
@@ -295,8 +300,7 @@ def test_a_backend_of_somebody_elses_is_served(tmp_path: Path) -> None:
         "sys.exit(serve_backend(Mine, '127.0.0.1:0'))"
     )
     env = {**environment(), "PAGEKV_PORT_FILE": str(port_file)}
-    popen = subprocess.Popen([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE, text=True)
-    try:
+    with executing(code, env) as popen:
         wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             wait_until_serving(channel)
@@ -305,9 +309,6 @@ def test_a_backend_of_somebody_elses_is_served(tmp_path: Path) -> None:
         popen.send_signal(signal.SIGTERM)
         _, log = popen.communicate(timeout=START_BOUND_S)
         assert popen.returncode == 0, log
-    finally:
-        popen.kill()
-        popen.wait()
 
 
 def test_an_address_that_is_none_is_wrong_usage() -> None:
@@ -327,8 +328,7 @@ def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> 
         "args = ['--backend', 'oracle', '--listen', '127.0.0.1:0', '--grace-s', '0.2']\n"
         f"sys.exit(server.main([*args, '--port-file', {str(port_file)!r}]))"
     )
-    popen = subprocess.Popen([sys.executable, "-c", code], env=environment(), stderr=subprocess.PIPE, text=True)
-    try:
+    with executing(code) as popen:
         wait_for(port_file.exists)
         with grpc.insecure_channel(read_port_file(port_file)["listen"]) as channel:
             wait_until_serving(channel)
@@ -341,6 +341,3 @@ def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> 
             _, log = popen.communicate(timeout=START_BOUND_S)
         assert popen.returncode == 0, log
         assert "in the middle of work" in log
-    finally:
-        popen.kill()
-        popen.wait()

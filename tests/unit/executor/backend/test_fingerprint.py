@@ -2,22 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import struct
 from pathlib import Path
 
 import pytest
+from support.executor.model_directory import write_model
 
 from pagekv.executor.backend.fingerprint import model_fingerprint
-
-
-def write_model(directory: Path, weights: bytes = bytes(100_000), **config: object) -> Path:
-    directory.mkdir(exist_ok=True)
-    values = {"vocab_size": 100, "max_position_embeddings": 64, "eos_token_id": 2, **config}
-    (directory / "config.json").write_text(json.dumps(values))
-    header = json.dumps({"w": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}).encode()
-    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + weights)
-    return directory
 
 
 def test_fingerprint_depends_on_configuration_header_size_and_weights(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, moves, output, results
+from support.engine.scheduler_driver import VOCAB, Driver, all_running, finished, moves, output, results, right
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS
@@ -21,19 +21,6 @@ def holders(request: LiveRequest) -> list[list[int]]:
     """For each sequence, in how many tables of the request each of its blocks is."""
     count = Counter(block for sequence in request.sequences for block in sequence.block_table)
     return [[count[block] for block in sequence.block_table] for sequence in request.sequences]
-
-
-def all_running(driver: Driver, request: LiveRequest) -> None:
-    """Until every sequence is at the executor, and then one step."""
-    while any(s.state is not RUNNING or s.seq_id < 0 for s in request.sequences):
-        assert driver.step()
-    driver.step()
-
-
-def right(request: LiveRequest) -> bool:
-    command = request.command
-    wanted = expected_output(command.prompt_ids, command.sampling.max_tokens, VOCAB)
-    return all(output(request, index) == wanted for index in range(command.n))
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])

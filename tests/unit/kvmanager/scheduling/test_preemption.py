@@ -3,24 +3,11 @@
 from __future__ import annotations
 
 from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import VOCAB, Driver, all_running, finished, output, right
 
-from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, SeqStatus
+from pagekv.kvmanager.scheduling.sequence import HOLDING, SeqStatus
 
 WAITING, RUNNING = SeqStatus.WAITING, SeqStatus.RUNNING
-
-
-def all_running(driver: Driver, request: LiveRequest) -> None:
-    """Until every sequence is at the executor, and then one step."""
-    while any(s.state is not RUNNING or s.seq_id < 0 for s in request.sequences):
-        assert driver.step()
-    driver.step()
-
-
-def right(request: LiveRequest) -> bool:
-    command = request.command
-    wanted = expected_output(command.prompt_ids, command.sampling.max_tokens, VOCAB)
-    return all(output(request, index) == wanted for index in range(command.n))
 
 
 def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
