@@ -311,8 +311,8 @@ def test_a_huge_key_set_lets_in_nobody_and_takes_nobodys_keys() -> None:
 def test_checking_a_token_holds_up_the_loop_for_no_time(verifier: JsonWebTokens) -> None:
     texts = [token(sub=f"caller-{number}") for number in range(20)]
     verify(verifier, token())
-    begun = time.perf_counter()
+    begun = time.process_time()
     for text in texts:
         verify(verifier, text)
-    # With the loop that each has here; measured: 0.3 ms.
-    assert (time.perf_counter() - begun) / len(texts) < 0.02
+    # With the loop that each has here; measured: 0.3 ms. Of the processor, for a busy machine stretches any other time.
+    assert (time.process_time() - begun) / len(texts) < 0.02
