@@ -16,6 +16,7 @@ compose -f compose.yaml -f compose.gpu.yaml config --quiet
 compose -f compose.yaml -f compose.tls.yaml config --quiet
 compose -f compose.yaml --profile observe config --quiet
 compose -f compose.yaml --profile scale config --quiet
+compose -f compose.yaml --profile tp config --quiet
 echo "compose config: compose.yaml alone, with its profiles, with compose.gpu.yaml and with compose.tls.yaml are valid"
 "$bin/check-jsonschema" --builtin-schema vendor.compose-spec compose.yaml compose.gpu.yaml compose.tls.yaml
 "$bin/hadolint" kvmanager/Dockerfile executor/Dockerfile
