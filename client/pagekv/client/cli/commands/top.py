@@ -32,7 +32,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Frames until q or Ctrl-C, which are the ways to end it: exit status 0."""
+    """Frames until q or Ctrl-C, which are the ways to end them: exit status 0. With --json Ctrl-C ends with 130."""
     try:
         from rich.console import Console
 
