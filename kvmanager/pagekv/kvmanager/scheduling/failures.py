@@ -40,7 +40,8 @@ class Failures:
             # Without a token sampled since it entered, nothing tells whether an earlier chunk, or a block that it hit,
             # is not what made it fail. Were that kept, every prompt that begins alike would fail.
             position = 0 if seq_id in plan.prefilled else start
-            for each in {sequence, *sequence.request.sequences}:
+            # Never in the order of a set, which is of addresses: the order of free blocks follows from it.
+            for each in dict.fromkeys([sequence, *sequence.request.sequences]):
                 self._tables.invalidate(each, position)
             self._void_readers(sequence, start, ending)
         live = {seq_id: s.request for seq_id, s in failed.items() if s.state is not SeqStatus.FINISHED}
@@ -51,12 +52,12 @@ class Failures:
         found, and copied, by their tokens alone.
         """
         prefix = failed.token_ids[: start + 1]
-        readers: dict[LiveRequest, set[Seq]] = {}
+        readers: dict[LiveRequest, list[Seq]] = {}
         for sequence in self._members():
             request = sequence.request
             alike = request not in ending and request.root == failed.request.root
             if alike and sequence.token_ids[: start + 1] == prefix:
-                readers.setdefault(request, set()).add(sequence)
+                readers.setdefault(request, []).append(sequence)
         for request, void in readers.items():
             for sequence in void:
                 self._running.batch.drop_promised(sequence)
@@ -64,5 +65,5 @@ class Failures:
             self._preemption.recompute(request, void)
 
     def _members(self) -> Iterator[Seq]:
-        """Every sequence that holds blocks, waits to come back, or is promised tokens."""
-        yield from {*self._running.batch.members(), *self._running.order, *self._waiting}
+        """Every sequence that holds blocks, waits to come back, or is promised tokens; each once."""
+        yield from dict.fromkeys([*self._running.batch.members(), *self._running.order, *self._waiting])

@@ -147,6 +147,21 @@ def test_whoever_holds_what_it_hit_keeps_none_of_that_for_others() -> None:
     assert cached(driver, [*common, 61]) == 0
 
 
+def test_readers_give_their_blocks_back_in_order() -> None:
+    """The same calls make the same decisions, so the order is not that of a set, which is of addresses in memory."""
+    driver = FailingDriver(depth=1, max_batch_tokens=1000, num_blocks=256, max_running=64)
+    common = list(range(10, 26))
+    bad = driver.submit([*common, BAD], max_tokens=8)
+    readers = [driver.submit([*common, last]) for last in range(30, 60)]
+    driver.step()
+    assert driver.failed == [bad]
+    plan = driver.plan()
+    assert plan is not None
+    assert [sequence.request for sequence, _ in plan.preempted] == readers
+    driver.drain()
+    assert all(right(reader) for reader in readers)
+
+
 @pytest.mark.parametrize("outputs", [0, 2])
 def test_all_sequences_of_the_request_end(outputs: int) -> None:
     driver = FailingDriver(outputs)
