@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import IO
 
-from pagekv.common.errors import Overloaded, Unavailable
+from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.access.caller import tenant_of_call
 from pagekv.kvmanager.tenants.turns import TenantTurns
+from pagekv.kvmanager.text.waiting_jobs import WaitingJobs
 from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
 
 # Jobs that may wait for the one that is done, and bytes of their bodies, that one's included. A caller holds several
 # times as many: its message, and the text that it was made of.
 MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 * 2**20
-RETRY_DELAY_S = 1.0
 # Processor seconds for the setup: libraries are imported, a template is compiled or a tokenizer loaded.
 SETUP_CPU_S = 10.0
 # Seconds that a process may take to end once its pipes are shut.
@@ -71,8 +71,7 @@ class WorkerProcess:
         self._setup = setup
         self._cpu_s = cpu_s
         self._memory_bytes = memory_bytes
-        self._max_waiting = max_waiting
-        self._num_waiting = self._waiting_bytes = 0
+        self._waiting = WaitingJobs(kind, max_waiting, MAX_WAITING_BYTES)
         # The thread that talks to the process. Jobs of callers that have gone are dropped before their turn.
         self._thread = ThreadPoolExecutor(1, f"{kind} worker")
         # So at most one job of each tenant waits for the thread.
@@ -90,21 +89,13 @@ class WorkerProcess:
 
     async def run(self, job: str, body: bytes) -> bytes:
         """The answer to a job. Cancelling the call ends the job, and with it the process. Raises JobRefused,
-        WorkerStopped, Overloaded when too many jobs wait or too many bytes, or Unavailable when closed or ended from
-        outside.
+        WorkerStopped, Overloaded as `WaitingJobs.enter` does, or Unavailable when closed or ended from outside.
         """
-        if self._num_waiting >= self._max_waiting:
-            what = f"{self._num_waiting} texts wait to be read by the {self._kind}, at most {self._max_waiting}"
-            raise Overloaded(what, RETRY_DELAY_S, self._max_waiting)
-        if self._waiting_bytes + len(body) > MAX_WAITING_BYTES:
-            what = f"{self._waiting_bytes} bytes wait to be read by the {self._kind}"
-            what += f", with the {len(body)} of this text at most {MAX_WAITING_BYTES}"
-            raise Overloaded(what, RETRY_DELAY_S, MAX_WAITING_BYTES)
+        tenant = tenant_of_call()
+        self._waiting.enter(tenant, len(body))
         ticket = _Ticket(body)
-        self._num_waiting += 1
-        self._waiting_bytes += len(body)
         try:
-            async with self._turns.of(tenant_of_call()):
+            async with self._turns.of(tenant):
                 return await asyncio.wrap_future(self._thread.submit(self._do, ticket, job))
         except asyncio.CancelledError:
             with self._lock:
@@ -113,8 +104,7 @@ class WorkerProcess:
                     self._kill()
             raise
         finally:
-            self._num_waiting -= 1
-            self._waiting_bytes -= len(body)
+            self._waiting.leave(tenant, len(body))
 
     def close(self) -> None:
         """Ends the process for good, in the middle of a job too."""

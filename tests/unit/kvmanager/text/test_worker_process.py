@@ -157,9 +157,10 @@ def test_more_jobs_than_may_wait_are_refused() -> None:
 
 def test_more_bytes_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """As 1,024 conversations of 4 MB would be."""
-    it, text = worker(), _pack([{"role": "user", "content": "x" * 1000}])
+    text = _pack([{"role": "user", "content": "x" * 1000}])
     most = len(HANG) + len(text) + 10
     monkeypatch.setattr(worker_process, "MAX_WAITING_BYTES", most)
+    it = worker()
 
     async def test() -> None:
         begun = await hanging(it)
@@ -286,6 +287,28 @@ def test_memory_beyond_the_bound_ends_the_process_and_not_the_machine() -> None:
         with pytest.raises(WorkerStopped, match=r"ended with status -?\d+; it may have 400 MiB"):
             await it.run("encode", encode + b"\0" * 8 * 2**20)
         assert len(await it.run("encode", encode + b"\0" * 100)) == 8 + 4 * 100
+
+    run(it, test)
+
+
+def test_texts_of_one_tenant_refuse_none_of_another() -> None:
+    it = worker(max_waiting=4)
+
+    async def ask(tenant: str, body: bytes) -> bytes:
+        caller.set(Identity(tenant, frozenset()))
+        return await it.run("render", body)
+
+    async def test() -> None:
+        flood = [asyncio.create_task(ask("flood", HANG)) for _ in range(4)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="4 texts of your tenant wait"):
+            await ask("flood", FINE)
+        quiet = asyncio.create_task(ask("quiet", FINE))
+        await asyncio.sleep(0)
+        for task in flood:
+            await gone(task)
+        assert await quiet == b"fine"
+        assert it._waiting._jobs == it._waiting._bytes == {}
 
     run(it, test)
 
