@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.common.large_messages import MAX_TEXT_BYTES
 from pagekv.common.turns import let_others_run
+from pagekv.kvmanager.access.caller import tenant_of_call
+from pagekv.kvmanager.tenants.turns import TenantTurns
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TooManyTokens
 from pagekv.kvmanager.text.worker_process import WorkerStopped
@@ -40,7 +42,11 @@ MESSAGES_AT_ONCE = 512
 # Token ids that are copied in the turn in which they are found.
 COPIED_AT_ONCE = 64 * 2**10
 
-_threads = ThreadPoolExecutor(2, "text")
+_NUM_THREADS = 2
+_threads = ThreadPoolExecutor(_NUM_THREADS, "text")
+# Of one tenant no more is given to the threads than they do at once, so that the texts of others need not wait for all.
+_turns = TenantTurns(_NUM_THREADS)
+_Done = TypeVar("_Done")
 
 
 class PromptReader:
@@ -123,7 +129,7 @@ class PromptReader:
             if len(text) <= INLINE_CHARACTERS:
                 ids = work()
             elif len(text) <= THREAD_CHARACTERS:
-                ids = await asyncio.get_running_loop().run_in_executor(_threads, work)
+                ids = await _in_thread(work)
             else:
                 # Each copy of 4 MB takes a millisecond: the next one is made in a turn of its own.
                 await asyncio.sleep(0)
@@ -181,13 +187,17 @@ def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> No
         )
 
 
+async def _in_thread(work: Callable[[], _Done]) -> _Done:
+    async with _turns.of(tenant_of_call()):
+        return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
 async def decode(tokenizer: Tokenizer, token_ids: array[int]) -> bytes:
     """UTF-8 of the text of checked token ids, uint32. Raises InvalidRequest, and Overloaded."""
     if len(token_ids) <= INLINE_IDS:
         return tokenizer.decode(token_ids).encode()
     if len(token_ids) <= THREAD_IDS:
-        text = await asyncio.get_running_loop().run_in_executor(_threads, tokenizer.decode, token_ids)
-        return text.encode()
+        return (await _in_thread(lambda: tokenizer.decode(token_ids))).encode()
     try:
         return await tokenizer.decode_long(token_ids)
     except WorkerStopped as error:

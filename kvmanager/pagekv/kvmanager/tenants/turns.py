@@ -1,4 +1,4 @@
-"""Turns at something that does one thing after the other: tenants alternate, however many calls one of them has."""
+"""Turns at something that does few things at once: tenants alternate, however many calls one of them has."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ from contextlib import asynccontextmanager
 
 
 class TenantTurns:
-    """One turn for each tenant that has calls; nothing is kept of others."""
+    """Turns for each tenant that has calls; nothing is kept of others."""
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: int = 1) -> None:
+        """So many calls of a tenant have a turn at once."""
+        self._at_once = at_once
         # By tenant, with how many calls hold it or wait for it.
-        self._turns: dict[str, tuple[asyncio.Lock, int]] = {}
+        self._turns: dict[str, tuple[asyncio.Semaphore, int]] = {}
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """The turn of a tenant: given to its calls in the order in which they ask, and to none after those of another
+        """A turn of a tenant: its calls get one in the order in which they ask, and wait for no call of another
         tenant.
         """
-        lock, calls = self._turns.get(tenant) or (asyncio.Lock(), 0)
-        self._turns[tenant] = lock, calls + 1
+        turns, calls = self._turns.get(tenant) or (asyncio.Semaphore(self._at_once), 0)
+        self._turns[tenant] = turns, calls + 1
         try:
-            async with lock:
+            async with turns:
                 yield
         finally:
-            lock, calls = self._turns.pop(tenant)
+            turns, calls = self._turns.pop(tenant)
             if calls > 1:
-                self._turns[tenant] = lock, calls - 1
+                self._turns[tenant] = turns, calls - 1

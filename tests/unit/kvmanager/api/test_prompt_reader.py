@@ -24,6 +24,8 @@ from support.engine.generate_requests import (
 from support.prompts import as_prompt
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.kvmanager.access.caller import caller
+from pagekv.kvmanager.access.identity import Identity
 from pagekv.kvmanager.api.prompt_reader import (
     INLINE_CHARACTERS,
     INLINE_IDS,
@@ -160,3 +162,38 @@ def test_huge_lists_of_ids_are_refused_by_their_number_alone(monkeypatch: pytest
     monkeypatch.setattr("pagekv.kvmanager.api.prompt_reader.check_token_ids", look)
     with pytest.raises(InvalidRequest, match="has 2000000 tokens"):
         read(ids(*[2**32 - 1] * 2_000_000))
+
+
+@pytest.mark.parametrize("text", ["x" * (INLINE_CHARACTERS + 1), ""])
+def test_texts_of_one_tenant_in_the_threads_stand_before_few_of_another(text: str) -> None:
+    """Two are at work and two wait, however many more there are. Empty text: ids are decoded instead."""
+    held, done = threading.Event(), list[str]()
+
+    class Slow(Tokenizer):
+        def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
+            held.wait()
+            return [1]
+
+        def decode(self, token_ids: Sequence[int]) -> str:
+            held.wait()
+            return "x"
+
+    tokenizer = Slow(small_tokenizers.byte_level())
+    reader = PromptReader(tokenizer, 100, 100_000, "a limit")
+
+    async def call(tenant: str) -> None:
+        caller.set(Identity(tenant, frozenset()))
+        await (reader.text("text", text) if text else decode(tokenizer, array("I", [1] * (INLINE_IDS + 1))))
+        done.append(tenant)
+
+    async def main() -> None:
+        flood = [asyncio.create_task(call("flood")) for _ in range(20)]
+        await asyncio.sleep(0.01)
+        quiet = asyncio.create_task(call("quiet"))
+        await asyncio.sleep(0.01)
+        held.set()
+        await asyncio.gather(quiet, *flood)
+
+    asyncio.run(main())
+    assert done.index("quiet") <= 4
+    tokenizer.close()

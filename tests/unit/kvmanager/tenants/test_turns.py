@@ -27,6 +27,24 @@ def test_tenants_alternate_and_calls_of_one_keep_their_order() -> None:
     assert asyncio.run(main()) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
+def test_so_many_calls_of_a_tenant_have_a_turn_at_once() -> None:
+    async def main() -> None:
+        turns, now, most = TenantTurns(2), 0, 0
+
+        async def call() -> None:
+            nonlocal now, most
+            async with turns.of("a"):
+                now += 1
+                most = max(most, now)
+                await asyncio.sleep(0)
+                now -= 1
+
+        await asyncio.gather(*(call() for _ in range(5)))
+        assert (most, turns._turns) == (2, {})
+
+    asyncio.run(main())
+
+
 def test_a_call_that_is_cancelled_leaves_nothing() -> None:
     async def main() -> None:
         turns = TenantTurns()
