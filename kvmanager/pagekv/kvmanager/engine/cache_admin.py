@@ -213,16 +213,17 @@ class CacheAdmin:
         if not len(blocks):
             self.unpin(pin_id)
             return pb.PinPrefixResponse()
+        owner = "" if account is None else account.tenant.name
         if account is not None:
             others = (pin for pin in self.pins.leases() if pin.pin_id != pin_id)
-            held = sum(len(pin.blocks) for pin in others if pin.identity.tenant == identity.tenant)
+            held = sum(len(pin.blocks) for pin in others if pin.owner == owner)
             account.check_count("max_pinned_blocks", held, len(blocks))
         size, before = self.pool.block_size, len(self.pins)
         needs = [
             blocks_needed(total_tokens(command), size, command.sampling.beam_width) + self._kept_beside(command)
             for command in live
         ]
-        info = self._info(self.pins.pin(blocks, lease_s, max(needs, default=0), pin_id, identity))
+        info = self._info(self.pins.pin(blocks, lease_s, max(needs, default=0), pin_id, identity, owner))
         self._arm()
         if len(self.pins) == before:
             # Renewed: blocks that it held may be free now.

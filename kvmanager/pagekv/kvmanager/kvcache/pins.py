@@ -27,6 +27,8 @@ class PinLease:
     expires_at: float
     # The identity whose prefix it keeps.
     identity: CacheIdentity
+    # The tenant that made it, whose identity in a shared namespace names none; "" where there are no tenants.
+    owner: str
 
 
 def _names(identity: CacheIdentity) -> tuple[str, str, str]:
@@ -88,13 +90,14 @@ class Pins:
         largest_need: int,
         pin_id: str = "",
         identity: CacheIdentity = CacheIdentity(),  # noqa: B008 - immutable
+        owner: str = "",
     ) -> PinLease:
         """Holds cached blocks for `lease_s` seconds; a pin of this id holds them instead of what it held until now.
 
-        Without an id one is made. `largest_need` is how many blocks a live request may come to need, and how many
-        floors keep beside it. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter
-        has the id, and LimitExceeded when there are too many pins, when their blocks would pass the share, or when that
-        request could no longer finish.
+        Without an id one is made; `owner` as in `PinLease`. `largest_need` is how many blocks a live request may come
+        to need, and how many floors keep beside it. Raises, with nothing changed, AlreadyExists where a pin of another
+        namespace or adapter has the id, and LimitExceeded when there are too many pins, when their blocks would pass
+        the share, or when that request could no longer finish.
         """
         self.check_id(pin_id, identity)
         old = self._pins.get(pin_id)
@@ -136,7 +139,7 @@ class Pins:
         # After the new blocks are held, so that those held before and after are never free in between.
         self.unpin(pin_id)
         pin_id = pin_id or f"pin-{secrets.token_hex(8)}"
-        lease = self._pins[pin_id] = PinLease(pin_id, held, self._clock() + lease_s, identity)
+        lease = self._pins[pin_id] = PinLease(pin_id, held, self._clock() + lease_s, identity, owner)
         return lease
 
     def unpin(self, pin_id: str) -> int:

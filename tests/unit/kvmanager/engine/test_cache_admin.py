@@ -264,3 +264,30 @@ def test_a_tenant_pins_so_many_blocks() -> None:
         admin.close(RuntimeError())
 
     asyncio.run(main())
+
+
+def test_pins_in_a_shared_namespace_are_those_of_the_tenant_that_made_them() -> None:
+    """The cache identity there has no tenant."""
+
+    async def main() -> None:
+        pool, admin = BlockPool(10, 1), CacheAdmin(True, 1.0, lambda: None)
+        admin.adopt(pool, HostPool(0, 1), "model", Observer())
+        own, shared = CacheIdentity(tenant="one"), CacheIdentity(namespace="shared")
+        for identity in (own, shared):
+            root, tokens = admin.root(identity), np.array([[1], [2]], np.uint32)
+            blocks = pool.allocate(2)
+            assert blocks is not None
+            pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+        one, two = (
+            Account(Tenant(name, at), TenantLimits(max_pinned_blocks=3)) for at, name in enumerate(("one", "two"))
+        )
+        admin.pin([1, 2], shared, 60, [], "of two", account=two)
+        # None of the other's is counted.
+        admin.pin([1, 2], shared, 60, [], "of one", account=one)
+        # And all of its own.
+        with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
+            admin.pin([1, 2], own, 60, [], "elsewhere", account=one)
+        admin.pins.end_all()
+        admin.close(RuntimeError())
+
+    asyncio.run(main())
