@@ -73,12 +73,17 @@ class LiveRequests:
         """The reader has gone: nothing of the stream is unread any more. Returns the request if it is still live.
         Idempotent.
         """
-        unread = self._being_read.pop(stream, 0)
-        self.num_unread -= unread
         tenant = self._tenant_of.pop(stream, None)
         if tenant is not None:
-            self._unread[tenant] -= unread
+            self._count_unread(tenant, -self._being_read.pop(stream))
         return self.of(stream)
+
+    def _count_unread(self, tenant: str, more: int) -> None:
+        self.num_unread += more
+        self._unread[tenant] += more
+        if not self._unread[tenant]:
+            # Each subject of a token may be a tenant, so there is no end of names.
+            del self._unread[tenant]
 
     def remove_if_finished(self, request: LiveRequest) -> bool:
         """Removes a request whose sequences have all finished, and counts ended sequences as unread. To be called
@@ -90,8 +95,7 @@ class LiveRequests:
         if request.stream in self._being_read:
             # A beam search has nothing to read before its end.
             ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)
-            self.num_unread += ended - self._being_read[request.stream]
-            self._unread[request.command.tenant.name] += ended - self._being_read[request.stream]
+            self._count_unread(request.command.tenant.name, ended - self._being_read[request.stream])
             self._being_read[request.stream] = ended
         if not all(finished):
             return False

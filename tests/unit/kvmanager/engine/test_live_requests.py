@@ -8,6 +8,7 @@ from support.engine.engine_harness import Bench, command, described, expect, rea
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.tenant import Tenant
 
 
 def test_a_sequence_that_ended_before_the_others_counts_as_unread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,5 +59,26 @@ def test_only_a_requests_own_reader_can_end_it(monkeypatch: pytest.MonkeyPatch) 
         third = engine.submit(command("same", [3, 2, 1]))
         engine.release(third)
         assert engine.snapshots.block_tables("same") is None
+
+    run(monkeypatch, body)
+
+
+def test_nothing_is_kept_of_tenants_that_have_nothing_live_and_nothing_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each subject of a token may be a tenant of its own, so there is no end of names."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        for number in range(3):
+            tenant = Tenant(f"jwt:{number}", 1)
+            read_whole, given_up = (
+                engine.submit(GenerateCommand(name, [1, 2], SamplingParams(max_tokens=4), tenant=tenant))
+                for name in ("whole", "given up")
+            )
+            await read(read_whole)
+            assert engine._live.unread_of(tenant.name) > 0
+            for stream in (read_whole, given_up):
+                engine.release(stream)
+        live = engine._live
+        kept = (live._requests, live._by_stream, live._being_read, live._tenant_of, live._unread, live._tenants)
+        assert not any(kept)
 
     run(monkeypatch, body)
