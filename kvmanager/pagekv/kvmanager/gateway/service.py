@@ -32,6 +32,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_generate, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
+from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.
@@ -67,6 +68,9 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         self._started = time.monotonic()
         # When GetLoads was asked for last, and the tokens generated until then.
         self._looked = self._started, 0
+        # The tokenizer that was asked for last, its archive and the SHA-256 of that: made once, and shared by callers.
+        self._archived: tuple[Tokenizer, bytes, str] | None = None
+        self._archiving = asyncio.Lock()
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the service."""
@@ -170,8 +174,11 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         tokenizer = self._served_model.served().tokenizer
         if tokenizer is None or tokenizer.directory is None:
             raise FailedPrecondition("this deployment has no tokenizer; --tokenizer names one", "TOKENIZER")
-        archive = await asyncio.to_thread(_zip, tokenizer.directory)
-        digest = hashlib.sha256(archive).hexdigest()
+        async with self._archiving:
+            if self._archived is None or self._archived[0] is not tokenizer:
+                archive = await asyncio.to_thread(_zip, tokenizer.directory)
+                self._archived = tokenizer, archive, hashlib.sha256(archive).hexdigest()
+            _, archive, digest = self._archived
         for start in range(0, len(archive), TOKENIZER_CHUNK):
             last = start + TOKENIZER_CHUNK >= len(archive)
             yield common.GetTokenizerChunk(data=archive[start : start + TOKENIZER_CHUNK], sha256=digest if last else "")

@@ -24,6 +24,7 @@ from support.event_loop import until
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.server import GrpcServer
 from pagekv.kvmanager.api.served_model import ServedModel
+from pagekv.kvmanager.gateway import service
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
@@ -35,6 +36,7 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 @dataclass
 class Harness:
     engine: FakeEngine
+    state: ServedModel
     stub: Any  # published without types
     serving: list[bool] = field(default_factory=lambda: [True])
 
@@ -50,7 +52,7 @@ async def running(tokenizer: Tokenizer | None = TOKENIZER) -> AsyncIterator[Harn
     engine = FakeEngine()
     state = ServedModel(engine)
     state.open(MODEL.model_fingerprint, tokenizer)
-    harness = Harness(engine, None)
+    harness = Harness(engine, state, None)
     server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
     VllmEngine(engine, state, lambda: harness.serving[0]).add_to(server.server)
     port = await server.start()
@@ -260,6 +262,31 @@ def test_the_tokenizer_travels_as_an_archive(tmp_path: Path) -> None:
             assert sorted(files.namelist()) == ["tokenizer.json", "tokenizer_config.json"]
 
     run(body, tokenizer=tokenizer)
+
+
+def test_the_archive_of_a_tokenizer_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may generate may ask for it, as often as they like: it takes seconds of a core and megabytes."""
+    made: list[Path] = []
+
+    def noting(directory: Path) -> bytes:
+        made.append(directory)
+        return bytes(100)
+
+    monkeypatch.setattr(service, "_zip", noting)
+    first, second = (Tokenizer(TOKENIZER._backend, directory=tmp_path / name) for name in ("first", "second"))
+
+    async def body(harness: Harness) -> None:
+        async def ask() -> bytes:
+            return b"".join([chunk.data async for chunk in harness.stub.GetTokenizer(common.GetTokenizerRequest())])
+
+        assert set(await asyncio.gather(*(ask() for _ in range(10)))) == {bytes(100)}
+        assert made == [first.directory]
+        # Another model has another one.
+        harness.state.open(MODEL.model_fingerprint, second)
+        assert await ask() == bytes(100)
+        assert made == [first.directory, second.directory]
+
+    run(body, tokenizer=first)
 
 
 def test_without_a_tokenizer_there_is_none_to_send() -> None:
