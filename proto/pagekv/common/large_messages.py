@@ -140,8 +140,8 @@ async def read_large(message: Message, data: bytes, bounds: Bounds) -> None:
 
 def parse_slices(message: Message, data: bytes, bounds: Bounds) -> Iterator[None]:
     """Parses `data` into the empty `message`, yielding behind each slice. At the first yield the message has the fields
-    that stand first in `data`. Raises InvalidRequest beyond a bound or where a field is not
-    known, and DecodeError for bytes that are no message.
+    that stand first in `data`. Raises InvalidRequest beyond a bound or where a field is not known, and DecodeError for
+    bytes that are no message.
     """
     # Any: the type stubs know two classes of descriptors.
     descriptor: Any = message.DESCRIPTOR

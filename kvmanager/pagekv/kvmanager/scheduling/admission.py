@@ -213,7 +213,6 @@ class Admission:
             return []
         if blocked is not None and blocked.sequence is head and blocked.count == len(group):
             self.refused = Refused(group, slots, blocked.free_needed + watermark)
-        if blocked is not None and blocked.sequence is head and blocked.count == len(group):
             blocked.steps_left -= 1
             # With nothing planned there may be no later step to look again in.
             looks_again = not step.plan.num_tokens or not blocked.steps_left

@@ -41,8 +41,9 @@ class Asking:
     def cache_identity(
         self, namespace: str, read: bool | None = None, write: bool | None = None, adapter_id: str = ""
     ) -> CacheIdentity:
-        """The cache identity of prompts in a namespace: the tenant's own one of this name, unless it is shared. None:
-        as far as the tenant may. Raises PermissionDenied where it may not do what is asked for.
+        """The cache identity of prompts in a namespace: the tenant's own one of this name, unless it is shared. `read`
+        and `write`: whether the cache is to be used so; None is as far as the tenant may. Raises PermissionDenied where
+        it may not do what is asked for.
         """
         shared = self.namespaces.get(namespace) if self.tenant.name else None
         if shared is None:

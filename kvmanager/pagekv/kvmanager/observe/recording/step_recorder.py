@@ -5,7 +5,7 @@ records up to and with this one. The first record is a map that names format and
 
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
     add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
-    tenants  weights and floors by tenant, for this epoch and later ones
+    tenants  weights, floors and caps by tenant, for this epoch and later ones
     bound    of steps for which tenants compete: tokens, and tokens that a decode counts
     plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
     commit   a step's result: tokens by seq_id, candidates of beams; failures by seq_id, if any
