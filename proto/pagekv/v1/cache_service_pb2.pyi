@@ -361,7 +361,7 @@ global___ListPinsRequest = ListPinsRequest
 
 @typing.final
 class ListPinsResponse(google.protobuf.message.Message):
-    """Every pin of the caller whose lease runs; a server has 4096 at most."""
+    """The pins that the call tells of; a server has 4096 at most."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -442,7 +442,7 @@ class UnpinPrefixResponse(google.protobuf.message.Message):
 
     UNPINNED_TOKENS_FIELD_NUMBER: builtins.int
     unpinned_tokens: builtins.int
-    """Tokens no longer pinned by this pin; 0 when it was unknown or had expired."""
+    """Tokens no longer pinned by it; 0 when it was unknown or had expired."""
     def __init__(
         self,
         *,

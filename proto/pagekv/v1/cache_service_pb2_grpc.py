@@ -89,24 +89,24 @@ class CacheServiceServicer(object):
         """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
         with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
         Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
-        requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin in another namespace or of
-        another adapter has this pin_id). A pin that could not be renewed stays as it was.
+        requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin of the caller's tenant in
+        another namespace or of another adapter has this pin_id). A pin that could not be renewed stays as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
-        asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
-        of another caller is unknown.
+        """The pins whose lease runs. Where callers have identities a pin is that of the tenant that the call was made for:
+        calls for other tenants do not list it, and to them its pin_id is unknown. An operator that acts for no tenant
+        lists, and ends, those of all. A server that asks for no identity has one caller, whose pins are everybody's.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Ends a pin early. Idempotent.
+        """Ends a pin early; of an operator that acts for no tenant every pin of this id. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

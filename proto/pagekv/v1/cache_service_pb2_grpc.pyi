@@ -45,24 +45,24 @@ class CacheServiceStub:
     """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
     with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
     Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
-    requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin in another namespace or of
-    another adapter has this pin_id). A pin that could not be renewed stays as it was.
+    requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin of the caller's tenant in
+    another namespace or of another adapter has this pin_id). A pin that could not be renewed stays as it was.
     """
 
     ListPins: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.ListPinsRequest,
         pagekv.v1.cache_service_pb2.ListPinsResponse,
     ]
-    """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
-    asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
-    of another caller is unknown.
+    """The pins whose lease runs. Where callers have identities a pin is that of the tenant that the call was made for:
+    calls for other tenants do not list it, and to them its pin_id is unknown. An operator that acts for no tenant
+    lists, and ends, those of all. A server that asks for no identity has one caller, whose pins are everybody's.
     """
 
     UnpinPrefix: grpc.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
         pagekv.v1.cache_service_pb2.UnpinPrefixResponse,
     ]
-    """Ends a pin early. Idempotent."""
+    """Ends a pin early; of an operator that acts for no tenant every pin of this id. Idempotent."""
 
 class CacheServiceAsyncStub:
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
@@ -91,24 +91,24 @@ class CacheServiceAsyncStub:
     """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
     with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
     Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
-    requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin in another namespace or of
-    another adapter has this pin_id). A pin that could not be renewed stays as it was.
+    requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin of the caller's tenant in
+    another namespace or of another adapter has this pin_id). A pin that could not be renewed stays as it was.
     """
 
     ListPins: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.ListPinsRequest,
         pagekv.v1.cache_service_pb2.ListPinsResponse,
     ]
-    """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
-    asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
-    of another caller is unknown.
+    """The pins whose lease runs. Where callers have identities a pin is that of the tenant that the call was made for:
+    calls for other tenants do not list it, and to them its pin_id is unknown. An operator that acts for no tenant
+    lists, and ends, those of all. A server that asks for no identity has one caller, whose pins are everybody's.
     """
 
     UnpinPrefix: grpc.aio.UnaryUnaryMultiCallable[
         pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
         pagekv.v1.cache_service_pb2.UnpinPrefixResponse,
     ]
-    """Ends a pin early. Idempotent."""
+    """Ends a pin early; of an operator that acts for no tenant every pin of this id. Idempotent."""
 
 class CacheServiceServicer(metaclass=abc.ABCMeta):
     """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
@@ -143,8 +143,8 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
         with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
         Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
-        requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin in another namespace or of
-        another adapter has this pin_id). A pin that could not be renewed stays as it was.
+        requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin of the caller's tenant in
+        another namespace or of another adapter has this pin_id). A pin that could not be renewed stays as it was.
         """
 
     @abc.abstractmethod
@@ -153,9 +153,9 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.ListPinsRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.ListPinsResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.ListPinsResponse]]:
-        """The caller's pins whose lease runs. Callers are told apart by the identity that comes as metadata; a server that
-        asks for none has one caller, whose pins are everybody's. Other callers' pins are not listed, and to them a pin_id
-        of another caller is unknown.
+        """The pins whose lease runs. Where callers have identities a pin is that of the tenant that the call was made for:
+        calls for other tenants do not list it, and to them its pin_id is unknown. An operator that acts for no tenant
+        lists, and ends, those of all. A server that asks for no identity has one caller, whose pins are everybody's.
         """
 
     @abc.abstractmethod
@@ -164,6 +164,6 @@ class CacheServiceServicer(metaclass=abc.ABCMeta):
         request: pagekv.v1.cache_service_pb2.UnpinPrefixRequest,
         context: _ServicerContext,
     ) -> typing.Union[pagekv.v1.cache_service_pb2.UnpinPrefixResponse, collections.abc.Awaitable[pagekv.v1.cache_service_pb2.UnpinPrefixResponse]]:
-        """Ends a pin early. Idempotent."""
+        """Ends a pin early; of an operator that acts for no tenant every pin of this id. Idempotent."""
 
 def add_CacheServiceServicer_to_server(servicer: CacheServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -54,6 +54,8 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         # Streams whose readers went away.
         self.left: list[RequestStream] = []
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
+        # Whose pins each call was about; None: everybody's.
+        self.pins_of: list[str | None] = []
         self.refusal: Exception | None = None
         # Of the tokens submitted, as every delta says.
         self.cached_tokens = 1
@@ -171,16 +173,20 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
         account: Account | None = None,
+        tenant: str = "",
     ) -> pb.PinPrefixResponse:
         if self.refusal is not None:
             raise self.refusal
         self.lookups.append((list(token_ids), identity))
+        self.pins_of.append(tenant)
         return pb.PinPrefixResponse(pin_id=pin_id or f"pin-{lease_s}", pinned_tokens=8)
 
-    def list_pins(self) -> pb.ListPinsResponse:
+    def list_pins(self, tenant: str | None = None) -> pb.ListPinsResponse:
+        self.pins_of.append(tenant)
         return pb.ListPinsResponse(pins=[pb.PinInfo(pin_id="pin-60", pinned_tokens=8, namespace="n", adapter="a")])
 
-    def unpin_prefix(self, pin_id: str) -> int:
+    def unpin_prefix(self, pin_id: str, tenant: str | None = None) -> int:
+        self.pins_of.append(tenant)
         return 8 if pin_id == "pin-60" else 0
 
     async def list_tenants(self) -> operator_pb.ListTenantsResponse:

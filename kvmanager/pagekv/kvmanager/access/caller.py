@@ -24,8 +24,9 @@ def sees_all() -> bool:
     return known is None or (Role.OPERATE in known.roles and not known.acting)
 
 
-def tenant_to_abort() -> str | None:
-    """The tenant of those requests that the present call may abort; None: all. A caller that acts for a tenant ends
-    requests of this tenant alone, not its own and not those of others that it may act for, operators included.
+def tenant_in_reach() -> str | None:
+    """The tenant whose requests and pins the present call may end, and whose pins it is told of; None: all. A caller
+    that acts for a tenant reaches this tenant alone, not its own and not others that it may act for, operators
+    included.
     """
     return None if sees_all() else tenant_of_call()

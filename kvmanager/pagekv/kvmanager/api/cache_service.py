@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.access.caller import sees_all
+from pagekv.kvmanager.access.caller import sees_all, tenant_in_reach
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id, read_lookup
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -52,13 +52,14 @@ class CacheService(pb_grpc.CacheServiceServicer):
         served = self._served_model.served()
         prompt, identity = await read_lookup(request, served)
         prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
+        asking = served.asking
         return self._queries.pin_prefix(
-            prompt, identity, lease, request.pin_id, prepared, account=served.asking.account
+            prompt, identity, lease, request.pin_id, prepared, account=asking.account, tenant=asking.tenant.name
         )
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
-        return self._queries.list_pins()
+        return self._queries.list_pins(tenant_in_reach())
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         check_request_id("pin_id", request.pin_id)
-        return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id))
+        return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id, tenant_in_reach()))

@@ -8,7 +8,7 @@ from typing import Any
 from pagekv.common.errors import InvalidRequest, Unavailable
 from pagekv.common.varint import varint
 from pagekv.common.version import pagekv_version
-from pagekv.kvmanager.access.caller import tenant_to_abort
+from pagekv.kvmanager.access.caller import tenant_in_reach
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.prompt_reader import PromptReader, check_token_ids, decode, token_array
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -44,7 +44,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         await call.run(context.write)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
-        ids, tenant = read_abort_ids(request.request_ids), tenant_to_abort()
+        ids, tenant = read_abort_ids(request.request_ids), tenant_in_reach()
         return pb.AbortResponse(aborted_request_ids=[name for name in ids if self._engine.abort(name, tenant)])
 
     async def Tokenize(  # type: ignore[override]  # the answer is serialised here

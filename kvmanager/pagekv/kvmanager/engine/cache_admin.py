@@ -203,20 +203,20 @@ class CacheAdmin:
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
         account: Account | None = None,
+        owner: str = "",
     ) -> pb.PinPrefixResponse:
-        """Pins the cached part of a prompt, beside the live requests; a pin of this id holds it instead of what it
-        held. Raises, with nothing changed, AlreadyExists where a pin of another namespace or adapter has the id, and
-        LimitExceeded, also where pins of the tenant of this account would hold too much.
+        """Pins the cached part of a prompt, beside the live requests; the owner's pin of this id holds it instead of
+        what it held. `account` and `owner`: of the tenant whose pin it is, the name of it. Raises, with nothing
+        changed, AlreadyExists where a pin of the owner in another namespace or of another adapter has the id, and
+        LimitExceeded, also where the owner's pins would hold too much.
         """
-        self.pins.check_id(pin_id, identity)
+        self.pins.check_id(pin_id, identity, owner)
         blocks = self._match(token_ids, identity, prepared).hits
         if not len(blocks):
-            self.unpin(pin_id)
+            self.unpin(pin_id, owner)
             return pb.PinPrefixResponse()
-        owner = "" if account is None else account.tenant.name
         if account is not None:
-            others = (pin for pin in self.pins.leases() if pin.pin_id != pin_id)
-            held = sum(len(pin.blocks) for pin in others if pin.owner == owner)
+            held = sum(len(pin.blocks) for pin in self.pins.leases(owner) if pin.pin_id != pin_id)
             account.check_count("max_pinned_blocks", held, len(blocks))
         size, before = self.pool.block_size, len(self.pins)
         needs = [
@@ -234,9 +234,9 @@ class CacheAdmin:
         """Blocks that floors keep for others than the tenant of this request."""
         return 0 if self.pool.tenants is None else self.pool.tenants.floors_beside(command.tenant.number)
 
-    def list_pins(self) -> pb.ListPinsResponse:
-        """The pins whose lease runs, the one that expires first standing first."""
-        return pb.ListPinsResponse(pins=map(self._info, self.pins.leases()))
+    def list_pins(self, owner: str | None = None) -> pb.ListPinsResponse:
+        """The pins of an owner, of all with None, whose lease runs, the one that expires first standing first."""
+        return pb.ListPinsResponse(pins=map(self._info, self.pins.leases(owner)))
 
     def _info(self, lease: PinLease) -> pb.PinInfo:
         info = pb.PinInfo(
@@ -248,9 +248,9 @@ class CacheAdmin:
         info.expire_time.FromMilliseconds(round(1e3 * (time.time() + lease.expires_at - self._clock())))
         return info
 
-    def unpin(self, pin_id: str) -> int:
-        """Ends a pin; tokens it held, 0 when there is no such pin."""
-        blocks = self.pins.unpin(pin_id)
+    def unpin(self, pin_id: str, owner: str | None = None) -> int:
+        """Ends the pins of this id that an owner has, or anyone with None; tokens they held, 0 when there is none."""
+        blocks = self.pins.unpin(pin_id, owner)
         if blocks:
             self._arm()
             self._wake()

@@ -114,20 +114,21 @@ class EngineQueries:
         pin_id: str = "",
         prepared: PreparedPrompt | None = None,
         account: Account | None = None,
+        tenant: str = "",
     ) -> pb.PinPrefixResponse:
-        """Keeps the cached part of a prompt for `lease_s` seconds; a pin of this id keeps it instead of what it kept.
-        Raises AlreadyExists and LimitExceeded, with nothing changed. `account`: of the tenant whose pin it is.
+        """Keeps the cached part of a prompt for `lease_s` seconds; the tenant's pin of this id keeps it instead of what
+        it kept. Raises AlreadyExists and LimitExceeded, with nothing changed. `account`: of the tenant.
         """
         live = (request.command for request in self._state.live.all())
-        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account)
+        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account, tenant)
 
-    def list_pins(self) -> pb.ListPinsResponse:
-        """The pins whose lease runs, the one that expires first standing first."""
-        return self._cache.list_pins()
+    def list_pins(self, tenant: str | None = None) -> pb.ListPinsResponse:
+        """The pins of a tenant, of all with None, whose lease runs, the one that expires first standing first."""
+        return self._cache.list_pins(tenant)
 
-    def unpin_prefix(self, pin_id: str) -> int:
-        """Ends a pin; tokens it held, 0 when there is no such pin."""
-        return self._cache.unpin(pin_id)
+    def unpin_prefix(self, pin_id: str, tenant: str | None = None) -> int:
+        """Ends the pins of this id that a tenant has, or any with None; tokens they held, 0 when there is none."""
+        return self._cache.unpin(pin_id, tenant)
 
     def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         """Removes every cached block. While blocks are held: None, and nothing changed; with `force` running sequences

@@ -23,7 +23,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
 from pagekv.common.version import pagekv_version
-from pagekv.kvmanager.access.caller import tenant_to_abort
+from pagekv.kvmanager.access.caller import tenant_in_reach
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
@@ -152,7 +152,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         await call.run(context.write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
-        ids, tenant = read_abort_ids(request.request_ids), tenant_to_abort()
+        ids, tenant = read_abort_ids(request.request_ids), tenant_in_reach()
         for request_id in ids:
             self._engine.abort(request_id, tenant)
         return vllm.AbortResponse()

@@ -27,7 +27,7 @@ class PinLease:
     expires_at: float
     # The identity whose prefix it keeps.
     identity: CacheIdentity
-    # The tenant that made it, whose identity in a shared namespace names none; "" where there are no tenants.
+    # The tenant that it was made for, which an identity in a shared namespace does not name; "" where there are none.
     owner: str
 
 
@@ -40,7 +40,9 @@ def _ignore(blocks: Blocks) -> None:
 
 
 class Pins:
-    """The pins of one pool. Pins never take blocks that a live request may still need, so every request can finish."""
+    """The pins of one pool. Pins never take blocks that a live request may still need, so every request can finish. A
+    pin is found by its id and its owner: tenants may use the same ids.
+    """
 
     def __init__(
         self,
@@ -58,7 +60,8 @@ class Pins:
         self._unpinned = unpinned
         self._max_share = max_share
         self._clock = clock
-        self._pins: dict[str, PinLease] = {}
+        # By owner and id.
+        self._pins: dict[tuple[str, str], PinLease] = {}
         # Pins that hold each block, [num_blocks]. Read only for others.
         self.holders = np.zeros(pool.num_blocks, np.int32)
         # Blocks held by at least one pin.
@@ -72,13 +75,14 @@ class Pins:
         """When to call `expire` next, in seconds of the clock. None: never."""
         return min((pin.expires_at for pin in self._pins.values()), default=None)
 
-    def leases(self) -> list[PinLease]:
-        """Every pin, the one that expires first standing first."""
-        return sorted(self._pins.values(), key=lambda pin: (pin.expires_at, pin.pin_id))
+    def leases(self, owner: str | None = None) -> list[PinLease]:
+        """The pins of an owner, of all of them with None, the one that expires first standing first."""
+        found = (pin for pin in self._pins.values() if owner in (None, pin.owner))
+        return sorted(found, key=lambda pin: (pin.expires_at, pin.pin_id, pin.owner))
 
-    def check_id(self, pin_id: str, identity: CacheIdentity) -> None:
-        """Raises AlreadyExists where a pin of another namespace or adapter has the id."""
-        old = self._pins.get(pin_id)
+    def check_id(self, pin_id: str, identity: CacheIdentity, owner: str = "") -> None:
+        """Raises AlreadyExists where a pin of this owner has the id, and is of another namespace or adapter."""
+        old = self._pins.get((owner, pin_id))
         if old is not None and _names(old.identity) != _names(identity):
             words = f"must not be that of a pin in another namespace or of another adapter, got {pin_id!r}"
             raise AlreadyExists("pin_id", words, "pin", pin_id)
@@ -92,15 +96,15 @@ class Pins:
         identity: CacheIdentity = CacheIdentity(),  # noqa: B008 - immutable
         owner: str = "",
     ) -> PinLease:
-        """Holds cached blocks for `lease_s` seconds; a pin of this id holds them instead of what it held until now.
+        """Holds cached blocks for `lease_s` seconds; the owner's pin of this id holds them instead of what it held
+        until now.
 
-        Without an id one is made; `owner` as in `PinLease`. `largest_need` is how many blocks a live request may come
-        to need, and how many floors keep beside it. Raises, with nothing changed, AlreadyExists where a pin of another
-        namespace or adapter has the id, and LimitExceeded when there are too many pins, when their blocks would pass
-        the share, or when that request could no longer finish.
+        Without an id one is made. `largest_need` is how many blocks a live request may come to need, and how many
+        floors keep beside it. Raises, with nothing changed, AlreadyExists as `check_id` does, and LimitExceeded when
+        there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
         """
-        self.check_id(pin_id, identity)
-        old = self._pins.get(pin_id)
+        self.check_id(pin_id, identity, owner)
+        old = self._pins.get((owner, pin_id))
         if old is None and len(self._pins) >= MAX_PINS:
             words = f"{MAX_PINS} pins are held, which is the most there can be; unpin one"
             raise LimitExceeded(words, limit=MAX_PINS)
@@ -137,16 +141,22 @@ class Pins:
         self.holders[held] += 1
         self.num_blocks += taken
         # After the new blocks are held, so that those held before and after are never free in between.
-        self.unpin(pin_id)
+        if old is not None:
+            self._end(old)
         pin_id = pin_id or f"pin-{secrets.token_hex(8)}"
-        lease = self._pins[pin_id] = PinLease(pin_id, held, self._clock() + lease_s, identity, owner)
+        lease = self._pins[owner, pin_id] = PinLease(pin_id, held, self._clock() + lease_s, identity, owner)
         return lease
 
-    def unpin(self, pin_id: str) -> int:
-        """Ends a pin; returns how many blocks it held, 0 when there is no such pin."""
-        pin = self._pins.pop(pin_id, None)
-        if pin is None:
-            return 0
+    def unpin(self, pin_id: str, owner: str | None = None) -> int:
+        """Ends the pins of this id that an owner has, or anyone with None; returns how many blocks they held, 0 when
+        there is no such pin.
+        """
+        ending = [pin for pin in self.leases(owner) if pin.pin_id == pin_id]
+        return sum(map(self._end, ending))
+
+    def _end(self, pin: PinLease) -> int:
+        """Ends a pin; returns how many blocks it held."""
+        del self._pins[pin.owner, pin.pin_id]
         self._unpinned(pin.blocks)
         self._pool.free(pin.blocks)
         self.holders[pin.blocks] -= 1
@@ -158,12 +168,12 @@ class Pins:
         now = self._clock()
         over = [pin for pin in self.leases() if pin.expires_at <= now]
         for pin in over:
-            self.unpin(pin.pin_id)
+            self._end(pin)
         return len(over)
 
     def end_all(self) -> int:
         """Ends every pin; returns how many."""
-        ended = list(self._pins)
-        for pin_id in ended:
-            self.unpin(pin_id)
+        ended = list(self._pins.values())
+        for pin in ended:
+            self._end(pin)
         return len(ended)

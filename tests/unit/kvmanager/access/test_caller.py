@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 
-from pagekv.kvmanager.access.caller import caller, sees_all, tenant_of_call, tenant_to_abort
+from pagekv.kvmanager.access.caller import caller, sees_all, tenant_in_reach, tenant_of_call
 from pagekv.kvmanager.access.identity import Identity, Role
 from pagekv.kvmanager.access.tenancy import acting
 
@@ -20,7 +20,7 @@ GATEWAY = Identity("gateway", frozenset({Role.GENERATE, Role.ACT_FOR}), act_for=
 def asked(known: Identity | None) -> tuple[str, str | None]:
     def answer() -> tuple[str, str | None]:
         caller.set(known)
-        return tenant_of_call(), tenant_to_abort()
+        return tenant_of_call(), tenant_in_reach()
 
     return contextvars.copy_context().run(answer)
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from support.engine.cache_harness import TOKENIZER, run
-from support.engine.fake_engine import FakeEngine
+from support.engine.fake_engine import MODEL, FakeEngine
 from support.prompts import as_chat, as_prompt
 
 from pagekv.client.errors import from_rpc_error
 from pagekv.common.errors import LimitExceeded, NotFound
+from pagekv.kvmanager.access.caller import caller
+from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.tenancy import acting
+from pagekv.kvmanager.api.cache_service import CacheService
+from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import cache_service_pb2 as pb
@@ -155,3 +161,26 @@ def test_the_text_of_a_question_is_counted_for_its_tenant() -> None:
         assert len(engine.lookups) == 2
 
     run(body)
+
+
+def test_a_call_for_a_tenant_is_about_this_tenants_pins() -> None:
+    """Operators that act for nobody list and end those of all; what they pin is their own tenant's."""
+    operator = Identity("olga", frozenset({Role.OPERATE, Role.ACT_FOR}), act_for=frozenset({"*"}))
+
+    async def asked(known: Identity | None) -> list[str | None]:
+        caller.set(known)
+        engine = FakeEngine()
+        state = ServedModel(engine)
+        state.open(MODEL.model_fingerprint, TOKENIZER)
+        service = CacheService(engine, state)
+        await service.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60, pin_id="p"), None)
+        await service.ListPins(pb.ListPinsRequest(), None)
+        await service.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="p"), None)
+        return engine.pins_of
+
+    async def main() -> None:
+        assert await asked(None) == ["", None, None]
+        assert await asked(operator) == ["olga", None, None]
+        assert await asked(acting(operator, ["alice"])) == ["alice", "alice", "alice"]
+
+    asyncio.run(main())

@@ -254,11 +254,11 @@ def test_a_tenant_pins_so_many_blocks() -> None:
             assert blocks is not None
             pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
         account = Account(Tenant("one", 1), TenantLimits(max_pinned_blocks=3))
-        admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)))
-        admin.pin([1, 2], one, 60, [], "first", account=account)
+        admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)), owner="two")
+        admin.pin([1, 2], one, 60, [], "first", account=account, owner="one")
         with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
-            admin.pin([1, 2], one, 60, [], "second", account=account)
-        assert admin.pin([1, 2, 3], one, 60, [], "first", account=account).pinned_tokens == 3
+            admin.pin([1, 2], one, 60, [], "second", account=account, owner="one")
+        assert admin.pin([1, 2, 3], one, 60, [], "first", account=account, owner="one").pinned_tokens == 3
         assert account.usage.refusals == {"max_pinned_blocks": 1}
         admin.pins.end_all()
         admin.close(RuntimeError())
@@ -281,12 +281,12 @@ def test_pins_in_a_shared_namespace_are_those_of_the_tenant_that_made_them() -> 
         one, two = (
             Account(Tenant(name, at), TenantLimits(max_pinned_blocks=3)) for at, name in enumerate(("one", "two"))
         )
-        admin.pin([1, 2], shared, 60, [], "of two", account=two)
+        admin.pin([1, 2], shared, 60, [], "of two", account=two, owner="two")
         # None of the other's is counted.
-        admin.pin([1, 2], shared, 60, [], "of one", account=one)
+        admin.pin([1, 2], shared, 60, [], "of one", account=one, owner="one")
         # And all of its own.
         with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
-            admin.pin([1, 2], own, 60, [], "elsewhere", account=one)
+            admin.pin([1, 2], own, 60, [], "elsewhere", account=one, owner="one")
         admin.pins.end_all()
         admin.close(RuntimeError())
 

@@ -209,3 +209,27 @@ def test_random_pins_keep_every_count_right(seed: int) -> None:
         assert pins.num_blocks == pool.num_active
         assert pins.num_blocks == len({block for table in pin_tables(pins) for block in table})
     assert all(expiry > clock.now for expiry in [pins.next_expiry] if expiry is not None)
+
+
+def test_tenants_have_pins_of_the_same_id_and_know_only_their_own() -> None:
+    pool, pins, _ = pool_and_pins()
+    first, second = cache(pool, [1] * 12), cache(pool, [2] * 4)
+    one = pins.pin(first, 60, 0, "same", CacheIdentity(tenant="one"), "one")
+    # Of another namespace, which says nothing of the other's.
+    two = pins.pin(second, 30, 0, "same", CacheIdentity("shared"), "two")
+    assert (pins.leases("one"), pins.leases("two"), pins.leases("three"), pins.leases()) == (
+        [one],
+        [two],
+        [],
+        [two, one],
+    )
+    assert pins.unpin("same", "three") == 0
+    assert pins.unpin("same", "two") == 1
+    assert (pins.leases(), pins.num_blocks) == ([one], 3)
+    again = pins.pin(second, 30, 0, "same", CacheIdentity("shared"), "two")
+    with pytest.raises(AlreadyExists):
+        pins.pin(second, 30, 0, "same", CacheIdentity("elsewhere"), "two")
+    assert pins.leases() == [again, one]
+    # Whoever sees all ends all of the id.
+    assert pins.unpin("same") == 4
+    assert (len(pins), pins.num_blocks, pool.num_active) == (0, 0, 0)
