@@ -21,10 +21,6 @@ class Tier(IntEnum):
     HOST = 2
 
 
-# A digest may be in the tables of both tiers.
-Key = tuple[Tier, bytes]
-
-
 OptionalNames = Sequence[tuple[str, str] | None] | None
 
 
@@ -46,7 +42,7 @@ class Stored(NamedTuple):
     tokens: bytes
     # On the device: tokens and parents alone identify the blocks, as none has media.
     text: bool = True
-    # On the device: the first of the blocks, and no other, begins a chain; its parent is the chain's root.
+    # The first of the blocks, and no other, begins a chain; its parent is the chain's root.
     first: bool = False
     # Namespace and adapter of each, None where it has neither; None where that is so of every block.
     names: OptionalNames = None

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone
 from pagekv.kvmanager.kvcache.events.batch import Diff, OptionalNames, Removed, Stored, Tier
-from pagekv.kvmanager.kvcache.events.subscription import Snapshot, TableWatch, take_snapshot
+from pagekv.kvmanager.kvcache.events.subscription import Snapshot, TableWatch, host_block, take_snapshot
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTable
 
@@ -124,7 +124,7 @@ class TableLog:
     def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None = None) -> None:
         """A block entered the host's table. Unlike on the device, its parent may be missing."""
         if self.watched:
-            self._pending.store(Stored(Tier.HOST, [digest], [parent], tokens.tobytes(), names=[names]))
+            self._pending.store(host_block(digest, parent, tokens, names))
 
     def host_removed(self, digest: bytes) -> None:
         """A block was evicted from the host pool."""

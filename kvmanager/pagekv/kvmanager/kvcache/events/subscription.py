@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.common.errors import FellBehind
+from pagekv.kvmanager.kvcache.block_hash import Root
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import PrefixTable, TableColumns
+from pagekv.kvmanager.kvcache.prefix_table import Names, PrefixTable, TableColumns
 
 # Changes that a reader may leave unread, including changes that cancel out: some tens of megabytes.
 MAX_UNREAD = 131_072
@@ -125,7 +127,16 @@ def _parents_first(columns: TableColumns) -> Snapshot:
 
 def _host_blocks(host: HostPool) -> Snapshot:
     entries, tokens, names = host.columns()
-    return (
-        Stored(Tier.HOST, [digest], [parent], tokens[block].tobytes(), names=[names.get(block)])
-        for block, digest, parent in entries
+    return (host_block(digest, parent, tokens[block], names.get(block)) for block, digest, parent in entries)
+
+
+def host_block(digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None) -> Stored:
+    """A block of the host pool with these tokens, [block_size]; `names` as in `PrefixTable.names`."""
+    return Stored(
+        Tier.HOST,
+        [digest],
+        [parent],
+        tokens.tobytes(),
+        first=isinstance(parent, Root),
+        names=[names] if names is not None else None,
     )

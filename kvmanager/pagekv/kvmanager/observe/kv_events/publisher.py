@@ -27,8 +27,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.observe.kv_events.vllm_format import BEGINNING, Events, ExtraKeys, KvEventFormat, pack
-from pagekv.kvmanager.scheduling.sequence import LiveRequest
+from pagekv.kvmanager.observe.kv_events.vllm_format import BEGINNING, Events, KvEventFormat, MediaKeysOf, pack
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 log = Log(__name__)
@@ -60,8 +59,8 @@ class KvEventPublisher(Observer):
     def __init__(self, endpoint: str, replay_endpoint: str = "", clock: Callable[[], float] = time.time) -> None:
         """Endpoints as the flags have them; no replays with an empty one. `clock` gives seconds since 1970."""
         self._clock = clock
-        self._extra_keys = ExtraKeys()
-        self._format = KvEventFormat(self._extra_keys)
+        self._media = MediaKeysOf()
+        self._format = KvEventFormat(self._media)
         self._block_size = 0
         self._numbers = itertools.count()
         # Number and bytes of the batches that can be replayed, oldest first.
@@ -79,14 +78,11 @@ class KvEventPublisher(Observer):
     def attached(self, model: EngineInfo, epoch: int) -> None:
         self._block_size = model.block_size
 
-    def submitted(self, request: LiveRequest) -> None:
-        self._extra_keys.note_request(request.root, request.command.identity)
-
     def planned(self, plan: StepPlan) -> None:
         for new in plan.new:
             identity = new.sequence.request.command.identity
             if identity.media:
-                self._extra_keys.note_media(new.sequence.digests, self._block_size, identity)
+                self._media.note(new.sequence.digests, self._block_size, identity)
 
     # -- sockets
 

@@ -14,16 +14,16 @@ GPU for the device's pool, whatever the device is, and CPU for the host's, becau
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from itertools import chain, pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import chain, pairwise, repeat
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
 
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, CacheIdentity, MediaKeys, media_keys, short_hashes
-from pagekv.kvmanager.kvcache.events.batch import Diff, Key, Stored, Tier, join
+from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
 
 # Tokens in one batch at most, so that no batch takes the event loop for long or exceeds some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384
@@ -33,10 +33,8 @@ _GROUP = 0
 _KIND = "full_attention"
 _RANK = 0
 _CLEARED: bytes = msgpack.packb({"type": "AllBlocksCleared"})
-# Chain roots, and blocks with media, that are remembered: some megabytes.
-MAX_ROOTS = 65_536
+# Blocks with media that are remembered: some megabytes.
 MAX_MEDIA_BLOCKS = 65_536
-_Known = TypeVar("_Known")
 
 
 class BlockExtraKeys(NamedTuple):
@@ -59,67 +57,34 @@ class BlockExtraKeys(NamedTuple):
         return keys or None
 
 
-_NOBODYS = "", ""
 # Blocks with no extra keys; always this object.
 PLAIN = BlockExtraKeys()
 
 
-class ExtraKeys:
-    """Namespace, adapter and media of the blocks in the tables, from the requests that come and the tables' changes
-    that are read.
-
-    A block is known by its digest, which covers the extra keys without naming them. Requests bring extra keys, and a
-    block has its parent's: at every step boundary the parent of a block that enters the device's table is there, and
-    blocks of the host pool have been on the device. Blocks of no namespace, adapter and media cost nothing.
+class MediaKeysOf:
+    """Media of the latest blocks that overlap any, from the requests that come. A block is known by its digest, which
+    covers its media without naming them. Blocks without media cost nothing.
     """
 
     def __init__(self) -> None:
-        self._roots: OrderedDict[bytes, tuple[str, str]] = OrderedDict()
         self._media: OrderedDict[bytes, MediaKeys] = OrderedDict()
-        # Namespace and adapter of the blocks in the tables that have any.
-        self._of: dict[Key, tuple[str, str]] = {}
 
-    def note_request(self, root: bytes, identity: CacheIdentity) -> None:
-        """Notes a request whose chains begin with the digest `root`."""
-        _remember(self._roots, root, (identity.namespace, identity.adapter_id), MAX_ROOTS)
-
-    def note_media(self, digests: Sequence[bytes], block_size: int, identity: CacheIdentity) -> None:
+    def note(self, digests: Sequence[bytes], block_size: int, identity: CacheIdentity) -> None:
         """Notes the full blocks of a sequence that carries media."""
         for index, digest in enumerate(digests):
             keys = media_keys(identity.media, index * block_size, (index + 1) * block_size)
             if keys:
-                _remember(self._media, digest, keys, MAX_MEDIA_BLOCKS)
+                self._media[digest] = keys
+                self._media.move_to_end(digest)
+                if len(self._media) > MAX_MEDIA_BLOCKS:
+                    self._media.popitem(last=False)
 
-    def stored(self, tier: Tier, digests: Sequence[bytes], parents: Sequence[bytes]) -> list[BlockExtraKeys]:
-        """Extra keys of blocks that entered a table; on the device parents come first."""
-        if not self._of and not self._media and self._roots.keys().isdisjoint(parents):
-            return [PLAIN] * len(digests)
-        return [self._stored((tier, digest), parent) for digest, parent in zip(digests, parents, strict=True)]
+    def __bool__(self) -> bool:
+        return bool(self._media)
 
-    def _stored(self, key: Key, parent: bytes) -> BlockExtraKeys:
-        root, of = self._roots.get(parent), self._of
-        whose = root or of.get((Tier.DEVICE, parent)) or of.get((Tier.HOST, parent)) or _NOBODYS
-        if whose != _NOBODYS:
-            of[key] = whose
-        keys = BlockExtraKeys(*whose, root is not None, tuple(self._media.get(key[1], ())))
-        return PLAIN if keys == PLAIN else keys
-
-    def removed(self, tier: Tier, digests: Iterable[bytes]) -> None:
-        """Removes blocks that left a table; to be called after `stored` of the same batch."""
-        if self._of:
-            for digest in digests:
-                self._of.pop((tier, digest), None)
-
-    def cleared(self) -> None:
-        """Removes all blocks: both tables are empty."""
-        self._of.clear()
-
-
-def _remember(known: OrderedDict[bytes, _Known], key: bytes, value: _Known, most: int) -> None:
-    known[key] = value
-    known.move_to_end(key)
-    if len(known) > most:
-        known.popitem(last=False)
+    def get(self, digest: bytes) -> MediaKeys:
+        """Where each medium of a block starts in it, and the medium's digest."""
+        return self._media.get(digest, [])
 
 
 class Events(NamedTuple):
@@ -136,8 +101,8 @@ BEGINNING = Events(1, _CLEARED)
 class KvEventFormat:
     """Turns changes into batches of packed events."""
 
-    def __init__(self, extra_keys: ExtraKeys) -> None:
-        self._known = extra_keys
+    def __init__(self, media: MediaKeysOf) -> None:
+        self._media = media
 
     def snapshot(self, found: Sequence[Stored]) -> Iterator[Events]:
         """Batches that store these blocks, those of a tier in this order."""
@@ -145,9 +110,11 @@ class KvEventFormat:
             of_tier = [stored for stored in found if stored.tier is tier]
             if of_tier:
                 blocks = join(of_tier)
+                # Where chains begin, which one of the joined blocks alone could not say.
+                firsts = [stored.first and not place for stored in of_tier for place in range(len(stored.digests))]
                 most = max(1, MAX_BATCH_TOKENS * TOKEN_BYTES * len(blocks.digests) // len(blocks.tokens))
                 for start in range(0, len(blocks.digests), most):
-                    yield self._stored(blocks.cut(start, start + most))
+                    yield self._stored(blocks.cut(start, start + most), firsts[start : start + most])
 
     def changed(self, diff: Diff) -> Iterator[Events]:
         """Batches that turn the tables of one step boundary into those of the next. Removals come first: readers that
@@ -155,7 +122,6 @@ class KvEventFormat:
         """
         count, packed = 0, bytearray()
         if diff.cleared:
-            self._known.cleared()
             count, packed = 1, packed + _CLEARED
         for tier in Tier if diff.removed else ():
             gone = [*chain.from_iterable(removed.digests for removed in diff.removed if removed.tier is tier)]
@@ -168,16 +134,16 @@ class KvEventFormat:
             count = 0
         if count:
             yield Events(count, packed)
-        for tier, digests in diff.removed:
-            self._known.removed(tier, digests)
 
-    def _stored(self, blocks: Stored) -> Events:
-        """Events that store these blocks; a run of blocks, each the parent of the next, is one event."""
+    def _stored(self, blocks: Stored, firsts: Sequence[bool]) -> Events:
+        """Events that store these blocks, of which some begin a chain; a run of blocks, each the parent of the next, is
+        one event.
+        """
         tier, digests, parents = blocks.tier, blocks.digests, blocks.parents
         count = len(digests)
         ids = np.frombuffer(blocks.tokens, np.uint32).reshape(count, -1)
         size = ids.shape[1]
-        names = self._known.stored(tier, digests, parents)
+        names = self._extra_keys(blocks, firsts)
         hashes, before = short_hashes(digests), short_hashes(parents)
         single, fields = _single(tier, size)
         singles = bytearray(single) * count
@@ -199,6 +165,15 @@ class KvEventFormat:
                 here = hashes[begin:end].tolist(), None if names[begin].first else int(before[begin])
                 packed.append(_pack_stored(tier, *here, ids[begin:end].ravel().tolist(), size, names[begin:end]))
         return Events(len(packed), b"".join(packed))
+
+    def _extra_keys(self, blocks: Stored, firsts: Sequence[bool]) -> list[BlockExtraKeys]:
+        if blocks.names is None and not self._media and not any(firsts):
+            return [PLAIN] * len(firsts)
+        found = []
+        for digest, names, first in zip(blocks.digests, blocks.names or repeat(None), firsts, strict=False):
+            keys = BlockExtraKeys(*(names or ("", "")), first, tuple(self._media.get(digest)))
+            found.append(PLAIN if keys == PLAIN else keys)
+        return found
 
 
 def _pack_stored(

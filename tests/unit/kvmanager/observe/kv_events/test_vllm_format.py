@@ -22,26 +22,30 @@ from pagekv.kvmanager.kvcache.block_hash import (
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.kvcache.events.subscription import take_snapshot
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import Pins
-from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, ExtraKeys, KvEventFormat, pack
+from pagekv.kvmanager.observe.kv_events import vllm_format
+from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, MediaKeysOf, pack
 
 ROOT = root_digest("model", "", "")
 SIZE = 4
 
 
-def made(**roots: CacheIdentity) -> tuple[KvEventFormat, ExtraKeys]:
-    identities = ExtraKeys()
-    identities.note_request(ROOT, CacheIdentity())
-    return KvEventFormat(identities), identities
-
-
-def chain(diff: Diff, root: bytes, prompt: list[int], tier: Tier = Tier.DEVICE, first: int = 0) -> list[bytes]:
+def chain(
+    diff: Diff,
+    root: bytes,
+    prompt: list[int],
+    tier: Tier = Tier.DEVICE,
+    first: int = 0,
+    names: tuple[str, str] | None = None,
+) -> list[bytes]:
     """Stores the prompt's full blocks from block `first` on; returns the digests of all."""
     digests = chain_digests(root, token_bytes(prompt), SIZE)
     for index in range(first, len(digests)):
         tokens = token_bytes(prompt[index * SIZE : (index + 1) * SIZE])
-        diff.store(Stored(tier, [digests[index]], [digests[index - 1] if index else root], tokens))
+        parent, named = digests[index - 1] if index else root, [names] if names is not None else None
+        diff.store(Stored(tier, [digests[index]], [parent], tokens, first=not index, names=named))
     return digests
 
 
@@ -50,7 +54,7 @@ def decoded(batches: Iterable[Events]) -> list[BlockStored | BlockRemoved | AllB
 
 
 def test_a_batch_is_packed_as_vllm_packs_it() -> None:
-    form, _ = made()
+    form = KvEventFormat(MediaKeysOf())
     diff = Diff()
     hashes = list(map(short_hash, chain(diff, ROOT, [1, 2, 3, 4, 5, 6, 7, 2**32 - 1])))
     (events,) = form.changed(diff)
@@ -64,7 +68,7 @@ def test_a_batch_is_packed_as_vllm_packs_it() -> None:
 
 
 def test_blocks_that_follow_one_another_are_one_event() -> None:
-    form, _ = made()
+    form = KvEventFormat(MediaKeysOf())
     diff = Diff()
     known = list(map(short_hash, chain(diff, ROOT, [1] * 8)))
     other = list(map(short_hash, chain(diff, ROOT, [*[1] * 4, *[2] * 8], first=1)))
@@ -81,7 +85,7 @@ def test_blocks_that_follow_one_another_are_one_event() -> None:
 
 def test_events_of_single_blocks_are_like_all_others() -> None:
     """Single blocks are packed all together, with numbers of every size."""
-    form, _ = made()
+    form = KvEventFormat(MediaKeysOf())
     diff = Diff()
     known = chain(diff, ROOT, [1] * 4)
     assert len(decoded(form.changed(diff))) == 1
@@ -100,7 +104,7 @@ def test_events_of_single_blocks_are_like_all_others() -> None:
 
 def test_removals_come_first_and_name_the_medium() -> None:
     """A reader that knows hashes only keeps a block that moved from one tier to the other."""
-    form, _ = made()
+    form = KvEventFormat(MediaKeysOf())
     diff = Diff()
     digests = chain(diff, ROOT, [1] * 12)
     assert len(decoded(form.changed(diff))) == 1
@@ -118,7 +122,7 @@ def test_removals_come_first_and_name_the_medium() -> None:
 
 
 def test_large_changes_come_in_batches_of_bounded_size() -> None:
-    form, _ = made()
+    form = KvEventFormat(MediaKeysOf())
     diff = Diff()
     digests = chain(diff, ROOT, [7] * (2 * MAX_BATCH_TOKENS + 8))
     batches = list(form.changed(diff))
@@ -135,21 +139,21 @@ def test_large_changes_come_in_batches_of_bounded_size() -> None:
 
 def test_adapter_namespace_and_media_are_named_as_vllm_names_them() -> None:
     """Adapter and namespace reach blocks that follow later, the namespace is named where the chain begins only."""
-    form, identities = made()
+    media = MediaKeysOf()
+    form = KvEventFormat(media)
     identity = CacheIdentity("tenant", "lora", (MediaSpan(5, 4, "cafe"),))
-    root = root_digest("model", "tenant", "lora")
-    identities.note_request(root, identity)
+    root, names = root_digest("model", "tenant", "lora"), ("tenant", "lora")
     diff = Diff()
-    digests = chain(diff, root, [1] * 12)
-    identities.note_media(digests, SIZE, identity)
+    digests = chain(diff, root, [1] * 12, names=names)
+    media.note(digests, SIZE, identity)
     (stored,) = decoded(form.changed(diff))
     assert isinstance(stored, BlockStored)
     assert (stored.lora_name, stored.lora_id, stored.parent_block_hash) == ("lora", None, None)
     assert stored.extra_keys == [("lora", "tenant"), ("lora", ["cafe", 1]), ("lora", ["cafe", -3])]
     later = Diff()
-    chain(later, root, [1] * 16, first=3)
+    chain(later, root, [1] * 16, first=3, names=names)
     later.remove(Removed(Tier.DEVICE, digests))
-    chain(later, root, [1] * 16, Tier.HOST, first=3)
+    chain(later, root, [1] * 16, Tier.HOST, first=3, names=names)
     found = decoded(form.changed(later))[1:]
     named = [(event.lora_name, event.extra_keys) for event in found if isinstance(event, BlockStored)]
     assert len(found) == 2
@@ -159,7 +163,17 @@ def test_adapter_namespace_and_media_are_named_as_vllm_names_them() -> None:
     (stored,) = decoded(form.changed(plain))
     assert isinstance(stored, BlockStored)
     assert (stored.lora_name, stored.extra_keys) == (None, [None])
-    assert set(identities._of) == {(tier, chain_digests(root, token_bytes([1] * 16), SIZE)[3]) for tier in Tier}
+
+
+def test_blocks_with_media_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_format, "MAX_MEDIA_BLOCKS", 2)
+    media, identity = MediaKeysOf(), CacheIdentity(media=(MediaSpan(5, 4, "cafe"),))
+    assert not media
+    media.note([b"none", b"first", b"second"], SIZE, identity)
+    media.note([b"none", b"third"], SIZE, identity)
+    assert [media.get(name) for name in (b"none", b"first", b"second", b"third")] == [
+        [], [], [(-3, "cafe")], [(1, "cafe")],
+    ]  # fmt: skip  # laid out as a table
 
 
 def short(table: Table, roots: Set[bytes]) -> dict[int, tuple[int | None, list[int]]]:
@@ -176,7 +190,7 @@ class PublishedDriver(Driver):
         if not hasattr(self, "log"):
             self.log = TableLog(Clock())
             self.watch = self.log.watch()
-            self.form, self.identities = made()
+            self.form = KvEventFormat(MediaKeysOf())
             self.replica = EventReplica()
         super()._new_pool(num_blocks)
         self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
@@ -187,8 +201,6 @@ class PublishedDriver(Driver):
     def check(self) -> None:
         super().check()
         self.log.step_boundary(len(self.plans))
-        for request in self.requests:
-            self.identities.note_request(request.root, request.command.identity)
         for events in self.form.changed(self.watch.take_unread()):
             self.replica.apply(decode(pack(0.0, events)))
         roots = {request.root for request in self.requests}
@@ -225,3 +237,9 @@ def test_a_strict_reader_holds_both_tables_and_knows_whose_each_block_is(seed: i
     for block_hash in firsts:
         keys = [key for key in (whose[block_hash].adapter_id, whose[block_hash].namespace) if key]
         assert driver.replica.names[block_hash][1] == (tuple(keys) or None)
+    # A snapshot alone says as much, to a publisher that saw none of the requests.
+    late = EventReplica()
+    for events in KvEventFormat(MediaKeysOf()).snapshot([*take_snapshot(driver.pool.table, driver.host)]):
+        late.apply(decode(pack(0.0, events)))
+    assert late.blocks == driver.replica.blocks
+    assert late.names == {name: driver.replica.names[name] for blocks in late.blocks.values() for name in blocks}
