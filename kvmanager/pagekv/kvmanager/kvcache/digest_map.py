@@ -1,4 +1,4 @@
-"""Which block has which digest, in both directions, and the digests of blocks that have just left the prefix table.
+"""Digests by block and blocks by digest, those of blocks that have just left the prefix table among them.
 
 A long prompt can evict a block for each of its own in one step. To clear a digest takes a third of a microsecond, most
 of it waiting for memory, so for 62,500 blocks everything else would wait for tens of milliseconds. Such blocks are

@@ -149,7 +149,7 @@ class EvictionOrder:
         self.depth = protected_depth(self.capacity)
         self._probation = FreeQueue(num_blocks)
         self._protected = FreeQueue(self.capacity, self._probation)
-        # Which queue a free block is in, and which one a held block will join.
+        # Whether a free block is in the protected queue, and whether a held one will join it.
         self._proven = np.zeros(num_blocks, np.bool_)
 
     def __len__(self) -> int:

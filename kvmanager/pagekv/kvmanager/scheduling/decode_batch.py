@@ -248,7 +248,7 @@ class DecodeBatch:
     def check_stop(
         self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
     ) -> dict[int, Ending]:
-        """Which rows end with the token they just got, and why, by position in `rows`: with their last token,
+        """The rows that end with the token they just got, and why, by position in `rows`: with their last token,
         end-of-sequence, or a stop token of their own. `known`: how many tokens each has now.
         """
         full = known > self.last_input[self.span(rows)]

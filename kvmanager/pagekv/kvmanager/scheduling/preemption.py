@@ -1,4 +1,4 @@
-"""Which sequences give their blocks back when there are none left, and how.
+"""The sequences that give their blocks back when there are none left, and how.
 
 The victim is the last of the running order, never one before the sequence in need. Where there are several tenants it
 is the last of the one that holds most for its weight, and a tenant that holds less takes from it, whatever came first.

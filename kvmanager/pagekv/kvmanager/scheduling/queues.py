@@ -28,7 +28,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         # By a tenant's number; none is empty.
         self._orders: dict[int, list[Seq]] = {}
-        # Which tenant is next.
+        # Says which tenant is next.
         self.served = VirtualTokens()
         # By tenant; and those tenants whose next request would be above theirs.
         self.caps: dict[int, Cap] = {}

@@ -20,7 +20,7 @@ NOBODY = np.empty(0, np.intp)
 
 
 class CopyKind(Enum):
-    """Which pools a copy of a whole block connects."""
+    """The pools that a copy of a whole block connects."""
 
     COPY = "copy"  # device to device
     SWAP_OUT = "swap_out"  # device to host

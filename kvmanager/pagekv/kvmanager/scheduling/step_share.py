@@ -1,4 +1,4 @@
-"""Which sequences decode in a step that has a bound, and which are passed over and keep their turn for a later one.
+"""The sequences that decode in a step that has a bound; others are passed over, and keep their turn for a later one.
 
 Decodes have the whole step, half of it where a prompt may come too, and a sixteenth where that prompt is a newcomer's
 (`VirtualTokens.greet`), half of them at most. Tenants have it by weight.

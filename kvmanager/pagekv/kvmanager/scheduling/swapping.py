@@ -6,8 +6,8 @@ by block: device hit, else host hit, else recompute. Blocks evicted from the dev
 Every copy is one `BlockCopy`, in the order decided, ahead of all computing of its step. Steps are ordered too, so a
 device block can be given away as soon as its copy is listed, and a host block likewise.
 
-Swapping costs copies, out now and in again later; recomputing costs a prefill of the same tokens. Which is less depends
-on block size, length and machine (PagedAttention, section 7.3), so `auto` asks for every victim.
+Swapping costs copies, out now and in again later; recomputing costs a prefill of the same tokens. The lesser one
+depends on block size, length and machine (PagedAttention, section 7.3), so `auto` asks for every victim.
 """
 
 from __future__ import annotations
