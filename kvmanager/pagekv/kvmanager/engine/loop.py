@@ -11,7 +11,6 @@ import asyncio
 import math
 import os
 import socket
-import time
 import uuid
 from collections.abc import Callable
 from operator import attrgetter
@@ -34,7 +33,7 @@ from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
 from pagekv.kvmanager.engine.request_ends import RequestEnds
-from pagekv.kvmanager.engine.sizing import size_limits, size_model, wanted_model_len
+from pagekv.kvmanager.engine.sizing import make_pools, size_limits, size_model, wanted_model_len
 from pagekv.kvmanager.engine.snapshots import EngineSnapshots
 from pagekv.kvmanager.engine.state import EngineState, draining
 from pagekv.kvmanager.engine.statistics import EngineStatistics
@@ -43,9 +42,6 @@ from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.engine.tenant_books import TenantBooks
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
-from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
@@ -155,11 +151,8 @@ class EngineLoop:
                 failed=attached.failed_graphs,
             )
         limits = size_limits(description, config, model)
+        pool, host = make_pools(model, config, self._state.cache.log)
         self._fail_misfits(model, limits.max_running)
-        order = EvictionOrder(model.num_device_blocks, config.eviction_policy, config.protected_share)
-        clock = time.monotonic if config.block_ages else None
-        pool = BlockPool(model.num_device_blocks, config.block_size, order, self._state.cache.log, clock)
-        host = HostPool(model.num_host_blocks, config.block_size, self._state.cache.log)
         self._in_flight.begin_epoch(model.vocab_size)
         self._pace.begin_epoch(limits.max_batch_tokens)
         if state.scheduler is None:

@@ -1,7 +1,10 @@
-"""Sizes of pools, context and scheduler limits: the executor's model within the limits that the flags set."""
+"""Sizes of pools, context and scheduler limits: the executor's model within the limits that the flags set; and the
+pools of these sizes.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,11 +13,18 @@ from pagekv.kvmanager.engine.description import served_fingerprint
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.features import HOST_POOL, feature_names
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.step_bytes import IdBytes, id_bytes
 
 if TYPE_CHECKING:
     from pagekv.steps.v1.executor_service_pb2 import DescribeResponse
+
+# Blocks of a pool: columns have their ids as int32.
+MAX_BLOCKS = 2**31 - 1
 
 
 def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInfo:
@@ -22,7 +32,7 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
     ask for more than there is. The context may be longer than the pool holds: `capacity` then refuses requests, naming
     the pool.
     """
-    fitting = description.device_kv_bytes // description.bytes_per_block
+    fitting = min(MAX_BLOCKS, description.device_kv_bytes // description.bytes_per_block)
     num_blocks = config.num_device_blocks or fitting
     if num_blocks > fitting:
         raise AttachRefused(
@@ -60,7 +70,7 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
 def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int:
     """Raises AttachRefused when the flags ask for more than there is."""
     allowed = description.host_kv_bytes if HOST_POOL in feature_names(description.features) else 0
-    fitting = allowed // description.bytes_per_block
+    fitting = min(MAX_BLOCKS, allowed // description.bytes_per_block)
     if config.num_host_blocks > fitting:
         raise AttachRefused(
             f"--num-host-blocks {config.num_host_blocks} needs {config.num_host_blocks * description.bytes_per_block} "
@@ -99,3 +109,19 @@ def size_limits(description: DescribeResponse, config: EngineConfig, model: Engi
         swap=swap,
         id_bytes=_id_bytes(description, model.num_device_blocks, model.num_host_blocks),
     )
+
+
+def make_pools(model: EngineInfo, config: EngineConfig, log: TableLog) -> tuple[BlockPool, HostPool]:
+    """Empty pools of the model's sizes, whose changes go to `log`. Raises AttachRefused where this process has not the
+    memory to keep so many blocks in mind.
+    """
+    device_blocks, host_blocks, size = model.num_device_blocks, model.num_host_blocks, config.block_size
+    clock = time.monotonic if config.block_ages else None
+    try:
+        order = EvictionOrder(device_blocks, config.eviction_policy, config.protected_share)
+        return BlockPool(device_blocks, size, order, log, clock), HostPool(host_blocks, size, log)
+    except MemoryError as error:
+        raise AttachRefused(
+            f"pools of {device_blocks} and {host_blocks} blocks do not fit into the manager's memory: fewer with "
+            "--num-device-blocks and --num-host-blocks, or larger ones with --block-size"
+        ) from error

@@ -10,9 +10,11 @@ import pytest
 from support.engine.engine_harness import Bench, Link, command, config, described, expect, read, run, until
 
 from pagekv.kvmanager.engine import loop as engine_loop
+from pagekv.kvmanager.engine import sizing
 from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -100,3 +102,37 @@ def test_the_first_executor_must_go_with_the_flags(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
     with pytest.raises(AttachRefused, match="at most 64 blocks"):
         asyncio.run(EngineLoop(config(num_device_blocks=65)).run())
+
+
+def test_no_pool_has_more_blocks_than_a_step_can_name() -> None:
+    """Bounds of single fields leave room for 2**62 blocks of one byte."""
+    swap = replace(config().limits, swap=SwapPolicy("swap"))
+    model = size_model(described(device_kv_bytes=2**62, host_kv_bytes=2**62), config(limits=swap, num_device_blocks=0))
+    assert (model.num_device_blocks, model.num_host_blocks) == (2**31 - 1, 2**31 - 1)
+
+
+def _full(*_: object) -> None:
+    raise MemoryError
+
+
+def test_pools_that_the_managers_memory_does_not_hold_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
+    monkeypatch.setattr(sizing, "HostPool", _full)
+    words = "pools of 9 and 0 blocks do not fit into the manager's memory: fewer with --num-device-blocks"
+    with pytest.raises(AttachRefused, match=words):
+        asyncio.run(EngineLoop(config(num_device_blocks=9)).run())
+
+
+def test_an_executor_that_comes_back_with_too_many_blocks_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        monkeypatch.setattr(sizing, "HostPool", _full)
+        assert bench.link is not None
+        bench.link.lose()
+        await until(lambda: not engine.statistics.stats().executor_attached)
+        await asyncio.sleep(0.1)
+        monkeypatch.setattr(sizing, "HostPool", HostPool)
+        stream = engine.submit(command("a", [1, 2, 3]))
+        assert await read(stream) == expect([1, 2, 3])
+
+    run(monkeypatch, body)
