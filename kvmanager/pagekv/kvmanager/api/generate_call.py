@@ -64,9 +64,14 @@ class GenerateCall:
         self._open = set(range(self._command.n))
         while self._open and (deltas := await stream.take(at_ends=self._at_ends)):
             for delta in deltas:
-                if delta.index in self._open:  # else tokens behind a stop string
-                    for message in self._messages(delta):
+                # A reader that was slow may find hundreds of thousands of tokens.
+                for part in delta.parts():
+                    if delta.index not in self._open:
+                        break  # tokens behind a stop string
+                    for message in self._messages(part):
                         await write(self._serialise(message))
+                    if part is not delta:
+                        await asyncio.sleep(0)
 
     def _messages(self, delta: SequenceDelta) -> Iterator[pb.GenerateResponse]:
         """The messages that report a delta. Each is made after the one before it is written: the last may be large."""

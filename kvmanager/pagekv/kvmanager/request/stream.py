@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.wakeups import Wakeups
 
-# Tokens of a sequence that wake a reader who waits for its end: to make text of them takes a millisecond.
+# Tokens of a sequence that are made text of at once, which takes a millisecond; so many wake a reader who waits for its
+# end.
 MOST_AT_ONCE = 256
 
 
@@ -28,6 +29,18 @@ class SequenceDelta:
     stop_token_id: int | None = None
     # Sum over all tokens of the sequence; set by beam search alone, with the finish.
     cumulative_logprob: float | None = None
+
+    def parts(self) -> Iterable[SequenceDelta]:
+        """The same news in order, at most MOST_AT_ONCE tokens at a time; how the sequence ended comes with the last."""
+        return (self,) if len(self.token_ids) <= MOST_AT_ONCE else self._cut()
+
+    def _cut(self) -> Iterator[SequenceDelta]:
+        for start in range(0, len(self.token_ids), MOST_AT_ONCE):
+            here = slice(start, start + MOST_AT_ONCE)
+            part = replace(self, token_ids=self.token_ids[here], logprobs=self.logprobs[here])
+            if here.stop < len(self.token_ids):
+                part.finish = part.stop_token_id = part.cumulative_logprob = None
+            yield part
 
 
 class RequestStream:

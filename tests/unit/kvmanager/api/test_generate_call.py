@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import grpc
 import pytest
 from support.engine.inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
 from support.event_loop import until
 
+from pagekv.kvmanager.api.output_processor import OutputProcessor, TextDelta
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import SequenceDelta
@@ -72,6 +74,55 @@ def test_a_slow_reader_gets_its_tokens_in_one_chunk() -> None:
         chunks = await call.rest()
         assert len(chunks) == 2
         assert list(chunks[0].chunk.token_ids) == [50] * 20 + [51]
+
+    run(body)
+
+
+@pytest.mark.parametrize("only_complete", [False, True])
+def test_the_event_loop_turns_while_text_is_made_of_what_a_slow_reader_left(
+    only_complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """40,000 tokens with 16 stop strings would take a third of a second, in which no step is planned."""
+    turns, seen = 0, list[tuple[int, int]]()
+    take = OutputProcessor.take
+
+    def noting(self: OutputProcessor, delta: SequenceDelta) -> TextDelta:
+        seen.append((len(delta.token_ids), turns))
+        return take(self, delta)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def body(h: Harness) -> None:
+        monkeypatch.setattr(OutputProcessor, "take", noting)
+        call = await h.start(request(params={"stop": ["never"]}, only_complete=only_complete))
+        counting = asyncio.create_task(count())
+        h.engine.push("r", *[50] * 1000, finish=FinishReason.LENGTH)
+        messages = await call.rest()
+        counting.cancel()
+        assert [tokens for tokens, _ in seen] == [256, 256, 256, 232]
+        assert all(later > earlier for (_, earlier), (_, later) in pairwise(seen))
+        assert [len(message.chunk.token_ids) for message in messages[:-1]] == (
+            [] if only_complete else [256, 256, 256, 232]
+        )
+        assert list(messages[-1].complete.token_ids) == [50] * 1000
+        assert messages[-1].complete.finish_reason == LENGTH
+
+    run(body)
+
+
+def test_a_stop_string_in_what_a_slow_reader_left_ends_the_sequence_there() -> None:
+    async def body(h: Harness) -> None:
+        call = await h.start(request(params={"stop": ["🙂"]}))
+        tokens = [50] * 300 + bytes_of("🙂") + [50] * 300
+        h.engine.push("r", *tokens, finish=FinishReason.LENGTH)
+        *chunks, last = await call.rest()
+        assert [token for message in chunks for token in message.chunk.token_ids] == tokens[:304]
+        assert (last.complete.finish_reason, last.complete.stop_string) == (STOP, "🙂")
+        assert len(last.complete.token_ids) == 304
 
     run(body)
 

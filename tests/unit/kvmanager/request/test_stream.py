@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 import pytest
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import MOST_AT_ONCE, RequestStream, SequenceDelta
 from pagekv.kvmanager.request.wakeups import Wakeups
 
@@ -133,3 +133,20 @@ def test_a_reader_of_whole_answers_is_woken_at_ends_alone() -> None:
             await stream.take(at_ends=True)
 
     run(body())
+
+
+def test_many_tokens_come_in_parts_and_the_end_with_the_last() -> None:
+    count = 2 * MOST_AT_ONCE + 1
+    logprobs = PackedLogprobs(TokenLogprobs(token, -0.5) for token in range(count))
+    delta = SequenceDelta(3, list(range(count)), logprobs, 7, 1, FinishReason.STOP, count - 1, -2.0)
+    parts = list(delta.parts())
+    assert [len(part.token_ids) for part in parts] == [MOST_AT_ONCE, MOST_AT_ONCE, 1]
+    assert [token for part in parts for token in part.token_ids] == delta.token_ids
+    assert [each.token_id for part in parts for each in part.logprobs] == delta.token_ids
+    assert {(part.index, part.cached_tokens, part.preemptions) for part in parts} == {(3, 7, 1)}
+    ends = [(part.finish, part.stop_token_id, part.cumulative_logprob) for part in parts]
+    assert ends == [(None, None, None)] * 2 + [(FinishReason.STOP, count - 1, -2.0)]
+    # As almost always.
+    few = SequenceDelta(0, [1] * MOST_AT_ONCE, finish=FinishReason.LENGTH)
+    (only,) = few.parts()
+    assert only is few
