@@ -54,7 +54,7 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         # Streams whose readers went away.
         self.left: list[RequestStream] = []
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
-        # Whose pins each call was about; None: everybody's.
+        # The tenant whose pins each call was about; None: everybody.
         self.pins_of: list[str | None] = []
         self.refusal: Exception | None = None
         # Of the tokens submitted, as every delta says.

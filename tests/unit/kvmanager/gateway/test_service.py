@@ -265,7 +265,7 @@ def test_the_tokenizer_travels_as_an_archive(tmp_path: Path) -> None:
 
 
 def test_the_archive_of_a_tokenizer_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever may generate may ask for it, as often as they like: it takes seconds of a core and megabytes."""
+    """Callers that may generate may ask for it as often as they like: it takes seconds of a core and megabytes."""
     made: list[Path] = []
 
     def noting(directory: Path) -> bytes:

@@ -230,6 +230,6 @@ def test_tenants_have_pins_of_the_same_id_and_know_only_their_own() -> None:
     with pytest.raises(AlreadyExists):
         pins.pin(second, 30, 0, "same", CacheIdentity("elsewhere"), "two")
     assert pins.leases() == [again, one]
-    # Whoever sees all ends all of the id.
+    # A caller that sees all ends all of the id.
     assert pins.unpin("same") == 4
     assert (len(pins), pins.num_blocks, pool.num_active) == (0, 0, 0)
