@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 from pagekv.kvmanager.api.output_processor import OutputProcessor, TextDelta
 from pagekv.kvmanager.api.served_model import Served
@@ -15,6 +16,10 @@ from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
+
+# Positions of log-probabilities that are put into a message between two turns of the event loop: with 20 likeliest each
+# takes some 20 microseconds.
+LOGPROBS_AT_ONCE = 64
 
 
 class GenerateCall:
@@ -58,7 +63,7 @@ class GenerateCall:
             await asyncio.sleep(0)
         ended = first.end_of_resumed(self._eos)
         if ended is not None:
-            await write(self._serialise(self._complete(SequenceDelta(0), first, ended)))
+            await write(self._serialise(await self._complete(SequenceDelta(0), first, ended)))
             return
         stream = self._stream = await self._engine.queue(self._command)
         self._open = set(range(self._command.n))
@@ -68,13 +73,12 @@ class GenerateCall:
                 for part in delta.parts():
                     if delta.index not in self._open:
                         break  # tokens behind a stop string
-                    for message in self._messages(part):
-                        await write(self._serialise(message))
+                    await self._report(part, write)
                     if part is not delta:
                         await asyncio.sleep(0)
 
-    def _messages(self, delta: SequenceDelta) -> Iterator[pb.GenerateResponse]:
-        """The messages that report a delta. Each is made after the one before it is written: the last may be large."""
+    async def _report(self, delta: SequenceDelta, write: Callable[[bytes], Awaitable[None]]) -> None:
+        """Writes the messages of a delta. Each is made after the one before it is written: the last may be large."""
         output = self._outputs[delta.index]
         news = output.take(delta)
         if news.finish is not None:
@@ -82,9 +86,9 @@ class GenerateCall:
             if delta.finish is None and self._stream is not None:
                 self._engine.finish_sequence(self._stream, delta.index)
         if (news.token_ids or news.text) and not self._only_complete:
-            yield self._chunk(delta, output, news)
+            await write(self._serialise(self._chunk(delta, output, news)))
         if news.finish is not None:
-            yield self._complete(delta, output, news)
+            await write(self._serialise(await self._complete(delta, output, news)))
 
     def close(self) -> None:
         """Aborts the request if the engine still generates for it. Idempotent."""
@@ -115,7 +119,7 @@ class GenerateCall:
         # The engine's prompt ends with resumed tokens, which may have been cached too.
         return min(delta.cached_tokens, self._prompt_tokens)
 
-    def _complete(self, delta: SequenceDelta, output: OutputProcessor, news: TextDelta) -> pb.GenerateResponse:
+    async def _complete(self, delta: SequenceDelta, output: OutputProcessor, news: TextDelta) -> pb.GenerateResponse:
         assert news.finish is not None
         complete = pb.GenerateComplete(
             index=delta.index,
@@ -135,7 +139,10 @@ class GenerateCall:
         response = pb.GenerateResponse(request_id=self._command.request_id, complete=complete)
         self._say_fingerprint(response)
         # Here and not above, so that they are not copied.
-        response.complete.logprobs.extend(map(_position_logprobs, output.logprobs))
+        left = iter(output.logprobs)
+        while some := list(islice(left, LOGPROBS_AT_ONCE)):
+            response.complete.logprobs.extend(map(_position_logprobs, some))
+            await asyncio.sleep(0)
         return response
 
     def _say_fingerprint(self, response: pb.GenerateResponse) -> None:

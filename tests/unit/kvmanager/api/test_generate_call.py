@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from itertools import pairwise
 
 import grpc
@@ -10,11 +11,13 @@ import pytest
 from support.engine.inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
 from support.event_loop import until
 
+from pagekv.kvmanager.api import generate_call
 from pagekv.kvmanager.api.output_processor import OutputProcessor, TextDelta
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.v1 import inference_service_pb2 as pb
+from pagekv.v1 import types_pb2
 
 
 def test_a_stream_of_chunks_and_its_end() -> None:
@@ -110,6 +113,35 @@ def test_the_event_loop_turns_while_text_is_made_of_what_a_slow_reader_left(
         )
         assert list(messages[-1].complete.token_ids) == [50] * 1000
         assert messages[-1].complete.finish_reason == LENGTH
+
+    run(body)
+
+
+def test_the_event_loop_turns_while_many_log_probabilities_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message has the log-probabilities of all tokens: of 4,000 tokens with 20 each a tenth of a second."""
+    turns, seen = 0, list[int]()
+    made = generate_call._position_logprobs
+
+    def noting(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+        seen.append(turns)
+        return made(logprobs)
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def body(h: Harness) -> None:
+        monkeypatch.setattr(generate_call, "_position_logprobs", noting)
+        call = await h.start(request(params={"logprobs": 1}, only_complete=True))
+        counting = asyncio.create_task(count())
+        logprobs = [TokenLogprobs(50, -0.5, ((50, -0.5),))] * 1000
+        h.engine.live["r"].push(SequenceDelta(0, [50] * 1000, logprobs, finish=FinishReason.LENGTH))
+        (last,) = await call.rest()
+        counting.cancel()
+        assert len(last.complete.logprobs) == 1000
+        assert max(Counter(seen).values()) == generate_call.LOGPROBS_AT_ONCE
 
     run(body)
 
