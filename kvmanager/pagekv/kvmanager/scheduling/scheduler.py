@@ -191,11 +191,6 @@ class Scheduler:
             served.newcomers, served.credit = frozenset(), 0.0
         self._visitors.see(running.keys() | self.waiting.tenants, served.newcomers)
 
-    def _step_bound(self) -> StepBound | None:
-        if self._bound is None or not self.competing:
-            return None
-        return self._bound.beside_visitors() if self._visitors else self._bound
-
     def _make_room(self) -> None:
         """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""
         refused = self._admission.refused
@@ -209,8 +204,11 @@ class Scheduler:
         """
         batch = self._running.batch
         rows = batch.decoding_rows()
-        bound = self._step_bound()
+        bound = self._bound if self.competing else None
         newcomer = None if bound is None else self._share.newcomer()
+        # With a newcomer's prompt the step is what somebody waits for.
+        if bound is not None and newcomer is None and self._visitors:
+            bound = bound.beside_visitors()
         if not len(rows):
             if bound is not None:
                 step.leave(bound.left_beside(0), newcomer=newcomer)

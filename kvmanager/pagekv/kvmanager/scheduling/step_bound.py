@@ -11,7 +11,7 @@ MIN_PARTS = 16
 @dataclass(frozen=True, slots=True)
 class StepBound:
     """The cost of a step at most, beside what every step costs; that of a decode; and that of a step at most while
-    there are visitors (`Visitors`). All in tokens of prompts.
+    there are visitors (`Visitors`), without a newcomer's prompt. All in tokens of prompts.
     """
 
     tokens: int

@@ -78,6 +78,19 @@ def test_steps_are_shorter_while_there_are_visitors() -> None:
     assert all(map(finished, flood))
 
 
+def test_a_prompt_of_a_newcomer_is_not_computed_in_shorter_steps() -> None:
+    driver = Driver(num_blocks=512, max_batch_tokens=64, max_running=32, depth=1)
+    for index in range(16):
+        driver.submit([index, 1], max_tokens=60, tenant=FLOOD)
+    driver.step()
+    driver.scheduler.set_bound(StepBound(32, 1.0, 4))
+    driver.submit([5] * 60, max_tokens=2, tenant=GUEST)
+    first = len(driver.plans)
+    driver.step()
+    driver.step()
+    assert [plan.num_tokens - plan.num_decodes for plan in driver.plans[first:]] == [30, 30]
+
+
 def test_equal_tenants_of_one_caller_each_are_no_visitors() -> None:
     driver = Driver(num_blocks=512, max_batch_tokens=64, max_running=32, depth=1)
     tenants = [Tenant(str(number), number) for number in range(1, 9)]
