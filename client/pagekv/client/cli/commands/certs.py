@@ -83,9 +83,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.print(f"wrote {', '.join(path.name for path in written)} in {directory}")
     for name, end in ends.items():
         terminal.print(f"  {name:8} valid until {end:%Y-%m-%d}")
-    terminal.print("start, each on its machine with its own files and ca.pem, and ask:")
-    for command in commands.values():
-        terminal.print(f"  {command}")
+    terminal.print("start both:")
+    terminal.print(f"  {shlex.join(['pagekv', 'up', '--certs', str(directory)])}")
+    terminal.print("or each by itself; on machines of their own with --listen, and the manager with --executor:")
+    for name in ("executor", "manager"):
+        terminal.print(f"  {commands[name]}")
+    terminal.print(f"and ask:\n  {commands['client']}")
     terminal.note("ca.key makes every caller known: keep it where no process of PageKV runs.")
     return 0
 

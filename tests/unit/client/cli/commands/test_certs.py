@@ -21,7 +21,8 @@ def test_files_and_commands_for_a_first_deployment(tmp_path: Path, capsys: pytes
     assert {path.name for path in directory.iterdir()} == FILES | {"identities.toml"}
     assert directory.stat().st_mode & 0o777 == 0o700
     out, err = capsys.readouterr()
-    commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  pagekv")]
+    up, *commands = [shlex.split(line) for line in out.splitlines() if line.startswith("  pagekv")]
+    assert make_parser().parse(up[1:]).certs == directory
     assert [command[0] for command in commands] == ["pagekv-executor", "pagekv-manager", "pagekv"]
     assert commands[1][1:] == [
         *("--tls-cert", f"{directory}/manager.pem", "--tls-key", f"{directory}/manager.key"),
