@@ -183,7 +183,9 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
             # A gRPC server that shuts down cancels calls that it has not looked at (github.com/grpc/grpc/issues/41785).
             return ConnectionLost(f"PageKV at {target} shut down before it took the call")
         case grpc.StatusCode.DEADLINE_EXCEEDED, _:
-            return DeadlineExceeded(f"PageKV at {target} did not finish in time; allow more with timeout=")
+            return DeadlineExceeded(
+                f"PageKV at {target} did not finish in time; allow more with --timeout (timeout= in Python)"
+            )
         case grpc.StatusCode.UNIMPLEMENTED, None:
             message = f"the server at {target} does not know this call: is it a PageKV manager? ({message})"
             return ServerError(code.name, message)

@@ -223,7 +223,9 @@ class ResumableGeneration:
             return None
         left = self._deadline - self._clock()
         if left <= 0:
-            raise DeadlineExceeded("the generation did not finish in time; allow more with timeout=")
+            raise DeadlineExceeded(
+                "the generation did not finish in time; allow more with --timeout (timeout= in Python)"
+            )
         return left
 
     def request(self) -> pb.GenerateRequest:
