@@ -44,7 +44,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
         return _load_cuda(config, directory, gpu, world)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
-    check_cpu_start(directory, config.dtype, config.kv_memory, world.size)
+    check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes(), world.size)
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
 

@@ -25,12 +25,30 @@ def check_cpu_dtype(dtype: str) -> None:
         )
 
 
-def check_cpu_start(directory: Path, dtype: str, kv_memory: int, ranks: int = 1) -> None:
-    """Raises ValueError where `CpuBackend` would, as far as config.json shows. `ranks` split the model."""
+def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int, ranks: int = 1) -> None:
+    """Raises ValueError where `CpuBackend` would, or would be killed for memory, as far as the model's files show.
+    `available`: bytes that this process can get; `ranks` split the model.
+    """
     check_cpu_dtype(dtype)
     stored = read_model_files(directory)
     check_ranks(directory, stored, ranks)
     check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory)
+    _check_converted_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
+
+
+def _check_converted_weights(directory: Path, stored: StoredModel, dtype: str, available: int, ranks: int) -> None:
+    """Weights that are stored in the type they are served in are mapped from their files, so they are not judged."""
+    needed = (stored.num_weights or 0) * CPU_ELEMENT_BYTES[dtype] // ranks
+    if stored.dtype in (None, dtype) or needed <= available:
+        return
+    in_place = CPU_ELEMENT_BYTES.get(stored.dtype)
+    fits = in_place is not None and (stored.num_weights or 0) * in_place // ranks <= available
+    mapped = f"--dtype {stored.dtype}, which reads them in place, " if fits else ""
+    each = f" on each of {ranks} ranks" if ranks > 1 else ""
+    raise ValueError(
+        f"{directory}: its weights take {needed / 2**30:.2f} GiB in {dtype}{each}, and {available / 2**30:.2f} GiB are "
+        f"available: use {mapped}a smaller model, or a machine with more memory"
+    )
 
 
 def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:

@@ -50,6 +50,20 @@ def test_end_of_sequence_ids(tmp_path: Path, where: str, ids: int | list[int]) -
     assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).eos_token_ids == ((9,) if ids == 9 else (3, 5))
 
 
+def test_weights_that_cannot_be_mapped(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "unable to mmap 9 bytes from file <model.safetensors>: Cannot allocate memory (12)"
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refused)
+    with pytest.raises(MemoryError, match=r"unable to mmap 9 bytes .*; use a smaller model, or a machine"):
+        load_model(llama, torch.float32)
+    said = "another error"
+    with pytest.raises(RuntimeError, match=r"^another error$"):
+        load_model(llama, torch.float32)
+
+
 def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     """transformers would fill them in at random, with a warning."""
     save_model("llama", tmp_path)

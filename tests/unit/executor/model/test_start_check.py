@@ -27,15 +27,42 @@ def test_element_types_are_those_of_the_cpu_backend() -> None:
 )
 def test_flags_that_cannot_serve_the_demo_model(dtype: str, kv_memory: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        check_cpu_start(resolve_model("demo"), dtype, kv_memory)
+        check_cpu_start(resolve_model("demo"), dtype, kv_memory, 2**40)
 
 
 def test_only_what_is_certain_is_refused(tmp_path: Path) -> None:
-    check_cpu_start(resolve_model("demo"), "auto", 98304)
-    check_cpu_start(resolve_model("demo"), "float64", 0)
+    check_cpu_start(resolve_model("demo"), "auto", 98304, 2**40)
+    check_cpu_start(resolve_model("demo"), "float64", 0, 2**40)
     stored = read_model_files(resolve_model("demo"))
     assert stored.token_bytes(4) == 6144
     # A shape that config.json does not show.
     unknown = StoredModel("new", None, 4, None, None, None, 2)
     assert unknown.token_bytes(4) is None
     check_kv_memory(tmp_path, unknown, 4, 1)
+
+
+def test_weights_that_do_not_fit_once_converted() -> None:
+    """The demo model's are stored in bfloat16: 5.2 million."""
+    demo = resolve_model("demo")
+    number = read_model_files(demo).num_weights
+    assert number
+    words = r"take 0\.02 GiB in float32, and 0\.0. GiB are available: use --dtype bfloat16, which reads them in place"
+    with pytest.raises(ValueError, match=words):
+        check_cpu_start(demo, "auto", 0, 4 * number - 1)
+    with pytest.raises(ValueError, match="are available: use a smaller model, "):
+        check_cpu_start(demo, "auto", 0, 2 * number - 1)
+    check_cpu_start(demo, "auto", 0, 4 * number)
+    # Mapped from their file, whatever there is.
+    check_cpu_start(demo, "bfloat16", 0, 0)
+    with pytest.raises(ValueError, match="in float64 on each of 2 ranks, "):
+        check_cpu_start(demo, "float64", 0, 4 * number - 1, ranks=2)
+    check_cpu_start(demo, "float64", 0, 4 * number, ranks=2)
+
+
+def test_float16_is_no_way_out_on_a_cpu(tmp_path: Path) -> None:
+    demo = resolve_model("demo")
+    (tmp_path / "config.json").write_text((demo / "config.json").read_text().replace("bfloat16", "float16"))
+    (tmp_path / "model.safetensors").symlink_to(demo / "model.safetensors")
+    assert read_model_files(tmp_path).dtype == "float16"
+    with pytest.raises(ValueError, match="are available: use a smaller model, or a machine with more memory"):
+        check_cpu_start(tmp_path, "auto", 0, 0)
