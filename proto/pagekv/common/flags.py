@@ -26,6 +26,8 @@ from pagekv.common.loopback import ip_address
 from pagekv.common.version import pagekv_version
 
 ENV_PREFIX = "PAGEKV_"
+# How like a known flag, of 1, an unknown one has to be for a question after it: --block-size and --vocab-size are 0.7.
+_ALIKE = 0.75
 
 
 T = TypeVar("T")
@@ -129,7 +131,9 @@ class FlagParser(argparse.ArgumentParser):
         """A question after the flag that is abbreviated or misspelt so, or nothing."""
         flags = [each for action in self._actions for each in action.option_strings if each.startswith("--")]
         begun = [each for each in flags if name.startswith("--") and each.startswith(name)]
-        near = begun or difflib.get_close_matches(name, flags, n=1)
+        # Without the dashes, which make any two flags alike.
+        alike = difflib.get_close_matches(name.lstrip("-"), [each.lstrip("-") for each in flags], n=1, cutoff=_ALIKE)
+        near = begun or [f"--{each}" for each in alike]
         return f"; did you mean {near[0]}?" if near else ""
 
     def error(self, message: str) -> NoReturn:
@@ -280,10 +284,11 @@ def power_of_two(low: int, high: int) -> Callable[[str], int]:
 
 def size_in_bytes(low: int, high: int) -> Callable[[str], int]:
     """A type for sizes such as 512MiB, 4GiB or plain bytes."""
-    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+    units = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+    units |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
     def convert(text: str) -> int:
-        digits = text.strip().rstrip("bBiIkKmMgG ")
+        digits = text.strip().rstrip("bBiIkKmMgGtT ")
         return int(float(digits) * units[text.strip()[len(digits) :].strip().lower()])
 
     return _bounded(convert, low, high, f"a size from {low} to {high} bytes (such as 512MiB)")

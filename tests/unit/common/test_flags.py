@@ -89,6 +89,8 @@ def test_declarations_name_flags_and_groups_in_order() -> None:
         (["--dee"], {}, "unrecognized arguments: --dee; did you mean --deep?"),
         (["--wo", "x"], {}, "unrecognized arguments: --wo x; did you mean --words?"),
         (["--wrods=x"], {}, "unrecognized arguments: --wrods=x; did you mean --words?"),
+        # Like --deep by its dashes.
+        (["--beeps"], {}, "unrecognized arguments: --beeps\n"),
         (["--frobnicate=3", "x"], {}, "unrecognized arguments: --frobnicate=3 x\n"),
     ],
 )
@@ -119,6 +121,7 @@ def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -
         (number(0, 1), "0.5", 0.5, ["-0.1", "nan", "inf", "x"]),
         (power_of_two(1, 256), "64", 64, ["0", "3", "512", "x"]),
         (size_in_bytes(0, 2**40), "1.5MiB", 3 << 19, ["-1", "1 parsec", "2TiB", "1e400"]),
+        (size_in_bytes(0, 2**50), "10TiB", 10 << 40, ["1PiB", "2000TB"]),
         (address, "unix:/run/x", "unix:/run/x", ["50051", "host:", "host:65536", "unix:"]),
         (address, "[::1]:0", "[::1]:0", ["::1:50051", "http://127.0.0.1:8080", "127.0.0.1:²"]),
         (tcp_address, "", "", ["unix:/x", ":1"]),
