@@ -169,7 +169,8 @@ def test_a_step_runs_beside_the_copy_of_blocks_that_it_does_not_use() -> None:
     swapper = BlockSwapper(streams, pools.device, pools.host)
     assert swapper.swap_out([2, 1], [1, 0]) == 1
     assert streams.copies == 1
-    swapper.before_compute([0, 3])
+    assert swapper.swap_out([DEVICE_BLOCKS - 1], [2]) == 1
+    swapper.before_compute(np.array([[0, 3], [3, -1]], np.int32))
     steps: list[str] = []
     streams.enqueue(CopyStream.COMPUTE, lambda: steps.append("beside"))
     swapper.before_compute([1])

@@ -132,14 +132,16 @@ class BlockSwapper:
         return self._swap(CopyStream.IN, sources, destinations)
 
     def before_compute(self, device_blocks: npt.ArrayLike | None = None) -> None:
-        """Makes later work of the compute stream wait for every swap that touches one of these blocks; None: for all.
+        """Makes later work of the compute stream wait for every swap that touches one of these blocks, of which -1 is
+        none; None: for all.
 
         A step that neither reads nor writes a block may run beside the copy that saves it.
         """
         self._remove_done()
         waiting = self._pending
         if device_blocks is not None and waiting:
-            used = np.zeros(len(self._device), np.bool_)
+            # The last entry is that of -1.
+            used = np.zeros(len(self._device) + 1, np.bool_)
             used[np.asarray(device_blocks, np.int64).ravel()] = True
             waiting = [transfer for transfer in waiting if used[transfer.device_blocks].any()]
         for transfer in waiting:

@@ -31,7 +31,7 @@ from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.rank_marks import Mark
-from pagekv.executor.cuda.step_inputs import NO_BLOCK, DeviceSequences, StepInputs, build_inputs
+from pagekv.executor.cuda.step_inputs import DeviceSequences, StepInputs, build_inputs
 from pagekv.executor.cuda.step_sampling import StepSampling
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
 from pagekv.executor.model.loading import LoadedModel
@@ -138,8 +138,7 @@ class StepRunner:
         host = self._plan(inputs, sampling, shape, work)
         if shape is not None and host.words.size > self._inputs.numel():
             shape, host = None, self._plan(inputs, sampling, None, work)
-        tables = inputs.batch.block_tables
-        self.pools.swapper.before_compute(tables[tables != NO_BLOCK])
+        self.pools.swapper.before_compute(inputs.batch.block_tables)
         self._upload(host)
         if shape is not None:
             logits = self.graphs.replay(shape)[: len(inputs.sampling)]

@@ -14,7 +14,7 @@ from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.kernels.attention_plan import StepBatch
 from pagekv.kernels.decode_plan import Ints
 
-# Table entry without a block: the kernels' plan refuses a step that reads it.
+# Table entry without a block: the kernels' plan refuses a step that reads it, and no swap is waited for.
 NO_BLOCK = -1
 
 
