@@ -6,7 +6,7 @@ The session checks a step against every `SequenceState` before launching it, so 
 from __future__ import annotations
 
 from collections.abc import MutableSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import ClassVar, NamedTuple, Protocol
 
@@ -94,6 +94,8 @@ class SequenceState:
     sampling: Sampling
     # Set for good when a step that it failed in is collected.
     failed: bool = False
+    # The blocks of `block_table`, once the check of a step has needed them.
+    blocks: set[int] | None = field(default=None, repr=False, compare=False)
 
 
 # Not frozen: one is made for every sequence of every step, and freezing triples the time that takes.

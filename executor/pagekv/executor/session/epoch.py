@@ -91,7 +91,10 @@ class Epoch:
         self.written.write(checked.ends)
         self.live = live
         for seq_id, block in zip(step.append_seqs, step.append_blocks, strict=True):
-            live[seq_id].block_table.append(block)
+            state = live[seq_id]
+            state.block_table.append(block)
+            if state.blocks is not None:
+                state.blocks.add(block)
         digest = self.digest.launched(step, live) if self.digest is not None else b""
         launch = self.backend.launch(scheduled) if scheduled else Finished({})
         sampling = []

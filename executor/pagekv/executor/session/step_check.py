@@ -2,13 +2,13 @@
 
 A manager is not trusted with the executor's memory: a step that names a wrong id, length, slot or epoch is refused
 whole, with the proto path of the field, its bounds, and the number that executor_service.proto gives the rule. The cost
-is that of what the step changes and of the block tables that it brings or appends to, plus a few comparisons per live
-sequence.
+is that of what the step changes and of the block tables that it brings or is the first to append to, plus a few
+comparisons per live sequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from pagekv.common.errors import InvalidRequest, StaleEpoch
@@ -108,8 +108,8 @@ class _Check:
                 f"must leave at most {limits.max_sequences} live sequences, would leave {len(self.live)}",
                 "R20",
             )
-        tables, counts = self._extended_tables(), self._counts()
-        self.scheduled = self._schedule(tables, counts)
+        appended, counts = self._appended(), self._counts()
+        self.scheduled = self._schedule(appended, counts)
         for index, state in enumerate(step.new_seqs):
             if state.computed_tokens:
                 self._check_computed(f"new_seqs[{index}].computed_tokens", state, counts.get(state.seq_id, 1) > 0)
@@ -176,22 +176,24 @@ class _Check:
         check_sampling(f"{path}.sampling", new.sampling, limits.vocab_size, limits.max_model_len)
         check_features(f"{path}.sampling", new.sampling, limits.features)
 
-    def _extended_tables(self) -> dict[int, list[int]]:
-        """By seq_id: the block tables that the step appends to, with what it appends."""
+    def _appended(self) -> dict[int, dict[int, None]]:
+        """By seq_id: the blocks that the step appends to its table, in their order."""
         seqs, blocks, most = self._step.append_seqs, self._step.append_blocks, self._limits.max_blocks
         check_columns("append_blocks", blocks, "append_seqs", seqs, "R21")
         check_ids("append_blocks", blocks, "block", self._limits.num_device_blocks, "R22")
-        tables: dict[int, dict[int, None]] = {}
+        appended: dict[int, dict[int, None]] = {}
         for index, (seq_id, block) in enumerate(zip(seqs, blocks, strict=True)):
             path, state = f"append_blocks[{index}]", self._state(f"append_seqs[{index}]", seq_id, "R23")
-            if seq_id not in tables:
-                tables[seq_id] = dict.fromkeys(state.block_table)
-            if block in tables[seq_id]:
+            if state.blocks is None:
+                # Once, since to look through a long table takes as long as to copy it.
+                state.blocks = set(state.block_table)
+            new = appended.setdefault(seq_id, {})
+            if block in state.blocks or block in new:
                 raise InvalidRequest(path, f"block {block} is in the table of sequence {seq_id} already", "R24")
-            tables[seq_id][block] = None
-            if len(tables[seq_id]) > most:
+            new[block] = None
+            if len(state.block_table) + len(new) > most:
                 raise InvalidRequest(path, f"the table of sequence {seq_id} must have at most {most} blocks", "R25")
-        return {seq_id: list(table) for seq_id, table in tables.items()}
+        return appended
 
     def _state(self, path: str, seq_id: int, rule: str) -> SequenceState:
         """The state of a sequence that is live in this step."""
@@ -218,7 +220,7 @@ class _Check:
             counts[seq_id] = count
         return counts
 
-    def _schedule(self, tables: Mapping[int, list[int]], counts: Mapping[int, int]) -> list[Scheduled]:
+    def _schedule(self, appended: Mapping[int, Collection[int]], counts: Mapping[int, int]) -> list[Scheduled]:
         """Checks that every computed position has a slot that no other sequence writes."""
         block_size, max_len = self._limits.block_size, self._limits.max_model_len
         scheduled: list[Scheduled] = []
@@ -227,30 +229,34 @@ class _Check:
             start, count = state.computed_tokens, counts.get(seq_id, 1)
             if not count:
                 continue
-            table, end = tables.get(seq_id, state.block_table), start + count
+            first, end = start // block_size, start + count
+            # The sequence's table, but for so many entries before that of the first computed position.
+            table, left_out = state.block_table, 0
+            if seq_id in appended:
+                table, left_out = [*table[first:], *appended[seq_id]], first
+            num_blocks = left_out + len(table)
             if end > max_len:
                 raise InvalidRequest(
                     self._tokens_path(seq_id),
                     f"sequence {seq_id} would compute position {end - 1}, the model holds {max_len} tokens",
                     "R31",
                 )
-            if end > len(table) * block_size:
+            if end > num_blocks * block_size:
                 raise InvalidRequest(
                     self._blocks_path(seq_id),
-                    f"sequence {seq_id} would compute position {end - 1}, its {len(table)} blocks of {block_size} "
-                    f"hold positions below {len(table) * block_size}",
+                    f"sequence {seq_id} would compute position {end - 1}, its {num_blocks} blocks of {block_size} "
+                    f"hold positions below {num_blocks * block_size}",
                     "R30",
                 )
-            first = start // block_size
             last = end - first * block_size
             if last <= block_size:  # as of most sequences
-                if (block := table[first]) in ends:
-                    raise self._two_writers(block, seq_id, scheduled, tables)
+                if (block := table[first - left_out]) in ends:
+                    raise self._two_writers(block, seq_id, scheduled, appended)
                 ends[block] = last
             else:
-                for block in table[first : -(-end // block_size)]:
+                for block in table[first - left_out : -(-end // block_size) - left_out]:
                     if block in ends:
-                        raise self._two_writers(block, seq_id, scheduled, tables)
+                        raise self._two_writers(block, seq_id, scheduled, appended)
                     ends[block] = min(last, block_size)
                     last -= block_size
             num_tokens += count
@@ -263,15 +269,16 @@ class _Check:
         return scheduled
 
     def _two_writers(
-        self, block: int, seq_id: int, scheduled: Sequence[Scheduled], tables: Mapping[int, list[int]]
+        self, block: int, seq_id: int, scheduled: Sequence[Scheduled], appended: Mapping[int, Collection[int]]
     ) -> InvalidRequest:
         """The refusal of a second sequence that writes to a block in this step."""
         size = self._limits.block_size
-        other = next(
-            state.seq_id
-            for state, start, count in ((item.state, item.start, item.count) for item in scheduled)
-            if block in tables.get(state.seq_id, state.block_table)[start // size : -(-(start + count) // size)]
-        )
+        other = 0
+        for item in scheduled:
+            other = item.state.seq_id
+            table = [*item.state.block_table, *appended.get(other, ())]
+            if block in table[item.start // size : -(-(item.start + item.count) // size)]:
+                break
         return InvalidRequest(
             self._blocks_path(seq_id),
             f"block {block} would be written by sequences {other} and {seq_id} in one step",

@@ -175,6 +175,40 @@ def test_a_step_of_nothing_is_a_step() -> None:
     assert world.run().step == 2
 
 
+def test_a_block_stays_known_to_the_table_that_it_was_appended_to(world: World) -> None:
+    world.run(**QUIET, append_seqs=[1, 2, 1], append_blocks=[6, 7, 8])
+    for own, block in ((1, 6), (1, 8), (2, 7), (1, 0)):
+        part = f"block {block} is in the table of sequence {own} already"
+        refused(world, "R24", {"append_seqs": [own], "append_blocks": [block]}, "append_blocks[0]", part)
+    world.run(**QUIET, append_seqs=[1], append_blocks=[7])
+    # Another sequence with the same id knows nothing of the one before.
+    world.run(finished_seqs=[1], new_seqs=[new_sequence(1, [7, 8], [0])], scheduled_seqs=[2], scheduled_tokens=[0])
+    world.run(**QUIET, append_seqs=[1, 1], append_blocks=[6, 8])
+    assert world.epoch.live[1].block_table == [0, 6, 8]
+
+
+def test_an_append_to_a_long_table_costs_what_is_appended() -> None:
+    """After the first one: then the check has the blocks of the table."""
+
+    class Table(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("read as a whole")
+
+        def __contains__(self, block: object) -> bool:
+            raise AssertionError("looked through")
+
+    world = World(block_size=4, max_model_len=128)
+    world.enter(1, list(range(60)), list(range(15)))
+    world.run(append_seqs=[1], append_blocks=[15])
+    state = world.epoch.live[1]
+    state.block_table = Table(state.block_table)
+    for block in (16, 17):
+        world.run(scheduled_seqs=[1], scheduled_tokens=[0], append_seqs=[1], append_blocks=[block])
+    world.run()
+    assert state.block_table[-2:] == [16, 17]
+    assert state.computed_tokens == 62
+
+
 @pytest.mark.parametrize("live", [256, 1024])
 def test_checking_a_steady_decode_looks_at_no_table(live: int) -> None:
     """The time is printed (measured: 0.2 and 0.9 ms); what keeps it small is that tables are looked at in one place."""
