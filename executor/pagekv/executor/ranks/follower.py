@@ -18,7 +18,7 @@ from pagekv.executor.ranks.reports import RankReport
 from pagekv.executor.ranks.watch import RankWatch, end_process
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.collector import Collector
-from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.epoch import Epoch, LaunchedStep, is_lost
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step_check import EpochLimits
 
@@ -139,7 +139,7 @@ class _Failure(NamedTuple):
             # A refused step was not begun.
             return cls(step, f"it refused it: {error}", lost=False)
         # In the middle of a collective no rank can stay behind.
-        return cls(step, f"{type(error).__name__}: {error}", lost=epoch.backend.is_lost(error))
+        return cls(step, f"{type(error).__name__}: {error}", lost=is_lost(epoch.backend, error))
 
 
 def _epoch(content: dict[str, Any], backend: Backend) -> Epoch:

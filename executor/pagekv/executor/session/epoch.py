@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import (
     UNKNOWN_TOKEN,
     Backend,
@@ -21,6 +22,8 @@ from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits, check_step
 from pagekv.executor.session.written_slots import WrittenSlots
+
+log = Log(__name__)
 
 
 class OtherRanks(Protocol):
@@ -37,6 +40,15 @@ class OtherRanks(Protocol):
         Raises `RanksDiffer`.
         """
         ...
+
+
+def is_lost(backend: Backend, error: Exception) -> bool:
+    """As `Backend.is_lost`; a backend that fails to say is taken for lost, so that the error is told all the same."""
+    try:
+        return backend.is_lost(error)
+    except Exception:
+        log.exception("a backend cannot say whether it is lost")
+        return True
 
 
 class RanksDiffer(Exception):

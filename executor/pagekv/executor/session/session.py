@@ -38,7 +38,7 @@ from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend, BackendDescription, GraphCounts
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
 from pagekv.executor.session.collector import Collector
-from pagekv.executor.session.epoch import Epoch, LaunchedStep, OtherRanks
+from pagekv.executor.session.epoch import Epoch, LaunchedStep, OtherRanks, is_lost
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits
@@ -288,7 +288,7 @@ class Session:
         if isinstance(error, PageKVError):
             log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
             return _Failure(error, lost=False)
-        lost = epoch.backend.is_lost(error)
+        lost = is_lost(epoch.backend, error)
         if not lost:
             log.exception("a step failed", epoch=epoch.epoch, step=step.step)
         release_frames(error)
@@ -312,7 +312,7 @@ class Session:
             try:
                 return function()
             except Exception as error:
-                if backend.is_lost(error):
+                if is_lost(backend, error):
                     self._lose(error)
                     raise Unavailable(LOST) from error
                 raise

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
+import pytest
 from support.executor.rank_group import TIMEOUT_S
 from support.waiting import wait_until
 from unit.executor.ranks.test_leader import LIMITS, MODEL, message
@@ -88,12 +89,15 @@ def test_a_refusal_is_told_behind_the_reports_of_steps_under_way() -> None:
         assert not lost
 
 
-def test_a_rank_that_cannot_go_on_tells_so_and_ends() -> None:
+@pytest.mark.parametrize("says", [True, False], ids=["it says so", "it cannot say"])
+def test_a_rank_that_cannot_go_on_tells_so_and_ends(says: bool) -> None:
     class Lost(OracleBackend):
         def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
             raise RuntimeError("in the middle of a collective")
 
         def is_lost(self, error: Exception) -> bool:
+            if not says:
+                raise OSError("the driver is gone")
             return True
 
     with following(Lost(MODEL)) as (link, lost, _):

@@ -52,6 +52,7 @@ class LateBackend(OracleBackend):
         self.fails_at = 0
         self.dead = False
         self.dies_at = 0
+        self.cannot_say = False
         self.left: list[int] = []
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
@@ -60,6 +61,8 @@ class LateBackend(OracleBackend):
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     def is_lost(self, error: Exception) -> bool:
+        if self.cannot_say:
+            raise OSError("the driver is gone")
         return self.dead
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
@@ -206,6 +209,22 @@ def test_a_device_that_is_found_lost_while_attaching() -> None:
             await it.session.attach(attach_order())
         await it.session.lost.wait()
         assert "illegal memory access" in it.session.lost_reason
+
+    pipelined(test)
+
+
+def test_a_device_that_cannot_say_whether_it_is_lost_is_taken_for_lost() -> None:
+    """Else nothing would be answered until the manager's step timeout."""
+
+    async def test(it: Pipelined) -> None:
+        it.backend.fails_at, it.backend.cannot_say = 1, True
+        await it.enter()
+        for gate in it.backend.gates:
+            gate.set()
+        with pytest.raises(StepFailed, match="step 1: ArithmeticError: not a number"):
+            await it.report()
+        await it.session.lost.wait()
+        assert it.session.lost_reason.endswith("step 1: ArithmeticError: not a number")
 
     pipelined(test)
 
