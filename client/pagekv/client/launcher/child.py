@@ -88,7 +88,7 @@ class Child:
         self._reader.join(timeout=2)
         if reason := self.listening.get("cannot_start"):
             return StackError(f"the {self.name} cannot start: {reason}")
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
             # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
             # process's own --help.
@@ -99,6 +99,11 @@ class Child:
     def tail(self) -> str:
         """The last lines of the log, as the end of a sentence about the process."""
         return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
+
+
+def _signal_name(number: int) -> str:
+    """Such as SIGKILL; most real-time signals have no name."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _environment() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,17 @@ def test_the_end_of_the_log_is_told_with_a_death(tmp_path: Path) -> None:
     told = str(child.death())
     assert told.startswith(f"the executor exited with status 3; its last lines:\n  line {100 - KEPT_LINES}\n")
     assert told.endswith("line 99")
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [(int(signal.SIGKILL), "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
+)
+def test_the_signal_that_killed_it_is_told(tmp_path: Path, number: int, name: str) -> None:
+    script = f"import os; os.kill(os.getpid(), {number})"
+    child = Child("executor", [sys.executable, "-c", script], lambda: False, tmp_path / "port", None)
+    child.wait_until(time.monotonic() + 120)
+    assert str(child.death()) == f"the executor was killed by {name} and said nothing"
 
 
 def test_a_log_that_cannot_be_shown_is_read_all_the_same(tmp_path: Path) -> None:
