@@ -10,7 +10,7 @@ from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_id
 from pagekv.client.cli.sampling_flags import add_sampling, options_of, stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
-from pagekv.client.errors import InvalidRequest
+from pagekv.client.errors import InvalidRequest, PageKVError
 from pagekv.client.generation_types import ChatMessage
 
 EXAMPLES = """\
@@ -75,11 +75,12 @@ def _turn(
 
     try:
         completion, watch = stream_to(show, client, [*messages, asked], options_of(args))
-    except InvalidRequest as error:
-        # Mostly a conversation longer than the context.
+    except PageKVError as error:
         if not interactive:
             raise
-        terminal.error(f"pagekv: {error} (/reset starts anew)")
+        # An invalid one is mostly a conversation longer than the context.
+        hint = "/reset starts anew" if isinstance(error, InvalidRequest) else "the history is kept: ask again"
+        terminal.error(f"pagekv: {error} ({hint})")
         return
     except KeyboardInterrupt:
         if not interactive:

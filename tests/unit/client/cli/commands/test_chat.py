@@ -7,9 +7,12 @@ import io
 import json
 import sys
 
+import grpc
 import pytest
 from support.clients.scripted_server import Fails, Hangs, ScriptedServer, chunk, complete
 
+from pagekv.client.cli.commands import chat
+from pagekv.client.cli.connection_flags import connect
 from pagekv.client.cli.main import main
 from pagekv.client.cli.terminal import Terminal
 from pagekv.common import errors
@@ -63,6 +66,48 @@ def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pyte
 class Keyboard(io.StringIO):
     def isatty(self) -> bool:
         return True
+
+
+@pytest.mark.parametrize(
+    ("failure", "told"),
+    [
+        (errors.Overloaded("the queue is full", 90.0), "the queue is full"),
+        (grpc.StatusCode.UNAVAILABLE, "the connection to PageKV at"),
+    ],
+)
+def test_of_a_person_a_failure_ends_a_turn_and_no_history(
+    server: ScriptedServer,
+    target: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    failure: errors.PageKVError | grpc.StatusCode,
+    told: str,
+) -> None:
+    lines, sent = iter(["one", "two", "two"]), list[list[str]]()
+
+    def read(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    def check(request: pb.GenerateRequest) -> None:
+        sent.append([message.content for message in request.prompt.chat.messages])
+
+    # Not after half a minute.
+    monkeypatch.setattr(chat, "connect", lambda args: connect(args).with_options(resume_timeout=0))
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setattr(builtins, "input", read)
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
+    server.expect("Generate", chunk(4), complete(4), check=check)
+    server.expect("Generate", chunk(5), Fails(failure), check=check)
+    server.expect("Generate", chunk(6), complete(6), check=check)
+    assert main(["chat"]) == 0
+    assert sent == [["one"], ["one", "t4 ", "two"], ["one", "t4 ", "two"]]
+    out, err = capsys.readouterr()
+    assert out == "t4 \nt5 \nt6 \n"
+    (line,) = [line for line in err.splitlines() if line.startswith("pagekv:")]
+    assert told in line
+    assert line.endswith(" (the history is kept: ask again)")
 
 
 def test_of_a_person_ctrl_c_ends_an_answer_and_a_refusal_a_turn(
