@@ -162,8 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(failure: Failure, terminal: Terminal, for_scripts: bool) -> int:
-    """Says why, and returns the exit status."""
-    terminal.error(as_json(failure) if for_scripts else f"pagekv: {failure}")
+    """Says why, where standard error takes it, and returns the exit status."""
+    try:
+        terminal.error(as_json(failure) if for_scripts else f"pagekv: {failure}")
+    except OSError:
+        # Else Python tries again at exit, and ends with a status of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return exit_status(failure)
 
 

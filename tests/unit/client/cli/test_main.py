@@ -188,6 +188,12 @@ def test_a_full_disk_is_told_in_a_line(wanted: list[str]) -> None:
     assert done.returncode == 1
 
 
+def test_a_failure_that_cannot_be_told_keeps_its_status() -> None:
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "model", "--target", "localhost:1"]
+    with open("/dev/full", "w") as full:
+        assert subprocess.run(command, env=environment(), stderr=full, timeout=120).returncode == 3
+
+
 def test_a_reader_that_has_gone_is_told_nothing() -> None:
     command = [sys.executable, "-m", "pagekv.client.cli.main", "plan", "demo", "--memory", "1GiB"]
     reader, writer = os.pipe()
