@@ -279,8 +279,8 @@ class SamplingParams(google.protobuf.message.Message):
     ignore_eos: builtins.bool
     """True: the model's end-of-sequence token does not end the sequence. Absent: false."""
     repetition_penalty: builtins.float
-    """Divides the logit of tokens already in prompt or output if positive, multiplies it if negative; above 0 and up
-    to 10. Absent: 1.0 (off).
+    """Divides the logit of tokens already in prompt or output if positive, multiplies it if negative; 0.001 to 10.
+    Absent: 1.0 (off).
     """
     presence_penalty: builtins.float
     """Subtracted once from the logit of every token already generated, -2 to 2. Absent: 0."""

@@ -39,19 +39,20 @@ MAX_NAME_BYTES = 256
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10
 DEFAULT_MAX_TOKENS = 16
-# Bounds of numbers that depend on nothing else. Of two of them the lower bound is outside.
+# Bounds of numbers that depend on nothing else. A logit divided by a repetition penalty stays finite in float32.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "beam_width": (0, MAX_BEAM_WIDTH),
     "temperature": (0, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0, 10),
+    "repetition_penalty": (0.001, 10),
     "presence_penalty": (-2, 2),
     "frequency_penalty": (-2, 2),
     "logprobs": (0, MAX_LOGPROBS),
     "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
 }
-_ABOVE = ("top_p", "repetition_penalty")
+# Of these the lower bound is outside.
+_ABOVE = ("top_p",)
 # Parameters without use for beam search, which must be as here or absent; and those that must be absent.
 _GREEDY = SamplingParams(temperature=0.0)
 _BEAM_NEUTRAL = (

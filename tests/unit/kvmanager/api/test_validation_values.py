@@ -153,6 +153,9 @@ def test_what_just_fits_is_taken() -> None:
 def test_explicit_zeros_are_values_and_not_defaults() -> None:
     sampling = read(sampled(temperature=0.0, seed=0, top_k=0, min_p=0.0, min_tokens=0))[0].sampling
     assert (sampling.temperature, sampling.seed) == (0.0, 0)
+    # As float32 has it.
+    smallest = read(sampled(repetition_penalty=0.001))[0].sampling.repetition_penalty
+    assert smallest == pytest.approx(0.001)
     assert read(sampled())[0].sampling.logprobs is None
     assert read(sampled(logprobs=0))[0].sampling.logprobs == 0
 
