@@ -78,7 +78,7 @@ def eight_billion() -> LoadedModel:
     model.train(False).requires_grad_(False)
     geometry = BlockGeometry(LAYERS, KV_HEADS, HEAD_SIZE, torch.bfloat16)
     scores = (Scores(HEAD_SIZE**-0.5),) * LAYERS
-    return LoadedModel(model, geometry, HEADS, KV_HEADS, scores, VOCAB_SIZE, VOCAB_SIZE, POSITIONS, ())
+    return LoadedModel(model, geometry, HEADS, KV_HEADS, scores, VOCAB_SIZE, POSITIONS, ())
 
 
 def read_machine_code() -> None:

@@ -97,7 +97,7 @@ def _fused(loaded: LoadedModel, shards: Shards | None) -> StepForward:
         return FusedDecoder(decoder, loaded.scores, *heads)
     from pagekv.executor.cpu.sharded_decoder import ShardedDecoder
 
-    return ShardedDecoder(decoder, loaded.scores, *heads, shards, loaded.num_logits)
+    return ShardedDecoder(decoder, loaded.scores, *heads, shards, loaded.vocab_size)
 
 
 @torch.inference_mode()

@@ -88,7 +88,7 @@ class CudaBackend:
             return loaded
 
         self._loaded, self.forward = load_forward(load, device, fused=fused, shards=shards)
-        logits = (self._loaded.num_logits, self._loaded.geometry.dtype, device)
+        logits = (self._loaded.vocab_size, self._loaded.geometry.dtype, device)
         self.sampler = choose_sampler(*logits) if shards is None else choose_rank_sampler(*logits, shards)
         self._graphs, self._shards = graphs, shards
         # Of all runners, since a thread watches the waits.

@@ -70,7 +70,7 @@ class StepRunner:
         else:
             self.graphs = GraphCache(device, graphs, lambda own: Recorded(shards.least(own)))
         where = device.torch_device
-        self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.num_logits, where))
+        self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.vocab_size, where))
         # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
         # Where graphs read a step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
@@ -78,7 +78,7 @@ class StepRunner:
         # The latest step's inputs: these, or a buffer of its own.
         self._words = self._inputs
         # Every graph writes its logits here: no graph keeps memory for them.
-        shape = padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) if graphs else 0, loaded.num_logits
+        shape = padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) if graphs else 0, loaded.vocab_size
         self.graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
     @torch.inference_mode()
@@ -133,7 +133,7 @@ class StepRunner:
         is out of its bounds.
         """
         inputs = build_inputs(scheduled, self.live, self.pools.block_size)
-        sampling = self._sampler(inputs.sampling, self._loaded.num_logits, self.live.penalties)
+        sampling = self._sampler(inputs.sampling, self._loaded.vocab_size, self.live.penalties)
         work, shape = self._decodes(inputs)
         host = self._plan(inputs, sampling, shape, work)
         if shape is not None and host.words.size > self._inputs.numel():

@@ -17,7 +17,7 @@ class ShardedLayers(FusedLayers):
     def __init__(
         self, decoder: Decoder, loaded: LoadedModel, launcher: Launcher, device: torch.device, shards: Shards
     ) -> None:
-        self._shards, self._num_logits = shards, loaded.num_logits
+        self._shards, self._num_logits = shards, loaded.vocab_size
         super().__init__(decoder, loaded, launcher, device)
 
     def _summed(self, rows: torch.Tensor) -> torch.Tensor:

@@ -49,9 +49,8 @@ class LoadedModel:
     model_kv_heads: int
     # By layer.
     scores: tuple[Scores, ...]
+    # Columns of its logits, of which each is a token that it has an embedding of.
     vocab_size: int
-    # Columns of its logits: some models have more of them than token ids.
-    num_logits: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     # [num_layers, 2, num_kv_heads] float32: factors of keys and values that are stored in fp8; None: 1.
@@ -137,17 +136,21 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
     # Some models look for padding in every batch, to warn of it, for which the host waits for the device. None here.
     model.config.pad_token_id = None
     text = config.get_text_config()
-    calls, num_logits = _probe(directory, model, text)
+    calls, vocab_size = _probe(directory, model, text)
+    if vocab_size > (num_embeddings := model.get_input_embeddings().num_embeddings):
+        raise ValueError(
+            f"{directory}: {type(model).__name__} cannot be served: it has logits of {vocab_size} tokens and "
+            f"embeddings of {num_embeddings}; use another model"
+        )
     return LoadedModel(
         model=model,
         geometry=BlockGeometry(len(calls), calls[0].num_kv_heads, calls[0].head_size, dtype),
         num_heads=calls[0].num_heads,
         model_kv_heads=calls[0].num_kv_heads if shards is None else _num_kv_heads(text),
         scores=tuple(call.scores for call in calls),
-        vocab_size=min(num_logits, model.get_input_embeddings().num_embeddings),
-        num_logits=num_logits,
+        vocab_size=vocab_size,
         max_model_len=_max_model_len(directory, text),
-        eos_token_ids=_eos_token_ids(model, text, num_logits),
+        eos_token_ids=_eos_token_ids(model, text, vocab_size),
     )
 
 

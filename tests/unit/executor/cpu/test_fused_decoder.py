@@ -77,7 +77,7 @@ def test_products_of_torch_and_a_step_that_samples_nothing(tmp_path: Path, monke
     for way in (compiled, forward):
         cache = KvCache(loaded.geometry, 4, 3)
         with torch.inference_mode():
-            assert way.logits(plan_step(cache, [Scheduled(state, 0, 5)]), cache).shape == (0, loaded.num_logits)
+            assert way.logits(plan_step(cache, [Scheduled(state, 0, 5)]), cache).shape == (0, loaded.vocab_size)
 
 
 def decodes(forward: StepForward, cache: KvCache, lengths: list[int], shared: int) -> torch.Tensor:

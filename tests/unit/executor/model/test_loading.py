@@ -100,6 +100,22 @@ def test_fp8_weights_without_a_word_in_the_configuration_are_refused_by_name(tmp
         CpuBackend(tmp_path, "m", threads=1)
 
 
+def test_a_model_that_could_choose_a_token_without_an_embedding_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = LlamaForCausalLM.__init__
+
+    def with_wider_head(model: LlamaForCausalLM, config: Any) -> None:
+        made(model, config)
+        model.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size + 3, bias=False)
+
+    monkeypatch.setattr(LlamaForCausalLM, "__init__", with_wider_head)
+    rows = save_model("llama", tmp_path).config.vocab_size
+    reason = f"LlamaForCausalLM cannot be served: it has logits of {rows + 3} tokens and embeddings of {rows};"
+    with pytest.raises(ValueError, match=reason):
+        CpuBackend(tmp_path, "m", threads=1)
+
+
 SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 
 
