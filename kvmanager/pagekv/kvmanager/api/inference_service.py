@@ -41,7 +41,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: call.close())
-        await call.run(context.write)
+        await call.run(lambda message: context.write(message.SerializeToString()))
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         ids, tenant = read_abort_ids(request.request_ids), tenant_in_reach()

@@ -16,6 +16,7 @@ from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.capacity import longest_sequence
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import GenerateCommand
+from pagekv.kvmanager.request.logprobs import in_turns
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -111,48 +112,50 @@ def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
     return types_pb2.SamplingParams(**{name: value for name, value in given.items() if name in _SHARED})
 
 
-def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int]) -> vllm.GenerateResponse:
+async def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int]) -> vllm.GenerateResponse:
     """A message of the answer. `stop_token_ids` are the request's own: vLLM does not report that an end token of the
-    model matched.
+    model matched. The event loop has turns while log-probabilities of a whole output are translated.
     """
     if response.WhichOneof("event") == "chunk":
         chunk = response.chunk
-        return vllm.GenerateResponse(
+        written = vllm.GenerateResponse(
             chunk=vllm.GenerateStreamChunk(
                 token_ids=chunk.token_ids,
                 prompt_tokens=chunk.prompt_tokens,
                 # Tokens of this chunk alone: the gateway adds them up.
                 completion_tokens=len(chunk.token_ids),
                 cached_tokens=chunk.cached_tokens,
-                output_logprobs=_logprobs(chunk.logprobs),
                 index=chunk.index,
             )
         )
+        if chunk.logprobs:
+            _add_logprobs(written.chunk.output_logprobs, chunk.logprobs)
+        return written
     complete = response.complete
-    written = vllm.GenerateComplete(
-        output_ids=complete.token_ids,
-        finish_reason=_FINISH_REASONS[complete.finish_reason],
-        prompt_tokens=complete.prompt_tokens,
-        completion_tokens=complete.completion_tokens,
-        cached_tokens=complete.cached_tokens,
-        output_logprobs=_logprobs(complete.logprobs),
-        index=complete.index,
+    written = vllm.GenerateResponse(
+        complete=vllm.GenerateComplete(
+            output_ids=complete.token_ids,
+            finish_reason=_FINISH_REASONS[complete.finish_reason],
+            prompt_tokens=complete.prompt_tokens,
+            completion_tokens=complete.completion_tokens,
+            cached_tokens=complete.cached_tokens,
+            index=complete.index,
+        )
     )
     matched = complete.WhichOneof("matched_stop")
     if matched == "stop_string":
-        written.matched_stop_str = complete.stop_string
+        written.complete.matched_stop_str = complete.stop_string
     elif matched == "stop_token_id" and complete.stop_token_id in stop_token_ids:
-        written.matched_token_id = complete.stop_token_id
-    return vllm.GenerateResponse(complete=written)
+        written.complete.matched_token_id = complete.stop_token_id
+    async for some in in_turns(complete.logprobs):
+        _add_logprobs(written.complete.output_logprobs, some)
+    return written
 
 
-def _logprobs(positions: Iterable[types_pb2.PositionLogprobs]) -> vllm.OutputLogProbs | None:
-    """None where none were asked for."""
-    written = vllm.OutputLogProbs()
+def _add_logprobs(written: vllm.OutputLogProbs, positions: Iterable[types_pb2.PositionLogprobs]) -> None:
     for position in positions:
         written.token_ids.append(position.chosen.token_id)
         written.token_logprobs.append(position.chosen.logprob)
         if position.top:
             top = position.top
             written.top_logprobs.add(token_ids=[t.token_id for t in top], values=[t.logprob for t in top])
-    return written if written.token_ids else None

@@ -33,6 +33,7 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_generate, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.v1 import inference_service_pb2 as pb
 
 SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.
@@ -139,17 +140,17 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
         # The gateway makes text of tokens by itself: here it is needed only to look for stop strings.
         reading = served if stops else Served(served.model, None)
-        call = GenerateCall(
-            self._engine,
-            reading,
-            command,
-            stops,
-            only_complete=not request.stream,
-            serialise=lambda response: write_response(response, stop_token_ids).SerializeToString(),
-        )
+        call = GenerateCall(self._engine, reading, command, stops, only_complete=not request.stream)
+
+        async def write(response: pb.GenerateResponse) -> None:
+            written = (await write_response(response, stop_token_ids)).SerializeToString()
+            # The last may be large, and its reader slow.
+            del response
+            await context.write(written)
+
         # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
         context.add_done_callback(lambda _: call.close())
-        await call.run(context.write)
+        await call.run(write)
 
     async def Abort(self, request: vllm.AbortRequest, context: Any) -> vllm.AbortResponse:
         ids, tenant = read_abort_ids(request.request_ids), tenant_in_reach()

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from itertools import islice
+from typing import TypeVar, overload
+
+# Positions that are put into a message between two turns of the event loop: one with 20 likeliest tokens takes some 20
+# microseconds.
+LOGPROBS_AT_ONCE = 64
+
+Position = TypeVar("Position")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +68,11 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         begin, end = self._ends[at - 1] if at else 0, self._ends[at]
         top = zip(self._ids[begin + 1 : end], self._values[begin + 1 : end], strict=True)
         return TokenLogprobs(self._ids[begin], self._values[begin], tuple(top))
+
+
+async def in_turns(positions: Iterable[Position]) -> AsyncIterator[list[Position]]:
+    """All positions in order, LOGPROBS_AT_ONCE at a time; the event loop has a turn after each of these lists."""
+    left = iter(positions)
+    while some := list(islice(left, LOGPROBS_AT_ONCE)):
+        yield some
+        await asyncio.sleep(0)

@@ -9,12 +9,12 @@ from itertools import pairwise
 import grpc
 import pytest
 from support.engine.inference_harness import ABORT, LENGTH, STOP, TOKENIZER, Harness, bytes_of, request, run, tokens_of
-from support.event_loop import until
+from support.event_loop import counted_turns, until
 
 from pagekv.kvmanager.api import generate_call
 from pagekv.kvmanager.api.output_processor import OutputProcessor, TextDelta
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import TokenLogprobs
+from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, TokenLogprobs
 from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
@@ -86,26 +86,19 @@ def test_the_event_loop_turns_while_text_is_made_of_what_a_slow_reader_left(
     only_complete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """40,000 tokens with 16 stop strings would take a third of a second, in which no step is planned."""
-    turns, seen = 0, list[tuple[int, int]]()
-    take = OutputProcessor.take
-
-    def noting(self: OutputProcessor, delta: SequenceDelta) -> TextDelta:
-        seen.append((len(delta.token_ids), turns))
-        return take(self, delta)
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
 
     async def body(h: Harness) -> None:
-        monkeypatch.setattr(OutputProcessor, "take", noting)
+        seen, take = list[tuple[int, int]](), OutputProcessor.take
         call = await h.start(request(params={"stop": ["never"]}, only_complete=only_complete))
-        counting = asyncio.create_task(count())
-        h.engine.push("r", *[50] * 1000, finish=FinishReason.LENGTH)
-        messages = await call.rest()
-        counting.cancel()
+        async with counted_turns() as turns:
+
+            def noting(self: OutputProcessor, delta: SequenceDelta) -> TextDelta:
+                seen.append((len(delta.token_ids), turns()))
+                return take(self, delta)
+
+            monkeypatch.setattr(OutputProcessor, "take", noting)
+            h.engine.push("r", *[50] * 1000, finish=FinishReason.LENGTH)
+            messages = await call.rest()
         assert [tokens for tokens, _ in seen] == [256, 256, 256, 232]
         assert all(later > earlier for (_, earlier), (_, later) in pairwise(seen))
         assert [len(message.chunk.token_ids) for message in messages[:-1]] == (
@@ -117,31 +110,28 @@ def test_the_event_loop_turns_while_text_is_made_of_what_a_slow_reader_left(
     run(body)
 
 
-def test_the_event_loop_turns_while_many_log_probabilities_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("only_complete", [True])
+def test_the_event_loop_turns_while_many_log_probabilities_are_written(
+    only_complete: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The last message has the log-probabilities of all tokens: of 4,000 tokens with 20 each a tenth of a second."""
-    turns, seen = 0, list[int]()
-    made = generate_call._position_logprobs
-
-    def noting(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
-        seen.append(turns)
-        return made(logprobs)
-
-    async def count() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0)
-            turns += 1
 
     async def body(h: Harness) -> None:
-        monkeypatch.setattr(generate_call, "_position_logprobs", noting)
-        call = await h.start(request(params={"logprobs": 1}, only_complete=True))
-        counting = asyncio.create_task(count())
-        logprobs = [TokenLogprobs(50, -0.5, ((50, -0.5),))] * 1000
-        h.engine.live["r"].push(SequenceDelta(0, [50] * 1000, logprobs, finish=FinishReason.LENGTH))
-        (last,) = await call.rest()
-        counting.cancel()
+        seen, made = list[int](), generate_call._position_logprobs
+        call = await h.start(request(params={"logprobs": 1}, only_complete=only_complete))
+        async with counted_turns() as turns:
+
+            def noting(logprobs: TokenLogprobs) -> types_pb2.PositionLogprobs:
+                seen.append(turns())
+                return made(logprobs)
+
+            monkeypatch.setattr(generate_call, "_position_logprobs", noting)
+            logprobs = [TokenLogprobs(50, -0.5, ((50, -0.5),))] * 1000
+            h.engine.live["r"].push(SequenceDelta(0, [50] * 1000, logprobs, finish=FinishReason.LENGTH))
+            *chunks, last = await call.rest()
         assert len(last.complete.logprobs) == 1000
-        assert max(Counter(seen).values()) == generate_call.LOGPROBS_AT_ONCE
+        assert sum(len(message.chunk.logprobs) for message in chunks) == (0 if only_complete else 1000)
+        assert max(Counter(seen).values()) == LOGPROBS_AT_ONCE
 
     run(body)
 

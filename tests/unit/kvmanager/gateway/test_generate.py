@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def test_logprobs_stand_beside_their_tokens() -> None:
     top = [types_pb2.TokenLogprob(token_id=11, logprob=-0.25), types_pb2.TokenLogprob(token_id=10, logprob=-0.5)]
     position = types_pb2.PositionLogprobs(chosen=top[1], top=top)
     complete = pb.GenerateComplete(token_ids=[10], finish_reason=types_pb2.FINISH_REASON_LENGTH, logprobs=[position])
-    written = write_response(pb.GenerateResponse(complete=complete), ()).complete.output_logprobs
+    written = asyncio.run(write_response(pb.GenerateResponse(complete=complete), ())).complete.output_logprobs
     assert (list(written.token_ids), list(written.token_logprobs)) == ([10], [-0.5])
     assert list(written.top_logprobs[0].token_ids) == [11, 10]
     assert list(written.top_logprobs[0].values) == [-0.25, -0.5]
@@ -94,5 +95,5 @@ def test_logprobs_stand_beside_their_tokens() -> None:
 @pytest.mark.parametrize(("token", "matched"), [(7, "matched_token_id"), (1, None)])
 def test_a_stop_token_of_the_request_is_named_and_one_of_the_model_is_not(token: int, matched: str | None) -> None:
     complete = pb.GenerateComplete(finish_reason=types_pb2.FINISH_REASON_STOP, stop_token_id=token)
-    written = write_response(pb.GenerateResponse(complete=complete), {7}).complete
+    written = asyncio.run(write_response(pb.GenerateResponse(complete=complete), {7})).complete
     assert (written.finish_reason, written.WhichOneof("matched_stop")) == ("stop", matched)

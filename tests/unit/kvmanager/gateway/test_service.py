@@ -6,7 +6,8 @@ import asyncio
 import hashlib
 import io
 import zipfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +20,21 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER, refusal, tokens_of
-from support.event_loop import until
+from support.event_loop import counted_turns, until
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.server import GrpcServer
 from pagekv.kvmanager.api.served_model import ServedModel
-from pagekv.kvmanager.gateway import service
+from pagekv.kvmanager.gateway import generate, service
 from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.request.command import FinishReason
+from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, TokenLogprobs
+from pagekv.kvmanager.request.stream import SequenceDelta
 from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.kvmanager.text.tokenizer import Tokenizer
+from pagekv.v1 import types_pb2
 
 
 @dataclass
@@ -103,6 +107,33 @@ def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_everythin
         assert (list(complete.complete.output_ids), complete.complete.completion_tokens) == ([10, 11, 12], 3)
         assert complete.complete.finish_reason == "length"
         assert complete.complete.WhichOneof("matched_stop") is None
+
+    run(body)
+
+
+@pytest.mark.parametrize("stream", [False])
+def test_the_event_loop_turns_while_many_log_probabilities_are_translated(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last message has those of all tokens: of 4,000 tokens with 20 each some 40 ms."""
+
+    async def body(harness: Harness) -> None:
+        call = await harness.start(request(stream=stream, logprobs=1))
+        seen, add = Counter[int](), generate._add_logprobs
+        async with counted_turns() as turns:
+
+            def noting(written: vllm.OutputLogProbs, positions: Sequence[types_pb2.PositionLogprobs]) -> None:
+                seen[turns()] += len(positions)
+                add(written, positions)
+
+            monkeypatch.setattr(generate, "_add_logprobs", noting)
+            logprobs = [TokenLogprobs(50, -0.5, ((50, -0.5),))] * 1000
+            harness.engine.live["r"].push(SequenceDelta(0, [50] * 1000, logprobs, finish=FinishReason.LENGTH))
+            *chunks, last = await rest(call)
+        assert list(last.complete.output_logprobs.token_ids) == [50] * 1000
+        assert len(last.complete.output_logprobs.top_logprobs) == 1000
+        assert sum(len(message.chunk.output_logprobs.token_ids) for message in chunks) == (1000 if stream else 0)
+        assert max(seen.values()) == LOGPROBS_AT_ONCE
 
     run(body)
 
