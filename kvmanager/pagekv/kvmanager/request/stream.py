@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.wakeups import Wakeups
 
 # Tokens of a sequence that are made text of at once, which takes a millisecond; so many wake a reader who waits for its
@@ -31,12 +31,15 @@ class SequenceDelta:
     cumulative_logprob: float | None = None
 
     def parts(self) -> Iterable[SequenceDelta]:
-        """The same news in order, at most MOST_AT_ONCE tokens at a time; how the sequence ended comes with the last."""
-        return (self,) if len(self.token_ids) <= MOST_AT_ONCE else self._cut()
+        """The same news in order, at most MOST_AT_ONCE tokens at a time, LOGPROBS_AT_ONCE with log-probabilities; how
+        the sequence ended comes with the last.
+        """
+        most = LOGPROBS_AT_ONCE if self.logprobs else MOST_AT_ONCE
+        return (self,) if len(self.token_ids) <= most else self._cut(most)
 
-    def _cut(self) -> Iterator[SequenceDelta]:
-        for start in range(0, len(self.token_ids), MOST_AT_ONCE):
-            here = slice(start, start + MOST_AT_ONCE)
+    def _cut(self, most: int) -> Iterator[SequenceDelta]:
+        for start in range(0, len(self.token_ids), most):
+            here = slice(start, start + most)
             part = replace(self, token_ids=self.token_ids[here], logprobs=self.logprobs[here])
             if here.stop < len(self.token_ids):
                 part.finish = part.stop_token_id = part.cumulative_logprob = None

@@ -110,7 +110,7 @@ def test_the_event_loop_turns_while_text_is_made_of_what_a_slow_reader_left(
     run(body)
 
 
-@pytest.mark.parametrize("only_complete", [True])
+@pytest.mark.parametrize("only_complete", [False, True])
 def test_the_event_loop_turns_while_many_log_probabilities_are_written(
     only_complete: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_everythin
     run(body)
 
 
-@pytest.mark.parametrize("stream", [False])
+@pytest.mark.parametrize("stream", [False, True])
 def test_the_event_loop_turns_while_many_log_probabilities_are_translated(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Coroutine
 import pytest
 
 from pagekv.kvmanager.request.command import FinishReason
-from pagekv.kvmanager.request.logprobs import PackedLogprobs, TokenLogprobs
+from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import MOST_AT_ONCE, RequestStream, SequenceDelta
 from pagekv.kvmanager.request.wakeups import Wakeups
 
@@ -135,14 +135,16 @@ def test_a_reader_of_whole_answers_is_woken_at_ends_alone() -> None:
     run(body())
 
 
-def test_many_tokens_come_in_parts_and_the_end_with_the_last() -> None:
-    count = 2 * MOST_AT_ONCE + 1
-    logprobs = PackedLogprobs(TokenLogprobs(token, -0.5) for token in range(count))
+@pytest.mark.parametrize("most", [MOST_AT_ONCE, LOGPROBS_AT_ONCE])
+def test_many_tokens_come_in_parts_and_the_end_with_the_last(most: int) -> None:
+    count = 2 * most + 1
+    asked_for = most == LOGPROBS_AT_ONCE
+    logprobs = PackedLogprobs(TokenLogprobs(token, -0.5) for token in range(count if asked_for else 0))
     delta = SequenceDelta(3, list(range(count)), logprobs, 7, 1, FinishReason.STOP, count - 1, -2.0)
     parts = list(delta.parts())
-    assert [len(part.token_ids) for part in parts] == [MOST_AT_ONCE, MOST_AT_ONCE, 1]
+    assert [len(part.token_ids) for part in parts] == [most, most, 1]
     assert [token for part in parts for token in part.token_ids] == delta.token_ids
-    assert [each.token_id for part in parts for each in part.logprobs] == delta.token_ids
+    assert [each.token_id for part in parts for each in part.logprobs] == (delta.token_ids if asked_for else [])
     assert {(part.index, part.cached_tokens, part.preemptions) for part in parts} == {(3, 7, 1)}
     ends = [(part.finish, part.stop_token_id, part.cumulative_logprob) for part in parts]
     assert ends == [(None, None, None)] * 2 + [(FinishReason.STOP, count - 1, -2.0)]
