@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from pagekv.kvmanager.engine.statistics import EngineStatistics
-from pagekv.kvmanager.tenants.accounts import OTHERS, Account, Accounts
+from pagekv.kvmanager.tenants.accounts import OTHERS, Accounts, TenantUsage
 
 # Tenants that the file does not name and that have metrics of their own: names come from callers, and a scrape has
 # lines for each. Later ones are summed under OTHERS.
@@ -30,8 +31,7 @@ class _Sums:
     blocks: int = 0
     refusals: Counter[str] = field(default_factory=Counter)
 
-    def add(self, account: Account, blocks: int) -> None:
-        usage = account.usage
+    def add(self, usage: TenantUsage, blocks: int) -> None:
         self.prompt_tokens += usage.prompt_tokens
         self.cached_tokens += usage.cached_tokens
         self.output_tokens += usage.output_tokens
@@ -57,6 +57,12 @@ class TenantCollector(Collector):
         """`accounts`: those of the engine that is asked."""
         self._statistics = statistics
         self._accounts = accounts
+        # The value of the label by tenant, from the first scrape on that had it.
+        self._labels = {OTHERS: OTHERS}
+        # How many tenants have one of their own that the file did not name then.
+        self._unnamed = 0
+        # Counts under OTHERS of tenants that the file came to name; they stay there, for a counter must not fall.
+        self._kept: list[TenantUsage] = []
 
     def collect(self) -> Iterator[Metric]:
         sums = self._sums()
@@ -79,13 +85,23 @@ class TenantCollector(Collector):
         yield gauge
 
     def _sums(self) -> dict[str, _Sums]:
-        """By the value of the label; of tenants that are not named the first that came have one of their own."""
-        named, unnamed = self._accounts.file.tenants, 0
+        """By the value of the label."""
         sums: dict[str, _Sums] = {}
         for account, blocks in self._statistics.tenant_blocks():
-            name = account.tenant.name
-            if name not in named and name != OTHERS:
-                unnamed += 1
-                name = name if unnamed <= MAX_UNNAMED else OTHERS
-            sums.setdefault(name, _Sums()).add(account, blocks)
+            label = self._label(account.tenant.name, account.usage)
+            sums.setdefault(label, _Sums()).add(account.usage, blocks)
+        for usage in self._kept:
+            sums.setdefault(OTHERS, _Sums()).add(usage, 0)
         return sums
+
+    def _label(self, name: str, usage: TenantUsage) -> str:
+        """Of tenants that are not named the first that came have one of their own. A tenant never loses it."""
+        label, named = self._labels.get(name), name in self._accounts.file.tenants
+        if label is None:
+            label = name if named or self._unnamed < MAX_UNNAMED else OTHERS
+            self._unnamed += label == name and not named
+        elif label == OTHERS and named:
+            label = name
+            self._kept.append(copy.deepcopy(usage))
+        self._labels[name] = label
+        return label

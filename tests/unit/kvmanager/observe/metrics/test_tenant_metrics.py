@@ -19,12 +19,20 @@ from pagekv.kvmanager.tenants.accounts import OTHERS, Accounts
 
 
 def shown(accounts: Accounts, driver: Driver | None = None) -> dict[str, float]:
-    """Values by name and labels."""
+    """Values by name and labels, at the first scrape."""
+    return scraped(registered(accounts, driver))
+
+
+def registered(accounts: Accounts, driver: Driver | None = None) -> CollectorRegistry:
     scheduler = None if driver is None else driver.scheduler
     cache = CacheAdmin(True, 0.5, lambda: None)
     state = EngineState(config(), cache, LiveRequests(0), scheduler=scheduler, accounts=accounts)
     registry = CollectorRegistry()
     registry.register(TenantCollector(EngineStatistics(state), accounts))
+    return registry
+
+
+def scraped(registry: CollectorRegistry) -> dict[str, float]:
     lines = generate_latest(registry).decode().splitlines()
     values = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     return {name: float(value) for name, value in values}
@@ -81,3 +89,28 @@ def test_later_tenants_that_nobody_named_are_counted_together(tmp_path: Path, mo
     # Two that came too late, "last", and the account that two share.
     assert requests[OTHERS] == 2 + 10 + 20
     assert shown(accounts)['pagekv_tenant_refusals_total{limit="max_running",tenant="*"}'] == 4
+
+
+def test_no_counter_falls_when_the_file_names_other_tenants(tmp_path: Path) -> None:
+    path = tmp_path / "tenants.toml"
+    path.write_text("[default]\n[tenants.once]\n")
+    accounts = Accounts(path)
+    registry = registered(accounts)
+    names = [f"t{number}" for number in range(MAX_UNNAMED + 2)]
+    before: dict[str, float] = {}
+    # The last two come under "*". One of them is named, then one that has a label of its own, then nobody.
+    for named in (["once"], ["once", names[-1]], [names[0]], []):
+        path.write_text("[default]\n" + "".join(f"[tenants.{name}]\n" for name in named))
+        accounts._reload()()
+        for name in ("once", *names):
+            accounts.of(name).usage.requests += 1
+            accounts.of(name).usage.refusals["max_running"] += 1
+        after = scraped(registry)
+        counters = {name for name in before if "_blocks{" not in name}
+        assert {name for name in counters if after.get(name, 0) < before[name]} == set()
+        before = after
+    requests = 'pagekv_tenant_requests_total{tenant="%s"}'
+    assert all(before[requests % name] == 4 for name in ("once", *names[:-2], names[-1]))
+    # Four of the one that was never named, and two that the other had when it was.
+    assert before[requests % OTHERS] == 4 + 2
+    assert before['pagekv_tenant_refusals_total{limit="max_running",tenant="*"}'] == 4 + 2
