@@ -35,7 +35,7 @@ class TenantBooks:
         """
         accounts = self._state.accounts
         self._check(accounts.file)
-        accounts.check = self._check
+        accounts.check = self._check_reload
 
         def changed() -> None:
             self._tell()
@@ -44,6 +44,11 @@ class TenantBooks:
         accounts.on_change = changed
         if accounts.all():
             self._tell()
+
+    def _check_reload(self, file: TenantsFile) -> None:
+        # Floors that stay as they are have been fitted to the pool where it is smaller than the first one.
+        if _floors(file) != _floors(self._state.accounts.file):
+            self._check(file)
 
     def _check(self, file: TenantsFile) -> None:
         num_blocks = self._state.serving().pool.num_blocks
@@ -114,3 +119,7 @@ class TenantBooks:
                 numbers = [account.tenant.number for account in accounts]
                 self._blocks = {number: tenants.footprint(number) for number in numbers}
             self._looked_at = now
+
+
+def _floors(file: TenantsFile) -> dict[str, int]:
+    return {name: limits.floor_blocks for name, limits in file.tenants.items() if limits.floor_blocks}

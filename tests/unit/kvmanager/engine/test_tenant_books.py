@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.engine import engine_harness
-from support.engine.engine_harness import Bench, command, expect, read, until
+from support.engine.engine_harness import Bench, command, described, expect, read, until
 
 from pagekv.common.errors import AlreadyExists, LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -154,6 +154,32 @@ def test_floors_that_do_not_go_into_the_pool(monkeypatch: pytest.MonkeyPatch, tm
         (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 3\n")
         accounts._reload()()
         assert tenants.floors_beside(0) == 3
+
+    engine_harness.run(monkeypatch, body, accounts=accounts)
+
+
+def test_floors_of_a_larger_pool_stay_through_reloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    floors = "[tenants.a]\nfloor_blocks = 6\n[tenants.b]\nfloor_blocks = 2\n"
+    accounts = accounts_of(tmp_path, floors)
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        bench.description = described(device_kv_bytes=4)
+        assert bench.link is not None
+        bench.link.lose()
+        await until(lambda: engine._state.serving().pool.num_blocks == 4)
+        (tmp_path / "tenants.toml").write_text(floors + "max_waiting = 1\n[tenants.c]\n")
+        accounts._reload()()
+        assert accounts.of("b").limits.max_waiting == 1
+        tenants = engine._state.serving().pool.tenants
+        assert tenants is not None
+        assert tenants.floors_beside(0) == 3 + 1
+        (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 5\n")
+        with pytest.raises(TenantsError, match=r"tenants.a.floor_blocks: the floors are 5 blocks together"):
+            accounts._reload()()
+        assert tenants.floors_beside(0) == 3 + 1
+        (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 2\n")
+        accounts._reload()()
+        assert tenants.floors_beside(0) == 2
 
     engine_harness.run(monkeypatch, body, accounts=accounts)
 
