@@ -24,9 +24,8 @@ class LiveRequests:
         self._requests: dict[str, dict[str, LiveRequest]] = {}
         self._by_stream: dict[RequestStream, LiveRequest] = {}
         self._arrivals = 0
-        # By stream that its reader has not released: how many sequences have ended.
-        self._being_read: dict[RequestStream, int] = {}
-        self._tenant_of: dict[RequestStream, str] = {}
+        # By stream that its reader has not released: the tenant, and how many sequences have ended.
+        self._being_read: dict[RequestStream, tuple[str, int]] = {}
         # Their sum, and that of each tenant.
         self.num_unread = 0
         self._unread: Counter[str] = Counter()
@@ -51,8 +50,7 @@ class LiveRequests:
         self._arrivals += 1
         self._by_stream[stream] = request
         self._requests.setdefault(command.request_id, {})[command.tenant.name] = request
-        self._being_read[stream] = 0
-        self._tenant_of[stream] = command.tenant.name
+        self._being_read[stream] = command.tenant.name, 0
         self._tenants[command.tenant.name] += 1
         self.idle.clear()
         return request
@@ -73,9 +71,9 @@ class LiveRequests:
         """The reader has gone: nothing of the stream is unread any more. Returns the request if it is still live.
         Idempotent.
         """
-        tenant = self._tenant_of.pop(stream, None)
-        if tenant is not None:
-            self._count_unread(tenant, -self._being_read.pop(stream))
+        if stream in self._being_read:
+            tenant, ended = self._being_read.pop(stream)
+            self._count_unread(tenant, -ended)
         return self.of(stream)
 
     def _count_unread(self, tenant: str, more: int) -> None:
@@ -92,19 +90,19 @@ class LiveRequests:
         if self._by_stream.get(request.stream) is not request:
             return False
         finished = [sequence.state is SeqStatus.FINISHED for sequence in request.sequences]
+        tenant = request.command.tenant.name
         if request.stream in self._being_read:
             # A beam search has nothing to read before its end.
             ended = request.command.n if all(finished) else 0 if request.search is not None else sum(finished)
-            self._count_unread(request.command.tenant.name, ended - self._being_read[request.stream])
-            self._being_read[request.stream] = ended
+            self._count_unread(tenant, ended - self._being_read[request.stream][1])
+            self._being_read[request.stream] = tenant, ended
         if not all(finished):
             return False
         del self._by_stream[request.stream]
         of_id = self._requests[request.command.request_id]
-        del of_id[request.command.tenant.name]
+        del of_id[tenant]
         if not of_id:
             del self._requests[request.command.request_id]
-        tenant = request.command.tenant.name
         self._tenants[tenant] -= 1
         if not self._tenants[tenant]:
             del self._tenants[tenant]
@@ -114,7 +112,7 @@ class LiveRequests:
 
     def num_tenants(self, also: str) -> int:
         """Tenants that have live requests, and this one."""
-        return len(self._tenants.keys() | {also})
+        return len(self._tenants) + (also not in self._tenants)
 
     def unread_of(self, tenant: str) -> int:
         """Ended sequences of a tenant whose readers have not taken them."""

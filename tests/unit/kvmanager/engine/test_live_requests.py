@@ -78,7 +78,7 @@ def test_nothing_is_kept_of_tenants_that_have_nothing_live_and_nothing_unread(mo
             for stream in (read_whole, given_up):
                 engine.release(stream)
         live = engine._live
-        kept = (live._requests, live._by_stream, live._being_read, live._tenant_of, live._unread, live._tenants)
+        kept = (live._requests, live._by_stream, live._being_read, live._unread, live._tenants)
         assert not any(kept)
 
     run(monkeypatch, body)
