@@ -105,6 +105,13 @@ def test_what_was_recorded_while_tenants_compete_is_derived_again(
             replay_steps(recording)
 
 
+def test_a_recording_of_another_version_is_refused_by_its_version(recording: Path) -> None:
+    header, *rest = records(recording)
+    write(recording, [{**header, "version": 2}, *rest])
+    with pytest.raises(StepsError, match="a recording of version 2, this is version 3"):
+        replay_steps(recording)
+
+
 def test_another_decision_is_reported_with_its_step_and_column(
     recording: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,7 +6,7 @@ records up to and with this one. The first record is a map that names format and
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
     add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
     tenants  weights, floors and caps by tenant, for this epoch and later ones
-    bound    of steps for which tenants compete: tokens, and tokens that a decode counts
+    bound    of steps for which tenants compete: tokens, tokens that a decode counts, tokens beside visitors
     plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
     commit   a step's result: tokens by seq_id, candidates of beams; failures by seq_id, if any
     finish   a sequence was ended: by abort, stop string or error
@@ -43,7 +43,7 @@ from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
 from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
-FORMAT, VERSION = "pagekv steps", 2
+FORMAT, VERSION = "pagekv steps", 3
 # Fields of SamplingParams that the scheduler looks at.
 SAMPLING = (
     *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),

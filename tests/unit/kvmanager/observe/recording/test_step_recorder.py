@@ -28,7 +28,7 @@ def recording(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_every_kind_of_call_is_recorded(recording: Path) -> None:
     header, *found = records(recording)
-    assert (header["format"], header["version"], header["eviction_policy"]) == ("pagekv steps", 2, "slru")
+    assert (header["format"], header["version"], header["eviction_policy"]) == ("pagekv steps", 3, "slru")
     assert {record[0] for record in found} == {
         *("attach", "add", "plan", "commit", "finish", "share", "free", "preempt", "clear")
     }
