@@ -1,4 +1,4 @@
-"""When the next step is planned: at once, or while tenants compete just in time."""
+"""When the next step is planned: at once, behind long prompts a little later, while tenants compete just in time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,19 @@ from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
+# A step with so many tokens of prompts takes long enough for more requests to come.
+LONG_PROMPT = 64
+# For this part of the time that it takes no other step is planned.
+HELD = 0.75
+# A slower step raises what is expected of the next ones by so much of the difference, a faster one lowers it at once.
+SLOWER = 0.125
+
 
 class StepPace:
     """Used by the engine loop alone. Steps are planned ahead as far as they may be, so the executor need not wait.
+
+    Behind a step that computes prompts the next one is planned when three quarters of its time are over: requests that
+    come meanwhile need not wait for a step more, nor for a small one that some of them would have to themselves.
 
     While tenants compete that would make a newcomer wait for the rest of one step and the whole of another. So the next
     step is planned shortly before the one that runs ends, and steps have a bound.
@@ -22,26 +32,43 @@ class StepPace:
         self._depth = depth
         self._in_flight = in_flight
         self._times = StepTimes(max_batch_tokens)
+        # Microseconds for a token of a prompt.
+        self._prompt_us = 0.0
 
     def begin_epoch(self, max_batch_tokens: int) -> None:
         """Forgets the times of the executor before: this one may be another, and from nothing they are learnt in a
         dozen steps, from wrong ones in a hundred.
         """
         self._times = StepTimes(max_batch_tokens)
+        self._prompt_us = 0.0
 
     def wait_s(self, scheduler: Scheduler) -> float:
         """Seconds until the next step is to be planned: 0 for now, infinite for not before a result."""
         running = self._in_flight.oldest
         if len(self._in_flight) >= self._depth:
             return math.inf
-        if running is None or not scheduler.competing:
+        if running is None:
             return 0.0
-        from_begin_s = 1e-6 * (self._times.expected_us(running) - self._times.lead_us)
-        return max(0.0, from_begin_s - self._in_flight.turn_s)
+        if scheduler.competing:
+            held_us = self._times.expected_us(running) - self._times.lead_us
+        elif tokens := _long_prompt(running):
+            held_us = HELD * self._prompt_us * tokens
+        else:
+            return 0.0
+        return max(0.0, 1e-6 * held_us - self._in_flight.turn_s)
 
     def learn(self, scheduler: Scheduler, plan: StepPlan, result: StepResult) -> None:
-        """Learns from the times of a step, while tenants compete, and bounds the steps to come."""
+        """Learns from the times of a step and, while tenants compete, bounds the steps to come."""
+        if tokens := _long_prompt(plan):
+            us, before = result.execute_us / tokens, self._prompt_us
+            self._prompt_us = min(us, before + SLOWER * (us - before)) if before else us
         if scheduler.competing:
             self._times.learn(plan, result.execute_us)
             self._times.learn_idle(plan, result.idle_us)
             scheduler.set_bound(self._times.bound())
+
+
+def _long_prompt(plan: StepPlan) -> int:
+    """Tokens of prompts in a step; 0 where they are few."""
+    tokens = plan.num_tokens - plan.num_decodes
+    return tokens if tokens >= LONG_PROMPT else 0

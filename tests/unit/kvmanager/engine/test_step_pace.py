@@ -51,6 +51,34 @@ def test_for_one_tenant_steps_are_planned_ahead_as_far_as_they_may_be() -> None:
     assert not asked.bounds
 
 
+def test_behind_a_long_prompt_the_next_step_is_planned_towards_the_end() -> None:
+    clock = Clock()
+    pace, in_flight, asked = pace_of(clock, competing=False)
+    scheduler, prompt = cast("Scheduler", asked), StepPlan(num_decodes=2, num_tokens=2 + 100)
+    in_flight.add(prompt)
+    assert pace.wait_s(scheduler) == 0  # nothing is known
+    pace.learn(scheduler, prompt, StepResult(1, [], [], {}, 102, 50_000, 0))
+    assert pace.wait_s(scheduler) == pytest.approx(0.75 * 0.050)
+    clock.now += 0.030
+    assert pace.wait_s(scheduler) == pytest.approx(0.0075)
+    clock.now += 0.008
+    assert pace.wait_s(scheduler) == 0
+    # A faster one counts at once, a slower one by and by.
+    in_flight.pop()
+    in_flight.add(prompt)
+    pace.learn(scheduler, prompt, StepResult(1, [], [], {}, 102, 20_000, 0))
+    assert pace.wait_s(scheduler) == pytest.approx(0.75 * 0.020)
+    pace.learn(scheduler, prompt, StepResult(1, [], [], {}, 102, 100_000, 0))
+    assert pace.wait_s(scheduler) == pytest.approx(0.75 * 0.030)
+    in_flight.pop()
+    in_flight.add(STEP)
+    assert pace.wait_s(scheduler) == 0
+    in_flight.begin_epoch(1000)
+    pace.begin_epoch(64)
+    in_flight.add(prompt)
+    assert pace.wait_s(scheduler) == 0
+
+
 def test_while_tenants_compete_a_step_is_planned_when_the_one_that_runs_is_about_to_end() -> None:
     clock = Clock()
     pace, in_flight, asked = pace_of(clock, competing=True)
