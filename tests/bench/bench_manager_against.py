@@ -68,6 +68,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=41, help="samples per row, at least 9 (default: 41)")
     parser.add_argument("--only", default="", help="only rows whose name contains this")
     args = parser.parse_args()
+    if not (args.tree / "tests" / "bench").is_dir():
+        parser.error(f"{args.tree} is no checkout: make one with `git worktree add DIR REV`")
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     (to_that, from_this), (to_this, from_that) = os.pipe(), os.pipe()
     os.write(from_this, b"b")
