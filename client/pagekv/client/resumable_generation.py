@@ -10,11 +10,13 @@ the caller has already is left out. So is a beam search, whose results come at i
 
 from __future__ import annotations
 
+import logging
 import random
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from typing import NoReturn
 
 from pagekv.client.errors import (
     AlreadyExists,
@@ -31,6 +33,10 @@ from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, P
 from pagekv.client.settings import CallSettings, check_resume_timeout, check_timeout, check_whole
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
+
+_log = logging.getLogger(__name__)
+# Without logging set up, Python would write warnings to the standard error of whichever program uses this library.
+_log.addHandler(logging.NullHandler())
 
 # SamplingParams.n at most, as the contract has it.
 MOST_SEQUENCES = 64
@@ -270,7 +276,9 @@ class ResumableGeneration:
             raise DataLoss("the stream ended before its sequences were complete")
 
     def failed(self, error: PageKVError) -> float:
-        """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        """The call failed; seconds to wait before the next one. An outage that begins is a warning of this module's
+        logger. Raises the error when there is to be no next call.
+        """
         if self._is_refused(error):
             return self._retry_in(error)
         now = self._clock()
@@ -279,11 +287,12 @@ class ResumableGeneration:
         if self._interrupted_at is None:
             self._interrupted_at = now
             self._resumes += 1
+            _log.warning("connection lost, trying again for up to %g s", self._resume_timeout_s)
         for sequence in self._sequences:
             sequence.interrupted()
         left = self._interrupted_at + self._resume_timeout_s - now
         if left <= 0:
-            raise error
+            self._give_up(error)
         # Half of the pause is random, so that the clients of a restarted server do not come all at once.
         pause = self._pause_s * (0.5 + random.random() / 2)
         self._pause_s = next_pause_s(self._pause_s, error)
@@ -291,6 +300,20 @@ class ResumableGeneration:
             pause = max(pause, error.retry_delay_s)
         remaining = self.remaining_s()
         return min(pause, left, left if remaining is None else remaining)
+
+    def _give_up(self, error: PageKVError) -> NoReturn:
+        """Raises an error of the same class that tells of the outage, which was too long. Errors other than Unavailable
+        have facts of their own, and stay as they are.
+        """
+        if not isinstance(error, Unavailable):
+            raise error
+        received = sum(len(sequence.token_ids) for sequence in self._sequences)
+        raise type(error)(
+            f"the connection was lost after {received} token{'' if received == 1 else 's'}, and did not come back "
+            f"within {self._resume_timeout_s:g} s: {error}",
+            error.retry_delay_s,
+            error.server_version,
+        ) from error
 
     def _is_refused(self, error: PageKVError) -> bool:
         """Nothing has begun, and the server, if there is one, does not take the request now."""

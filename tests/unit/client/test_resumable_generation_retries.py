@@ -90,10 +90,37 @@ def test_it_gives_up_after_resume_timeout(make_client: Any) -> None:
     server.start()
     server.expect("Generate", chunk(4), lambda: threading.Thread(target=server.stop).start(), Hangs())
     start = time.monotonic()
-    with pytest.raises((Unreachable, ConnectionLost)):
+    words = "lost after 1 token, and did not come back within 0.5 s: (cannot reach PageKV|the connection) "
+    with pytest.raises((Unreachable, ConnectionLost), match=words):
         list(make_client(server.target).stream([1, 2, 3], resume_timeout=0.5))
     assert time.monotonic() - start >= 0.5
     server.finish()
+
+
+def test_an_outage_is_one_warning_for_those_who_listen(caplog: pytest.LogCaptureFixture) -> None:
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: 0.0)
+    for begun in (1, 2):
+        generation.take(chunk(4, done=begun - 1))
+        for _ in range(3):
+            generation.failed(LOST_ERROR)
+        assert [(each.levelname, each.name, each.getMessage()) for each in caplog.records] == [
+            ("WARNING", "pagekv.client.resumable_generation", "connection lost, trying again for up to 10 s")
+        ] * begun
+
+
+def test_an_error_with_facts_of_its_own_stays_as_it_is() -> None:
+    now = [0.0]
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: now[0])
+    generation.take(chunk(4))
+    generation.failed(LOST_ERROR)
+    now[0] = 11.0
+    full, refused = Overloaded("full", 3.0), errors.Unavailable("starting", 7.0, "1.2")
+    with pytest.raises(Overloaded) as caught:
+        generation.failed(full)
+    assert caught.value is full
+    with pytest.raises(errors.Unavailable, match=r"lost after 1 token, .* 10 s: starting") as other:
+        generation.failed(refused)
+    assert (other.value.retry_delay_s, other.value.server_version) == (7.0, "1.2")
 
 
 def test_pauses_grow_and_end_with_the_resume_timeout() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import io
+import logging
 import os
 import sys
 from argparse import SUPPRESS, _SubParsersAction
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
 # The variable is read once, while gRPC is imported. Processes that `up` starts inherit it: at ERROR gRPC's core would
@@ -133,6 +135,27 @@ def _prepare_streams() -> None:
         sys.stdin.reconfigure(errors="surrogateescape")
 
 
+class _ToTerminal(logging.Handler):
+    """Warnings of the client library as lines on standard error, in the middle of what a command prints."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        super().__init__(logging.WARNING)
+        self._terminal = terminal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._terminal.aside(f"pagekv: {record.getMessage()}")
+
+
+@contextmanager
+def _showing_warnings(terminal: Terminal) -> Iterator[None]:
+    library, handler = logging.getLogger("pagekv.client"), _ToTerminal(terminal)
+    library.addHandler(handler)
+    try:
+        yield
+    finally:
+        library.removeHandler(handler)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv`."""
     given = command_first(sys.argv[1:] if argv is None else argv)
@@ -145,7 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = make_parser(as_json=for_scripts)
         _check_command(parser, given)
         args = parser.parse(given)
-        status: int = args.run(args, terminal)
+        # Scripts read one line of JSON on standard error, or none.
+        with nullcontext() if for_scripts else _showing_warnings(terminal):
+            status: int = args.run(args, terminal)
         return status
     except (UsageError, PageKVError, StackError) as error:
         return _failed(error, terminal, for_scripts)

@@ -114,7 +114,12 @@ def summary(completion: Completion, watch: Stopwatch) -> str:
     if rate is not None:
         parts.append(f"{rate:.0f} tok/s")
     if completion.preemptions:
-        parts.append(f"preempted {completion.preemptions} times")
+        parts.append(f"preempted {times(completion.preemptions)}")
     if completion.resumes:
-        parts.append(f"resumed {completion.resumes} times")
+        parts.append(f"resumed {times(completion.resumes)}")
     return f"[{' · '.join(parts)} · {completion.finish_reason}]"
+
+
+def times(number: int) -> str:
+    """How often, in words: once, or 3 times."""
+    return "once" if number == 1 else f"{number} times"

@@ -85,6 +85,15 @@ class Terminal:
         self.err.write(f"{text}\n")
         self.err.flush()
 
+    def aside(self, text: str) -> None:
+        """A line for a person, dimmed, on standard error, in the middle of a result that goes on: standard output gets
+        nothing, not even a line end.
+        """
+        self.clear()
+        begun = self._in_line and self.out_is_terminal and self.err_is_terminal
+        self.err.write(("\n" if begun else "") + f"{self.dim(text)}\n")
+        self.err.flush()
+
     def dim(self, text: str) -> str:
         """For standard error."""
         return f"\x1b[2m{text}\x1b[0m" if self._err_styled and text else text

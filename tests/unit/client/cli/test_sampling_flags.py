@@ -23,6 +23,9 @@ def test_how_often_it_was_preempted_is_told(
         "--- 0: 1 token · length",
         "--- 1: 1 token · length · preempted 3 times",
     ]
+    server.expect("Generate", chunk(4), complete(4, preemptions=1))
+    assert main(["generate", "x"]) == 0
+    assert " · preempted once · " in capsys.readouterr().err
 
 
 def test_finish_reasons_are_shown(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:

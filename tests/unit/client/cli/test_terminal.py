@@ -48,6 +48,16 @@ def test_an_error_and_the_end_have_lines_of_their_own() -> None:
     assert out.getvalue() == "half a\nhalf\n"
 
 
+def test_an_aside_adds_nothing_to_the_result() -> None:
+    for make, before in ((Screen, "\n"), (io.StringIO, "")):
+        out, err = make(), make()
+        terminal = Terminal(out, err, {"NO_COLOR": "1"})
+        terminal.write("half a")
+        terminal.aside("wait")
+        terminal.write(" line")
+        assert (out.getvalue(), err.getvalue()) == ("half a line", f"{before}wait\n")
+
+
 def test_tables_and_times() -> None:
     assert table([("a", 10), ("bcd", 2)], ("name", "n"), indent=" ") == " name   n\n a     10\n bcd    2"
     assert table([]) == ""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_prompt, read_prompt
-from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of, stream_to, summary
+from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of, stream_to, summary, times
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.generation_types import Completion, GenerateOptions, Prompt
@@ -71,7 +71,7 @@ def headline(completion: Completion) -> str:
     tokens = f"{completion.completion_tokens} token{'' if completion.completion_tokens == 1 else 's'}"
     parts = [tokens, completion.finish_reason]
     if completion.preemptions:
-        parts.append(f"preempted {completion.preemptions} times")
+        parts.append(f"preempted {times(completion.preemptions)}")
     if completion.cumulative_logprob is not None:
         mean = completion.cumulative_logprob / max(completion.completion_tokens, 1)
         parts.append(f"log-probability {completion.cumulative_logprob:.3f}, {mean:.3f} a token")

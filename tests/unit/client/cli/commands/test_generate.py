@@ -51,6 +51,22 @@ def test_generate_json(server: ScriptedServer, target: str, capsys: pytest.Captu
     assert err == ""
 
 
+@pytest.mark.parametrize("switches", [[], ["--json"]])
+def test_an_outage_is_told_and_the_text_goes_on(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], switches: list[str]
+) -> None:
+    server.expect("Generate", chunk(4), Fails(errors.Draining("shuts down", 0.01)))
+    server.expect("Generate", chunk(5, done=1), complete(5, resumed=1))
+    assert main(["generate", "x", *switches]) == 0
+    out, err = capsys.readouterr()
+    if switches:
+        assert (json.loads(out)["completions"][0]["resumes"], err) == (1, "")
+    else:
+        assert out == "t4 t5 \n"
+        assert err.startswith("pagekv: connection lost, trying again for up to 30 s\n[")
+        assert " · resumed once · " in err
+
+
 def test_generate_reads_standard_input(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
