@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pagekv.executor.model.files import StoredModel, read_model_files
-from pagekv.executor.model.start_check import check_kv_memory, check_ranks
+from pagekv.executor.model.start_check import check_kv_memory, check_ranks, check_same_model
 from pagekv.kernels.variants import (
     DTYPE_BYTES,
     DTYPE_PAIRS,
@@ -219,6 +219,7 @@ def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory:
     the reason and what to do.
     """
     stored = read_model_files(directory)
+    check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
     served, kept = served_dtypes(directory, stored, dtype, kv_dtype)
     check_kv_memory(directory, stored, DTYPE_BYTES[kept], kv_memory)

@@ -32,6 +32,9 @@ HEADS_SHARE_HIDDEN_SIZE = frozenset(
         "starcoder2",
     )
 )
+# Model types every layer of which has weights, under its number; others may have layers without any.
+NUMBERED_LAYERS = HEADS_SHARE_HIDDEN_SIZE | {"gemma", "gemma2", "gemma3_text", "olmoe", "qwen3", "qwen3_moe"}
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -48,6 +51,7 @@ class StoredModel:
     num_weights: int | None
     """Elements that are certain to be loaded."""
     num_layers: int | None = None
+    hidden_size: int | None = None
 
     def token_bytes(self, element_bytes: int) -> int | None:
         """Bytes of one token's keys and values over all layers."""
@@ -72,6 +76,7 @@ def read_model_files(directory: Path) -> StoredModel:
         head_size=_head_size(text, heads),
         num_weights=_num_weights(directory, config, text),
         num_layers=_count(text, "num_hidden_layers", "n_layer"),
+        hidden_size=_count(text, "hidden_size", "n_embd"),
     )
 
 
@@ -81,6 +86,29 @@ def tensors(directory: Path) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
         for name, header in _read_object(path).items():
             if name != "__metadata__" and isinstance(header, dict):
                 yield path, name, header
+
+
+def absent_layers(directory: Path, stored: StoredModel) -> list[int]:
+    """Layers of the model of which the files have no tensor; none where that is not certain."""
+    if stored.model_type not in NUMBERED_LAYERS or stored.num_layers is None:
+        return []
+    # Towers that see or hear may have layers of the same numbers: then fewer are absent.
+    there = {int(found[1]) for _, name, _ in tensors(directory) if (found := _LAYER.search(name))}
+    return sorted(set(range(stored.num_layers)) - there) if there else []
+
+
+def embedding_size(directory: Path, stored: StoredModel) -> int | None:
+    """Elements of a token's vector in the files; None where that is not certain to be the hidden size."""
+    # OPT has embeddings of another size, and projects them.
+    if stored.model_type not in NUMBERED_LAYERS or stored.model_type == "opt":
+        return None
+    for _, name, tensor in tensors(directory):
+        shape = tensor.get("shape")
+        if name not in ("embed_tokens.weight", "model.embed_tokens.weight") or tensor.get("dtype") not in FLOATS:
+            continue
+        if isinstance(shape, list) and len(shape) == 2 and isinstance(shape[1], int):
+            return shape[1]
+    return None
 
 
 def _head_size(text: Mapping[str, Any], heads: int | None) -> int | None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pagekv.executor.model.files import StoredModel, read_model_files
+from pagekv.executor.model.files import StoredModel, absent_layers, embedding_size, read_model_files
 
 # Bytes of an element by the values of --dtype that the cpu backend has.
 CPU_ELEMENT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float64": 8}
@@ -31,6 +31,7 @@ def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int,
     """
     check_cpu_dtype(dtype)
     stored = read_model_files(directory)
+    check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
     check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory)
     _check_converted_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
@@ -49,6 +50,19 @@ def _check_converted_weights(directory: Path, stored: StoredModel, dtype: str, a
         f"{directory}: its weights take {needed / 2**30:.2f} GiB in {dtype}{each}, and {available / 2**30:.2f} GiB are "
         f"available: use {mapped}a smaller model, or a machine with more memory"
     )
+
+
+def check_same_model(directory: Path, stored: StoredModel) -> None:
+    """Raises ValueError where the weights are certain to be of another model than config.json describes."""
+    size = embedding_size(directory, stored)
+    absent = absent_layers(directory, stored)
+    if size is not None and stored.hidden_size not in (None, size):
+        found = f"vectors of {size} elements, and config.json says hidden_size {stored.hidden_size}"
+    elif absent:
+        found = f"no tensor of {len(absent)} of the {stored.num_layers} layers of config.json, such as {absent[0]}"
+    else:
+        return
+    raise ValueError(f"{directory}: its weights have {found}: copy the config.json and all weights of one model there")
 
 
 def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:

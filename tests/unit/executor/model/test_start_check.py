@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from pagekv.common.models import resolve_model
 from pagekv.executor.cpu.backend import DTYPES
-from pagekv.executor.model.files import StoredModel, read_model_files
+from pagekv.executor.model.files import NUMBERED_LAYERS, StoredModel, absent_layers, read_model_files
 from pagekv.executor.model.start_check import CPU_ELEMENT_BYTES, check_cpu_start, check_kv_memory
 
 
@@ -66,3 +67,45 @@ def test_float16_is_no_way_out_on_a_cpu(tmp_path: Path) -> None:
     assert read_model_files(tmp_path).dtype == "float16"
     with pytest.raises(ValueError, match="are available: use a smaller model, or a machine with more memory"):
         check_cpu_start(tmp_path, "auto", 0, 0)
+
+
+def _demo_with(directory: Path, **changes: object) -> Path:
+    """The demo model's weights under another config.json."""
+    demo = resolve_model("demo")
+    config = json.loads((demo / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+    (directory / "model.safetensors").symlink_to(demo / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 80}, "no tensor of 74 of the 80 layers of config.json, such as 6: copy "),
+        ({"num_hidden_layers": 80, "quantization_config": {}}, "no tensor of 74 of the 80 layers"),
+        ({"hidden_size": 8192}, "vectors of 256 elements, and config.json says hidden_size 8192: copy "),
+    ],
+)
+def test_weights_of_another_model(tmp_path: Path, changes: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        check_cpu_start(_demo_with(tmp_path, **changes), "auto", 0, 2**40)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        # Layers beyond the model's own may predict further tokens.
+        {"num_hidden_layers": 4},
+        # Layers of such a type may have no weights.
+        {"num_hidden_layers": 80, "model_type": "deci"},
+        {"hidden_size": 8192, "model_type": "opt"},
+    ],
+)
+def test_weights_that_may_be_right(tmp_path: Path, changes: dict[str, object]) -> None:
+    check_cpu_start(_demo_with(tmp_path, **changes), "auto", 0, 2**40)
+
+
+def test_names_without_numbers_are_not_judged(tmp_path: Path) -> None:
+    assert "llama" in NUMBERED_LAYERS
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 2}))
+    assert absent_layers(tmp_path, read_model_files(tmp_path)) == []
