@@ -73,7 +73,11 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
     """The compiled loops, which take the model's weights; or why they cannot be used."""
     expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
     try:
-        with phase("compiling the loops of a step"):
+        # Numba takes a second to import.
+        from pagekv.executor.cpu.native.code_cache import when_compiled
+
+        when = when_compiled()
+        with phase("compiling the loops of a step" + (f", {when}" if when else "")):
             forward = _fused(loaded, shards)
             found = _logits(forward, loaded)
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
@@ -87,7 +91,6 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
 
 
 def _fused(loaded: LoadedModel, shards: Shards | None) -> StepForward:
-    # Numba takes a second to import.
     from pagekv.executor.cpu.fused_decoder import FusedDecoder
 
     decoder = read_decoder(loaded.model)

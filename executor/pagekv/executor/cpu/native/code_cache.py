@@ -29,7 +29,7 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
     what was kept cannot be read, `compile(work, cache=False)`. Closures of `work` hold only numbers and types.
     """
     folder = code_folder()
-    if folder is None:
+    if isinstance(folder, str):
         return compile(work, cache=False)
     values = [cell.cell_contents for cell in work.__closure__ or ()]
     key = repr((values, cpu_target.target_context.codegen().magic_tuple()))
@@ -48,9 +48,9 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
 
 
 @cache
-def code_folder() -> Path | None:
-    """Where code is kept: below NUMBA_CACHE_DIR, XDG_CACHE_HOME or ~/.cache. None where that cannot be written, or is
-    not the user's alone.
+def code_folder() -> Path | str:
+    """Where code is kept: below NUMBA_CACHE_DIR, XDG_CACHE_HOME or ~/.cache. The reason in words where that cannot be
+    written, or is not the user's alone.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -68,5 +68,15 @@ def code_folder() -> Path | None:
     # A user without a home is a RuntimeError.
     except (OSError, RuntimeError) as error:
         log.warning("compiled loops are not kept: each start compiles them anew", error=str(error))
-        return None
+        return str(error)
     return folder
+
+
+def when_compiled() -> str:
+    """Such as "once: ...", for the one who waits for the compiler. Empty where code has been kept already, which most
+    often is all that is needed.
+    """
+    folder = code_folder()
+    if isinstance(folder, str):
+        return f"at every start, since they cannot be kept: {folder}"
+    return "" if any(folder.iterdir()) else f"once: they are kept in {folder}"

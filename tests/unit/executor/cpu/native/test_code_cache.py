@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numba import carray, cfunc, types
 
-from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept
+from pagekv.executor.cpu.native.code_cache import code_folder, compile_kept, when_compiled
 
 
 @pytest.fixture(autouse=True)
@@ -48,10 +48,12 @@ def files(caches: Path) -> list[Path]:
 
 
 def test_code_is_kept_and_found_again(caches: Path) -> None:
+    assert when_compiled() == f"once: they are kept in {code_folder()}"
     assert [hits(number) for number in (1, 2, 1, 2)] == [0, 0, 1, 1]
+    assert when_compiled() == ""
     assert not numba.config.CACHE_DIR
     folder = code_folder()
-    assert folder is not None
+    assert isinstance(folder, Path)
     assert folder.parent == caches / "pagekv"
     assert folder.stat().st_mode & 0o777 == 0o700
     # An index and the code in a folder of each: what else is written at once cannot take its number.
@@ -115,3 +117,4 @@ def test_loops_run_where_code_cannot_be_kept(
     assert [record.message for record in caplog.records] == [
         "compiled loops are not kept: each start compiles them anew"
     ]
+    assert when_compiled() == f"at every start, since they cannot be kept: {code_folder()}"
