@@ -47,7 +47,8 @@ def test_without_an_executor_it_listens_says_so_and_stops_cleanly(tmp_path: Path
     async def body(running: Running) -> None:
         assert await running.health() == NOT_SERVING
         error = await running.refusal()
-        assert (error.code(), error.details()) == (grpc.StatusCode.UNAVAILABLE, "no executor is attached yet")
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert (error.details() or "").startswith("no executor is attached yet")
 
     assert run(config(tmp_path), body) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["port"]

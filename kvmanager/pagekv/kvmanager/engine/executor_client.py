@@ -45,6 +45,10 @@ class UnfitExecutor(ExecutorLost):
     """There is an executor, and this manager cannot work by its description. Another may take its place."""
 
 
+class NoExecutor(ExecutorLost):
+    """Nothing answers at the executor's address."""
+
+
 class AttachRefused(Exception):
     """The flags and this executor do not go together; trying again would not help."""
 
@@ -89,7 +93,7 @@ class ExecutorLink:
         request = pb.DescribeRequest(
             block_size=block_size, token_budget=token_budget, contract_revision=CONTRACT_REVISION
         )
-        with _refusals("Describe"):
+        with _refusals("Describe", self._target):
             answer = await self._stub.Describe(request, timeout=DESCRIBE_TIMEOUT_S)
         self._revision = min(CONTRACT_REVISION, answer.contract_revision)
         return answer
@@ -108,7 +112,7 @@ class ExecutorLink:
             required_features=feature_numbers(model.features),
             contract_revision=self._revision,
         )
-        with _refusals("Attach"):
+        with _refusals("Attach", self._target):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
         if not answer.epoch:
             raise ExecutorLost("AttachResponse.epoch: must not be 0, which stands for no epoch")
@@ -185,14 +189,29 @@ class ExecutorLink:
 
 
 @contextmanager
-def _refusals(method: str) -> Iterator[None]:
-    """Turns the status of a call into AttachRefused or ExecutorLost."""
+def _refusals(method: str, target: str) -> Iterator[None]:
+    """Turns the status of a call into AttachRefused, NoExecutor or another ExecutorLost."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
+        words = error.details() or ""
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            for said, meaning in _NOBODY_THERE.items():
+                if said in words:
+                    raise NoExecutor(meaning.format(target)) from error
         refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
         raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
+
+# How gRPC words an address where nothing answers, and what the operator is told. Other words, such as those of TLS, say
+# what is wrong.
+_START_ONE = "start a pagekv-executor with --listen {0}, or name another address with --executor"
+_NOBODY_THERE = {
+    "Connection refused": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
+    "No such file or directory": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
+    "Domain name not found": "no address is known for the name in {0}: check its spelling, or name another address "
+    "with --executor",
+}
 
 # Statuses that blame no step: the epoch is another manager's, or older than a new one.
 _BLAMELESS = (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION)

@@ -23,7 +23,7 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import check_description
-from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, UnfitExecutor
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, NoExecutor, UnfitExecutor
 from pagekv.kvmanager.engine.executor_wire import pack_token_ids
 from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
@@ -119,7 +119,7 @@ class EngineLoop:
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
-                state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
+                state.no_executor = str(error) if isinstance(error, (NoExecutor, UnfitExecutor)) else ""
                 # Asked four times a second while an executor loads: a reason is news once.
                 if str(error) != told:
                     log.warning("no executor", executor=self._config.executor, reason=error)

@@ -16,7 +16,7 @@ from support.engine.fake_engine import MODEL
 from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine import executor_client
-from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost
+from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost, NoExecutor
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
@@ -50,6 +50,29 @@ class _Executor(pb_grpc.ExecutorServiceServicer):
             await context.abort(self._end, "words")
         return
         yield pb.StepResult()
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("127.0.0.1:1", "nothing listens at 127.0.0.1:1, .*: start a pagekv-executor with --listen 127.0.0.1:1, or "),
+        (
+            "unix:/nowhere/x",
+            "nothing listens at unix:/nowhere/x, .*: start a pagekv-executor with --listen unix:/no",
+        ),
+        ("nobody.invalid:5", "no address is known for the name in nobody.invalid:5: check its spelling, or name "),
+    ],
+)
+def test_an_address_where_nothing_answers(target: str, words: str) -> None:
+    async def main() -> None:
+        link = ExecutorLink(target, lambda: None)
+        try:
+            await link.describe(16, 512)
+        finally:
+            await link.close()
+
+    with pytest.raises(NoExecutor, match=words):
+        asyncio.run(main())
 
 
 # By code of a status without details; of all others the step is at fault.
