@@ -132,6 +132,8 @@ _HANDSHAKES = (
 )
 # How gRPC's server words a message beyond its bound, which reaches no code that could name a field.
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
+# Of these, the words for a name that leads to no address.
+_NO_SUCH_NAME = ("Domain name not found", "hostname lookup error")
 # How gRPC words a cancellation that began on this side.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
@@ -172,6 +174,11 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
                 for words, meaning in _HANDSHAKES:
                     if words in message:
                         return Unreachable(f"cannot reach PageKV at {target}: {meaning}")
+                if any(words in message for words in _NO_SUCH_NAME):
+                    return Unreachable(
+                        f"cannot reach PageKV at {target}: no address is known for this name; check its spelling and "
+                        "this machine's DNS, or name another address with --target (target= in Python)"
+                    )
                 return Unreachable(
                     f"cannot reach PageKV at {target}: is it running? Start it with `pagekv up` "
                     "or name another address with --target (target= in Python)"
