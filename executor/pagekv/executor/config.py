@@ -23,6 +23,15 @@ from pagekv.common.loopback import INSECURE_HELP, refuse_open
 from pagekv.common.tls_flags import TlsConfig, check_tls
 
 PROG = "pagekv-executor"
+# Flags that the manager has alone, for an answer to one that is given here.
+MANAGER_FLAGS = (
+    "audit-log", "block-size", "cluster-secret", "eviction-policy", "executor", "executor-ca", "executor-cert",
+    "executor-key", "fork-sharing", "gateway-api", "gateway-listen", "http-listen", "http-names", "identities",
+    "kv-events", "kv-events-endpoint", "kv-events-replay-endpoint", "max-batch-tokens", "max-pinned-share",
+    "max-queue", "max-running", "num-device-blocks", "num-host-blocks", "otlp-endpoint", "page-text",
+    "partial-hits", "pipeline-depth", "preemption", "prefix-cache", "priority-aging", "record", "record-steps",
+    "step-timeout-s", "take-over", "tenants", "tokenizer", "watermark", "write-back",
+)  # fmt: skip  # several names a line: one each would fill a screen
 
 
 def _eos(text: str) -> tuple[int, ...] | None:
@@ -40,15 +49,22 @@ def _eos(text: str) -> tuple[int, ...] | None:
 class OracleConfig:
     """The model that the oracle pretends, and how long its steps take."""
 
-    step_time_ms: float = flag("oracle: milliseconds a step takes, 0 to 60000", default=0.0, type=number(0, 60_000))
-    vocab_size: int = flag("oracle: token ids; 0: as the model has, else 512", default=0, type=integer(0, 2**31 - 1))
-    max_model_len: int = flag("oracle: context; 0: as the model has, else 4096", default=0, type=integer(0, 2**31 - 1))
+    step_time_ms: float = flag(
+        "oracle: milliseconds a step takes, 0 to 60000", default=0.0, type=number(0, 60_000), metavar="MS"
+    )
+    vocab_size: int = flag(
+        "oracle: token ids; 0: as the model has, else 512", default=0, type=integer(0, 2**31 - 1), metavar="N"
+    )
+    max_model_len: int = flag(
+        "oracle: context; 0: as the model has, else 4096", default=0, type=integer(0, 2**31 - 1), metavar="TOKENS"
+    )
     # None: as the model says.
     eos_token_ids: tuple[int, ...] | None = flag(
         "oracle: end-of-sequence ids such as 0,7, or none; auto: as the model has, else 0",
         name="eos",
         default="auto",
         type=_eos,
+        metavar="IDS",
     )
 
 
@@ -57,7 +73,10 @@ class ExecutorConfig:
     """Checked values."""
 
     listen: str = flag(
-        "address to serve the manager on; port 0 takes a free one", default="127.0.0.1:50052", type=address
+        "address to serve the manager on; port 0 takes a free one",
+        default="127.0.0.1:50052",
+        type=address,
+        metavar="HOST:PORT",
     )
     insecure: bool = flag(INSECURE_HELP, default=False)
     backend: str = flag(
@@ -67,7 +86,9 @@ class ExecutorConfig:
         choices=("auto", "cpu", "cuda", "oracle"),
     )
     # Empty: no model (oracle only).
-    model: str = flag("a model directory, demo, or a hub id; default: demo, with the oracle none", default="")
+    model: str = flag(
+        "a model directory, demo, or a hub id; default: demo, with the oracle none", default="", metavar="NAME"
+    )
     dtype: str = flag(
         "element type of weights and KV memory; auto: float32 (cpu), as the weights are stored (cuda); float16 is for "
         "cuda, float64 for cpu",
@@ -87,11 +108,13 @@ class ExecutorConfig:
         "compute threads, 0 to 1024 (cpu); 0: up to one per core, chosen while serving by what steps take",
         default=0,
         type=integer(0, 1024),
+        metavar="N",
     )
     kv_memory: int = flag(
         "memory for the KV pool, such as 512MiB; 0: measured, see --memory-share (oracle: a million slots)",
         default=0,
         type=size_in_bytes(0, 2**50),
+        metavar="SIZE",
     )
     # None: as the backend thinks best.
     memory_share: float | None = flag(
@@ -99,8 +122,9 @@ class ExecutorConfig:
         "0.9 (cuda)",
         default=None,
         type=number(0.05, 0.9),
+        metavar="SHARE",
     )
-    max_sequences: int = flag("live sequences at most, 1 to 65536", default=1024, type=integer(1, 65536))
+    max_sequences: int = flag("live sequences at most, 1 to 65536", default=1024, type=integer(1, 65536), metavar="N")
     join_timeout_s: float = flag(
         "seconds, 1 to 3600, for the ranks of a group (torchrun) to come together",
         default=300.0,
@@ -115,7 +139,10 @@ class ExecutorConfig:
         metavar="SECONDS",
     )
     grace_s: float = flag(
-        "seconds, 0 to 3600, that the step under way gets to finish on SIGTERM", default=10.0, type=number(0, 3600)
+        "seconds, 0 to 3600, that the step under way gets to finish on SIGTERM",
+        default=10.0,
+        type=number(0, 3600),
+        metavar="SECONDS",
     )
     log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
     log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
@@ -124,6 +151,7 @@ class ExecutorConfig:
         "file for a JSON line: the bound address once listening, `phase` of a start that takes long, `cannot_start` "
         "with the reason",
         default="",
+        metavar="PATH",
     )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
@@ -140,6 +168,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The executor: holds the model and the KV memory, and runs the steps that a KV-manager sends.", env=env
     )
+    parser.elsewhere = {"pagekv-manager": MANAGER_FLAGS}
     add_version(parser)
     add_flags(parser, ExecutorConfig)
     config = from_args(ExecutorConfig, parser.parse(argv))

@@ -13,6 +13,11 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
 
 PROG = "pagekv-manager"
+# Flags that the executor has alone, for an answer to one that is given here.
+EXECUTOR_FLAGS = (
+    "backend", "cuda-graphs", "dtype", "eos", "fused", "join-timeout-s", "kv-dtype", "kv-memory", "manager-name",
+    "max-sequences", "memory-share", "model", "rank-timeout-s", "step-time-ms", "threads", "vocab-size",
+)  # fmt: skip  # several names a line: one each would fill a screen
 # --tokenizer: as the executor's model has it, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"
 
@@ -67,6 +72,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     parser = FlagParser(
         PROG, "The KV-manager: takes requests, decides what is in the KV cache and drives an executor.", env=env
     )
+    parser.elsewhere = {"pagekv-executor": EXECUTOR_FLAGS}
     add_version(parser)
     add_flags(parser, ManagerConfig)
     config = from_args(ManagerConfig, parser.parse(argv))

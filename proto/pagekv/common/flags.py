@@ -16,7 +16,7 @@ import argparse
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
 from typing import Any, NoReturn, TypeVar, cast
@@ -43,7 +43,7 @@ class FlagParser(argparse.ArgumentParser):
             description=description,
             formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
             allow_abbrev=False,
-            epilog=f"Every flag can be set as an environment variable: --max-queue is {ENV_PREFIX}MAX_QUEUE. "
+            epilog=f"Every flag can be set as an environment variable: --a-flag is {ENV_PREFIX}A_FLAG. "
             "A flag on the command line wins.",
         )
         # Whether a refusal is one line of JSON.
@@ -51,6 +51,8 @@ class FlagParser(argparse.ArgumentParser):
         self._env = os.environ if env is None else env
         # Flags whose last value was that of their variable, and the variable.
         self._from_env: dict[str, str] = {}
+        # Names of flags that other programs have, by program, for the refusal of one that stands in the wrong place.
+        self.elsewhere: Mapping[str, Collection[str]] = {}
         # Flags that do something only where another one is set, and that one's name.
         self._needs: dict[str, str] = {}
 
@@ -128,7 +130,12 @@ class FlagParser(argparse.ArgumentParser):
         return found, unknown
 
     def _nearest(self, name: str) -> str:
-        """A question after the flag that is abbreviated or misspelt so, or nothing."""
+        """The program that has such a flag, or a question after the one that is abbreviated or misspelt so, or
+        nothing.
+        """
+        for program, names in self.elsewhere.items():
+            if name.removeprefix("--").removeprefix("no-") in names:
+                return f"; {name} is a flag of {program}"
         flags = [each for action in self._actions for each in action.option_strings if each.startswith("--")]
         begun = [each for each in flags if name.startswith("--") and each.startswith(name)]
         # Without the dashes, which make any two flags alike.

@@ -103,6 +103,21 @@ def test_what_is_wrong_ends_with_status_2_and_its_reason(
     assert words in capsys.readouterr().err
 
 
+def test_the_help_explains_variables_by_no_flag_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--help")
+    assert "environment variable: --a-flag is PAGEKV_A_FLAG." in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_flag_of_another_program_is_said_to_be_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = FlagParser("prog", "", env={})
+    parser.elsewhere = {"other": ("far", "near")}
+    for given, words in (("--far=1", "--far=1; --far is a flag of other"), ("--no-near", "; --no-near is a flag of o")):
+        with pytest.raises(SystemExit):
+            parser.parse([given])
+        assert words in capsys.readouterr().err
+
+
 def test_a_refusal_may_be_one_line_of_json(capsys: pytest.CaptureFixture[str]) -> None:
     parser = FlagParser("prog", "", env={"PAGEKV_DEPTH": "x"})
     add_flags(parser, Outer)

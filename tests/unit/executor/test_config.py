@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.executor.config import OracleConfig, parse_config
+from pagekv.common.flags import declarations
+from pagekv.executor.config import MANAGER_FLAGS, ExecutorConfig, OracleConfig, parse_config
+from pagekv.kvmanager.config import ManagerConfig
 
 
 def test_defaults() -> None:
@@ -72,6 +74,16 @@ def test_a_port_that_other_machines_reach_has_to_be_accepted(address: str, capsy
     assert line.startswith(f"pagekv-executor: argument --listen: other machines could connect to {address}")
     assert "--insecure" in line
     assert parse_config(["--listen", address, "--insecure"], env={}).listen == address
+
+
+def test_a_flag_of_the_manager_is_said_to_be_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = {each.name for each in declarations(ExecutorConfig)}
+    assert {*MANAGER_FLAGS} == {each.name for each in declarations(ManagerConfig)} - own
+    for flag in ("--block-size", "--no-kv-events", "--executor=x:1"):
+        with pytest.raises(SystemExit):
+            parse_config([flag], env={})
+        line = capsys.readouterr().err.splitlines()[0]
+        assert line.endswith(f"unrecognized arguments: {flag}; {flag.partition('=')[0]} is a flag of pagekv-manager")
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.kvmanager.config import ManagerConfig, parse_config
+from pagekv.common.flags import declarations
+from pagekv.executor.config import ExecutorConfig
+from pagekv.kvmanager.config import EXECUTOR_FLAGS, ManagerConfig, parse_config
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
@@ -218,6 +220,16 @@ def test_a_port_that_other_machines_reach_has_to_be_accepted(
     name = flag.partition(" ")[0].removeprefix("--")
     for accepted in (parse_config([*argv, "--insecure"], env), parse_config(argv, env | {"PAGEKV_INSECURE": "on"})):
         assert list(accepted.open_listeners()) == [name]
+
+
+def test_a_flag_of_the_executor_is_said_to_be_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    own = {each.name for each in declarations(ManagerConfig)}
+    assert {*EXECUTOR_FLAGS} == {each.name for each in declarations(ExecutorConfig)} - own
+    with pytest.raises(SystemExit):
+        parse_config(["--kv-memory", "1GiB"], env={})
+    assert capsys.readouterr().err.startswith(
+        "pagekv-manager: unrecognized arguments: --kv-memory 1GiB; --kv-memory is a flag of pagekv-executor\n"
+    )
 
 
 def test_help_shows_a_variable_with_a_percent_sign(capsys: pytest.CaptureFixture[str]) -> None:

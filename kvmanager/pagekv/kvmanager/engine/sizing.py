@@ -36,13 +36,13 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
     num_blocks = config.num_device_blocks or fitting
     if num_blocks > fitting:
         raise AttachRefused(
-            f"--num-device-blocks {num_blocks} needs {num_blocks * description.bytes_per_block} bytes, "
-            f"the executor has {description.device_kv_bytes}: at most {fitting} blocks"
+            f"--num-device-blocks {num_blocks} needs {_size(num_blocks * description.bytes_per_block)}, "
+            f"the executor has {_size(description.device_kv_bytes)}: at most {fitting} blocks"
         )
     if num_blocks < 1:
         raise AttachRefused(
-            f"the executor has {description.device_kv_bytes} bytes for KV memory, one block takes "
-            f"{description.bytes_per_block}: free memory or choose a smaller --block-size"
+            f"the executor has {_size(description.device_kv_bytes)} for KV memory, one block takes "
+            f"{_size(description.bytes_per_block)}: free memory or choose a smaller --block-size"
         )
     features, num_host_blocks = feature_names(description.features), _num_host_blocks(description, config)
     ids = _id_bytes(description, num_blocks, num_host_blocks)
@@ -67,14 +67,23 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
     )
 
 
+def _size(num_bytes: int) -> str:
+    """Such as 24 bytes, 96.0 KiB or 1.5 GiB."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes} bytes"
+
+
 def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int:
     """Raises AttachRefused when the flags ask for more than there is."""
     allowed = description.host_kv_bytes if HOST_POOL in feature_names(description.features) else 0
     fitting = min(MAX_BLOCKS, allowed // description.bytes_per_block)
     if config.num_host_blocks > fitting:
         raise AttachRefused(
-            f"--num-host-blocks {config.num_host_blocks} needs {config.num_host_blocks * description.bytes_per_block} "
-            f"bytes of host memory, the executor allows {allowed}: at most {fitting} blocks"
+            f"--num-host-blocks {config.num_host_blocks} needs "
+            f"{_size(config.num_host_blocks * description.bytes_per_block)} of host memory, the executor allows "
+            f"{_size(allowed)}: at most {fitting} blocks"
         )
     if not config.limits.uses_host:
         return 0

@@ -32,6 +32,13 @@ def test_an_error_is_one_line_and_exit_status_1(
     assert capsys.readouterr().err.splitlines()[-1] == "pagekv: sampling_params.top_p: must be above 0, got 0.0"
 
 
+def test_a_flag_without_its_value(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag in ("--target", "--timeout"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["--json", flag] if flag == "--timeout" else [flag])
+        assert f"argument {flag}: expected a value, and a command behind it" in capsys.readouterr().err
+
+
 def test_a_name_that_leads_nowhere_was_never_reached(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["stats", "--target", "nobody.invalid:5", "--timeout", "60"]) == 3
     words = "pagekv: cannot reach PageKV at nobody.invalid:5: no address is known for this name; check "

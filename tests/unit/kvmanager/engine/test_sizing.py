@@ -31,9 +31,11 @@ def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytes
     recompute = size_model(with_host, config(limits=replace(swap, swap=SwapPolicy("recompute"))))
     assert "host_pool" not in recompute.features
     assert size_model(without, config(limits=swap)).num_host_blocks == 0
-    with pytest.raises(AttachRefused, match="allows 0: at most 0 blocks"):
+    with pytest.raises(AttachRefused, match="allows 0 bytes: at most 0 blocks"):
         size_model(without, config(limits=swap, num_host_blocks=1))
-    with pytest.raises(AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24: at most 24 blocks"):
+    with pytest.raises(
+        AttachRefused, match=r"--num-host-blocks 25 needs 25 bytes .* allows 24 bytes: at most 24 blocks"
+    ):
         size_model(with_host, config(limits=swap, num_host_blocks=25))
 
 
