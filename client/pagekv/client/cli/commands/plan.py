@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.errors import InvalidRequest
 from pagekv.client.planning import kv_budget, kv_geometry
-from pagekv.client.planning.kv_geometry import KvGeometry
+from pagekv.client.planning.kv_geometry import DTYPE_BYTES, KvGeometry
 from pagekv.client.planning.runs_on import runs_on
 from pagekv.common.flags import integer, number, power_of_two, size_in_bytes
 from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
@@ -25,9 +26,11 @@ EXAMPLES = """\
   pagekv plan ~/models/Qwen3-0.6B --shared-prefix 1000 --requests 100
 
 MODEL is a directory with a config.json, such a file, demo, or a hub id. Flags for the model's shape win over it.
-The dtype is that of the KV cache: the CPU backend keeps float32 unless its own --dtype says otherwise.
+The dtype is that of the KV cache [the model's]: the CPU backend keeps float32 unless its own --dtype says otherwise.
 """
 DEFAULT_CONTEXTS = (4096, 32768, 131072)
+# Of `pagekv up` with the CPU backend, where no --dtype is given.
+_CPU_DTYPE = "float32"
 # Far more than any; a config.json is a few kilobytes.
 _MAX_JSON_BYTES = 64 * 2**20
 
@@ -99,7 +102,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if fits is not None and prefix and prefix < geometry.context:
         sharing = kv_budget.sharing_requests(geometry, block_size, fits, prefix)
         tables = kv_budget.table_bytes(geometry, block_size, sharing)
-    backends = runs_on(geometry)
+    on_cpu = geometry
+    if args.model is not None and args.dtype is None:
+        on_cpu = replace(geometry, dtype=_CPU_DTYPE)
+        if geometry.dtype != _CPU_DTYPE:
+            token = size_text(kv_budget.bytes_per_token(on_cpu))
+            notes.append(f"on a CPU `pagekv up` serves {_CPU_DTYPE} unless --dtype is given: {token} a token")
+    backends = {**runs_on(geometry), "cpu": runs_on(on_cpu)["cpu"]}
+    needed = {"cpu": _too_little(weights, geometry, on_cpu, tp), "cuda": ""}
     if args.json:
         terminal.json(
             {
@@ -129,14 +139,27 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         f"memory{of_rank}": _memory_text(geometry, fits, weights, tp),
         "waste": wasted and _waste_text(wasted, geometry.context),
         "shared prefix": saving and _saving_text(saving, block_size, geometry.context, sharing, tables),
-        "PageKV runs this": table([(name, (reason and f"no: {reason}") or "yes") for name, reason in backends.items()],
-                                  indent="  "),
+        "PageKV runs this": table([(name, f"no: {reason}" if reason else f"yes{needed[name]}")
+                                   for name, reason in backends.items()], indent="  "),
     }  # fmt: skip  # laid out as a table
     texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
     terminal.print("\n\n".join([_model_text(geometry, shard, block_size, tp), *texts]))
     for note in notes:
         terminal.note(note)
     return 0
+
+
+def _too_little(weights: int | None, stored: KvGeometry, served: KvGeometry, tp: int) -> str:
+    """The end of a sentence where the weights, as the CPU backend serves them, take more than this machine's memory."""
+    if weights is None:
+        return ""
+    # Of --dtype and of quantised weights, the files' size is what is certain.
+    needed = max(weights, weights * DTYPE_BYTES[served.dtype] // DTYPE_BYTES[stored.dtype])
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed <= memory:
+        return ""
+    over = f" over {tp} ranks" if tp > 1 else ""
+    return f", with more memory: the weights take {size_text(needed)}{over}, and this machine has {size_text(memory)}"
 
 
 def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[str]]:

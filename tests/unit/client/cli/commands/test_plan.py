@@ -11,6 +11,7 @@ from support.clients.llama_config import LLAMA
 
 from pagekv.client.cli.commands.plan import size_text, weight_bytes
 from pagekv.client.cli.main import main
+from pagekv.common.models import resolve_model
 
 
 def test_weights_are_counted_from_the_index_or_the_files(tmp_path: Path) -> None:
@@ -80,6 +81,36 @@ def test_the_demo_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6 layers, 2 KV heads of 64, float32, context 2048" in out
     assert "  weights   9.89 MiB as stored" in out
     assert "  requests  0 of 2048 tokens" in out
+
+
+def test_a_cpu_serves_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also of weights that are stored in another type, one that the backend has not included."""
+    words = "on a CPU `pagekv up` serves float32 unless --dtype is given: 6 KiB a token"
+    for dtype in ("bfloat16", "float16"):
+        config = {**json.loads((resolve_model("demo") / "config.json").read_text()), "dtype": dtype}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["plan", str(tmp_path)]) == 0
+        out, err = capsys.readouterr()
+        assert "a token          3 KiB" in out
+        assert "  cpu   yes\n" in out
+        assert err.splitlines()[-1] == words
+    assert main(["plan", str(tmp_path), "--dtype", "float32"]) == 0
+    assert words not in capsys.readouterr().err
+
+
+def test_weights_larger_than_this_machine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sysconf", {"SC_PHYS_PAGES": 6 * 2**20, "SC_PAGE_SIZE": 4096}.__getitem__)
+    (tmp_path / "config.json").write_bytes((resolve_model("demo") / "config.json").read_bytes())
+    index = tmp_path / "model.safetensors.index.json"
+    for gib, end in (
+        (140, ", with more memory: the weights take 280.00 GiB, and this machine has 24.00 GiB"),
+        (12, ""),
+    ):
+        index.write_text(json.dumps({"metadata": {"total_size": gib * 2**30}}))
+        assert main(["plan", str(tmp_path)]) == 0
+        assert f"  cpu   yes{end}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
