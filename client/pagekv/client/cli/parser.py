@@ -69,7 +69,12 @@ def token_ids(text: str) -> list[int]:
 
 def add_prompt(parser: CommandParser) -> None:
     """PROMPT and --token-ids."""
-    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - reads it from standard input")
+    parser.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="text; - reads it from standard input, without the newline at its end",
+    )
     parser.add_argument("--token-ids", type=token_ids, metavar="IDS", help="token ids instead of text, such as 5,17,4")
 
 
@@ -85,10 +90,13 @@ def read_identity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt given. Raises UsageError unless there is exactly one."""
+    """The prompt given; that of standard input without the newline at its end, which echo and editors add. Raises
+    UsageError unless there is exactly one.
+    """
     if (args.prompt is None) == (args.token_ids is None):
         raise UsageError("one of PROMPT and --token-ids is required")
     if args.token_ids is not None:
         ids: list[int] = args.token_ids
         return ids
-    return sys.stdin.read() if args.prompt == "-" else str(args.prompt)
+    # As of a command's output in a shell; a newline that is meant would be a token of the prompt.
+    return sys.stdin.read().removesuffix("\n") if args.prompt == "-" else str(args.prompt)

@@ -70,11 +70,12 @@ def test_an_outage_is_told_and_the_text_goes_on(
 def test_generate_reads_standard_input(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO("from a file"))
     seen: list[str] = []
-    server.expect("Generate", *answer(4), check=lambda request: seen.append(request.prompt.text))
-    assert main(["generate", "-"]) == 0
-    assert seen == ["from a file"]
+    for text in ("from a file", "from echo\n", "two\n\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        server.expect("Generate", *answer(4), check=lambda request: seen.append(request.prompt.text))
+        assert main(["generate", "-"]) == 0
+    assert seen == ["from a file", "from echo", "two\n"]
 
 
 @pytest.mark.parametrize(("replies", "text"), [([], ""), ([chunk(4)], "t4 \n")], ids=["at once", "in the middle"])
