@@ -46,7 +46,9 @@ class UnfitExecutor(ExecutorLost):
 
 
 class NoExecutor(ExecutorLost):
-    """Nothing answers at the executor's address."""
+    """Nothing answers at the executor's address; the message has it, and FOR_CALLERS, who need not know it, has not."""
+
+    FOR_CALLERS = "nothing answers at --executor; the manager's log says which address that is, and what to start"
 
 
 class AttachRefused(Exception):

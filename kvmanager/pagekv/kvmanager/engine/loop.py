@@ -119,7 +119,10 @@ class EngineLoop:
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
-                state.no_executor = str(error) if isinstance(error, (NoExecutor, UnfitExecutor)) else ""
+                if isinstance(error, NoExecutor):
+                    state.no_executor = error.FOR_CALLERS
+                else:
+                    state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
                 # Asked four times a second while an executor loads: a reason is news once.
                 if str(error) != told:
                     log.warning("no executor", executor=self._config.executor, reason=error)

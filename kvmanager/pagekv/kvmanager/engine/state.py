@@ -38,7 +38,7 @@ class EngineState:
     # Both None until an executor is attached for the first time.
     scheduler: Scheduler | None = None
     model: EngineInfo | None = None
-    # Why none is attached, where that is for the operator to mend: none is there, or one that does not fit.
+    # For callers: why none is attached, where that is for the operator to mend.
     no_executor: str = ""
     # Attachments so far.
     epochs: int = 0
