@@ -73,9 +73,8 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
     """The compiled loops, which take the model's weights; or why they cannot be used."""
     expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
     try:
-        # Numba takes a second to import.
-        from pagekv.executor.cpu.native.code_cache import when_compiled
-
+        with phase("importing Numba"):
+            from pagekv.executor.cpu.native.code_cache import when_compiled
         when = when_compiled()
         with phase("compiling the loops of a step" + (f", {when}" if when else "")):
             forward = _fused(loaded, shards)
