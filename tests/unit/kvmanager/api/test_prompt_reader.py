@@ -6,7 +6,7 @@ import asyncio
 import signal
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from support.engine.generate_requests import (
     read,
     sampled,
 )
+from support.event_loop import counted_turns
 from support.prompts import as_prompt
 
 from pagekv.common.errors import InvalidRequest
@@ -107,29 +108,25 @@ def test_ids_become_the_same_text_wherever_they_are_decoded(count: int) -> None:
 
 
 def test_the_event_loop_turns_while_a_long_conversation_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns, seen = 0, list[int]()
+    seen = 0
+    made: Callable[[], int] = int
 
     async def render(template: ChatTemplate, messages: Sequence[dict[str, str]]) -> str:
+        nonlocal seen
         assert messages == [{"role": "user", "content": f"ü{n}"} for n in range(MAX_CHAT_MESSAGES)]
-        seen.append(turns)
+        seen = made()
         return "x"
 
     async def main() -> None:
-        async def count() -> None:
-            nonlocal turns
-            while True:
-                await asyncio.sleep(0)
-                turns += 1
-
-        counting = asyncio.create_task(count())
-        await asyncio.sleep(0)
-        request = chat(*(("user", f"ü{n}") for n in range(MAX_CHAT_MESSAGES)))
-        await read_generate(request, Served(replace(MODEL, max_model_len=2**20), TOKENIZER), "")
-        counting.cancel()
+        nonlocal made
+        async with counted_turns() as made:
+            await asyncio.sleep(0)
+            request = chat(*(("user", f"ü{n}") for n in range(MAX_CHAT_MESSAGES)))
+            await read_generate(request, Served(replace(MODEL, max_model_len=2**20), TOKENIZER), "")
 
     monkeypatch.setattr(ChatTemplate, "render", render)
     asyncio.run(main())
-    assert seen[0] >= MAX_CHAT_MESSAGES // MESSAGES_AT_ONCE - 1
+    assert seen >= MAX_CHAT_MESSAGES // MESSAGES_AT_ONCE - 1
 
 
 def test_long_texts_that_their_callers_gave_up_delay_nobody() -> None:

@@ -6,6 +6,7 @@ import builtins
 import io
 import json
 import sys
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -68,6 +69,22 @@ class Keyboard(io.StringIO):
         return True
 
 
+def type_lines(
+    monkeypatch: pytest.MonkeyPatch, lines: list[str], sent: list[list[str]]
+) -> Callable[[pb.GenerateRequest], None]:
+    """A person types these lines. Returns what appends the messages of a request to `sent`."""
+    left = iter(lines)
+
+    def read(prompt: str) -> str:
+        if (line := next(left, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setattr(builtins, "input", read)
+    return lambda request: sent.append([message.content for message in request.prompt.chat.messages])
+
+
 @pytest.mark.parametrize(
     ("failure", "told"),
     [
@@ -83,20 +100,12 @@ def test_of_a_person_a_failure_ends_a_turn_and_no_history(
     failure: errors.PageKVError | grpc.StatusCode,
     told: str,
 ) -> None:
-    lines, sent = iter(["one", "two", "two"]), list[list[str]]()
+    lines, sent = ["one", "two", "two"], list[list[str]]()
 
-    def read(prompt: str) -> str:
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
-    def check(request: pb.GenerateRequest) -> None:
-        sent.append([message.content for message in request.prompt.chat.messages])
+    check = type_lines(monkeypatch, lines, sent)
 
     # Not after half a minute.
     monkeypatch.setattr(chat, "connect", lambda args: connect(args).with_options(resume_timeout=0))
-    monkeypatch.setattr(sys, "stdin", Keyboard())
-    monkeypatch.setattr(builtins, "input", read)
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
     server.expect("Generate", chunk(4), complete(4), check=check)
     server.expect("Generate", chunk(5), Fails(failure), check=check)
@@ -113,16 +122,9 @@ def test_of_a_person_a_failure_ends_a_turn_and_no_history(
 def test_of_a_person_ctrl_c_ends_an_answer_and_a_refusal_a_turn(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = iter(["one", "too long", "/reset", "two"])
-    sent: list[list[str]] = []
+    lines, sent = ["one", "too long", "/reset", "two"], list[list[str]]()
 
-    def read(prompt: str) -> str:
-        if (line := next(lines, None)) is None:
-            raise EOFError
-        return line
-
-    def check(request: pb.GenerateRequest) -> None:
-        sent.append([message.content for message in request.prompt.chat.messages])
+    check = type_lines(monkeypatch, lines, sent)
 
     def write(terminal: Terminal, text: str) -> None:
         written(terminal, text)
@@ -131,8 +133,6 @@ def test_of_a_person_ctrl_c_ends_an_answer_and_a_refusal_a_turn(
 
     written = Terminal.write
     monkeypatch.setattr(Terminal, "write", write)
-    monkeypatch.setattr(sys, "stdin", Keyboard())
-    monkeypatch.setattr(builtins, "input", read)
     server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="m", has_chat_template=True))
     server.expect("Generate", chunk(4), Hangs(), check=check)
     server.expect("Generate", Fails(errors.InvalidRequest("chat", "too long")), check=check)
