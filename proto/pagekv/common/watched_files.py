@@ -14,7 +14,7 @@ log = Log(__name__)
 # Seconds between two looks at the files: a rotation need not be noticed sooner.
 INTERVAL_S = 1.0
 
-_State = tuple[tuple[int, int, int] | None, ...]
+_State = tuple[tuple[int, ...] | None, ...]
 
 
 class WatchedFiles:
@@ -62,10 +62,12 @@ class WatchedFiles:
         return tuple(_state_of(path) for path in self._paths)
 
 
-def _state_of(path: Path) -> tuple[int, int, int] | None:
-    """Numbers of which one changes when the file does, or a link to it; None where there is no file."""
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """Numbers of which one changes when the file does, or who may read it, or a link to it; None where there is no
+    file.
+    """
     try:
         found = os.stat(path)
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    return found.st_mtime_ns, found.st_size, found.st_ino, found.st_mode

@@ -89,3 +89,16 @@ async def test_files_that_keep_changing_are_read_when_they_rest(tmp_path: Path) 
     await until(lambda: read[-1:] == [40])
     assert len(read) <= 2  # one more on a machine that stood still in between
     watching.cancel()
+
+
+@in_event_loop
+async def test_a_file_that_is_opened_to_others_is_read_again(tmp_path: Path) -> None:
+    """Of a key that says no more than who may read it, which is reason enough to refuse it."""
+    path = tmp_path / "a"
+    path.touch(0o600)
+    seen: list[int] = []
+    files = WatchedFiles("test", [path], lambda: seen.append(path.stat().st_mode & 0o777))
+    watching = asyncio.create_task(files.watch(0.02))
+    path.chmod(0o644)
+    await until(lambda: seen == [0o644])
+    watching.cancel()
