@@ -7,6 +7,7 @@ parts of a snapshot are passed on as they come, and a connection that breaks amo
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,10 @@ from pagekv.client.settings import check_seconds
 from pagekv.client.types import EventBatch
 from pagekv.client.wire import filled, flat
 from pagekv.v1 import operator_service_pb2 as pb
+
+_log = logging.getLogger(__name__)
+# Without logging set up, Python would write warnings to the standard error of whichever program uses this library.
+_log.addHandler(logging.NullHandler())
 
 # Bounds of a watch's longest silence, as the contract has them.
 LEAST_PROGRESS_S = 1
@@ -93,12 +98,16 @@ class ResumableWatch:
         self.done = True
 
     def failed(self, error: PageKVError) -> float:
-        """The connection failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        """The connection failed; seconds to wait before the next one. An outage that begins is a warning of this
+        module's logger. Raises the error when there is to be no next connection.
+        """
         if not isinstance(error, Unavailable) or not self._request.start_revision or self._request.snapshot_only:
             raise error
         now = self._clock()
         if self._interrupted_at is None:
             self._interrupted_at = now
+            if self._resume_timeout > 0:
+                _log.warning("connection lost, trying again for up to %g s", self._resume_timeout)
         left = self._interrupted_at + self._resume_timeout - now
         if left <= 0:
             raise error

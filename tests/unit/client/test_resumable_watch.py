@@ -14,7 +14,9 @@ from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
 
-def batch(sequence: int, *names: str, revision: int = 0, more: bool = False, snapshot: bool = False) -> object:
+def batch(
+    sequence: int, *names: str, revision: int = 0, more: bool = False, snapshot: bool = False
+) -> pb.WatchEventsResponse:
     blocks = [pb.BlockStored(block_hash=name, tier=types_pb2.TIER_DEVICE) for name in names]
     return pb.WatchEventsResponse(
         sequence=sequence,
@@ -105,3 +107,18 @@ def test_without_time_to_resume_the_first_loss_is_told() -> None:
 def test_a_silence_out_of_bounds_is_refused_by_name(client: PageKVClient, interval: float) -> None:
     with pytest.raises(errors.InvalidRequest, match="progress_interval: must be 1 to 3,600 seconds"):
         client.watch_events(progress_interval=interval)
+
+
+def test_an_outage_is_one_warning_for_those_who_listen(caplog: pytest.LogCaptureFixture) -> None:
+    """As of a generation; none where the first loss is the end."""
+    watched = watch()
+    for begun in (1, 2):
+        for _ in range(3):
+            watched.failed(errors.Unavailable("gone"))
+        assert [(each.levelname, each.name, each.getMessage()) for each in caplog.records] == [
+            ("WARNING", "pagekv.client.resumable_watch", "connection lost, trying again for up to 10 s")
+        ] * begun
+        list(watched.take(batch(begun, revision=5 + begun)))
+    with pytest.raises(errors.Unavailable):
+        watch(resume_timeout=0).failed(errors.Unavailable("gone"))
+    assert len(caplog.records) == 2
