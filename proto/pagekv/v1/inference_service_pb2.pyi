@@ -204,7 +204,7 @@ class GenerateComplete(google.protobuf.message.Message):
     stop_string: builtins.str
     """A stop string."""
     preemptions: builtins.int
-    """How often this sequence was preempted."""
+    """How often this sequence was preempted; a tenant is not told."""
     cumulative_logprob: builtins.float
     """Sum of the natural-log probabilities of token_ids. Only of beam search."""
     @property

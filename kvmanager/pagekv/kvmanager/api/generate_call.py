@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
+from pagekv.kvmanager.access.caller import sees_all
 from pagekv.kvmanager.api.output_processor import OutputProcessor, TextDelta
 from pagekv.kvmanager.api.served_model import Served
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -41,6 +42,8 @@ class GenerateCall:
         self._at_ends = self._only_complete and not stops
         prepared = StopStrings(stops)
         self._outputs = [OutputProcessor(command, prepared, served.tokenizer) for _ in range(command.n)]
+        # How often a sequence is preempted depends on what other tenants do.
+        self._tells_preemptions = sees_all()
         # Sequences that the engine is still generating for this call.
         self._open: set[int] = set()
         self._stream: RequestStream | None = None
@@ -122,7 +125,7 @@ class GenerateCall:
             prompt_tokens=self._prompt_tokens,
             completion_tokens=output.num_tokens,
             cached_tokens=self._cached_tokens(delta),
-            preemptions=delta.preemptions,
+            preemptions=delta.preemptions if self._tells_preemptions else 0,
             cumulative_logprob=delta.cumulative_logprob,
         )
         if news.stop_token_id is not None:

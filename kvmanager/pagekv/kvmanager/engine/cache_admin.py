@@ -82,13 +82,15 @@ class CacheAdmin:
 
     def check_room(self, needed: int, tenant: int = 0) -> None:
         """Raises LimitExceeded when a request of this tenant that needs so many blocks cannot finish beside the pins
-        and the blocks that are kept for other tenants.
+        and the blocks that are kept for other tenants. A tenant, unlike 0, is not told how many those are.
         """
         pinned, tenants = self.pins.num_blocks, self.pool.tenants
+        room = self.pool.num_blocks - pinned
         if tenants is not None:
             most = tenants.most_for(tenant, np.flatnonzero(self.pins.holders).astype(np.int32) if pinned else NO_BLOCKS)
             kept = tenants.floors_beside(tenant)
-            if needed > most and kept:
+            room = min(room, most) if kept else room
+            if needed > most and kept and not tenant:
                 raise LimitExceeded(
                     f"prompt and output need {needed} blocks; of {self.pool.num_blocks} there are {most} for them, for "
                     f"the floors of other tenants keep {kept}" + (f" and {pinned} are pinned" if pinned else ""),
@@ -96,12 +98,15 @@ class CacheAdmin:
                     available_blocks=most,
                     pinned_blocks=pinned,
                 )
-        if needed > self.pool.num_blocks - pinned:
+        if needed > room and tenant:
+            words = "more than pins and the floors of other tenants leave now"
+            raise LimitExceeded(f"prompt and output need {needed} blocks, {words}", needed_blocks=needed)
+        if needed > room:
             raise LimitExceeded(
                 f"prompt and output need {needed} blocks; {pinned} of {self.pool.num_blocks} are pinned until they are "
                 "unpinned or their leases end",
                 needed_blocks=needed,
-                available_blocks=self.pool.num_blocks - pinned,
+                available_blocks=room,
                 pinned_blocks=pinned,
             )
 

@@ -52,6 +52,16 @@ def test_a_stream_of_chunks_and_its_end() -> None:
     run(body)
 
 
+def test_a_tenant_is_not_told_how_often_others_made_it_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(h: Harness) -> None:
+        monkeypatch.setattr(generate_call, "sees_all", lambda: False)
+        call = await h.start(request(only_complete=True))
+        h.engine.push("r", 50, finish=FinishReason.LENGTH)
+        assert (await call.read()).complete.preemptions == 0
+
+    run(body)
+
+
 def test_a_reader_that_leaves_late_does_not_end_a_request_of_the_same_id() -> None:
     """The id is free once its request has ended, however much its reader has not taken yet."""
 

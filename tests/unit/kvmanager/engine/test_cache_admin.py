@@ -216,8 +216,26 @@ def test_a_request_that_floors_leave_no_room_for_is_refused_with_the_reason() ->
     admin.check_room(2, 0)
     with pytest.raises(LimitExceeded, match=r"there are 2 for them, .* keep 7 and 5 are pinned"):
         admin.check_room(3, 0)
-    with pytest.raises(LimitExceeded, match=r"there are 2 for them, .* keep 3 and 5 are pinned"):
+    admin.check_room(2, 1)
+    with pytest.raises(LimitExceeded) as told:
         admin.check_room(3, 1)
+    # A tenant learns no number of others.
+    assert str(told.value).endswith("need 3 blocks, more than pins and the floors of other tenants leave now")
+    assert told.value.metadata == {"needed_blocks": "3"}
+
+
+def test_a_tenant_that_pins_leave_no_room_for_learns_nothing_of_them() -> None:
+    pool, host = BlockPool(10, 1), HostPool(0, 1)
+    admin = CacheAdmin(True, 1.0, lambda: None)
+    admin.adopt(pool, host, "model", Observer())
+    blocks = pool.allocate(5)
+    assert blocks is not None
+    admin.pins.pin(blocks, 60, 0)
+    admin.check_room(5, 1)
+    with pytest.raises(LimitExceeded) as told:
+        admin.check_room(6, 1)
+    assert "need 6 blocks, more than" in str(told.value)
+    assert told.value.metadata == {"needed_blocks": "6"}
 
 
 def test_a_pin_leaves_what_live_requests_of_other_tenants_need() -> None:
