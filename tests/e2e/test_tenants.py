@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,7 +63,10 @@ PROMPT = list(range(3, 67))
 def tenants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProtectedStack]:
     folder = tmp_path_factory.mktemp("tenants")
     (folder / "tenants.toml").write_text(TENANTS)
-    args = [f"--tenants={folder / 'tenants.toml'}", "--num-device-blocks=128", "--max-running=4"]
+    args = [
+        f"--tenants={folder / 'tenants.toml'}", f"--audit-log={folder / 'audit.jsonl'}", "--num-device-blocks=128",
+        "--max-running=4",
+    ]  # fmt: skip  # several flags a line
     with protected_stack(folder, manager_args=args, more_identities=(CAROL, DAVE, ERIN)) as stack:
         yield stack
 
@@ -254,6 +258,22 @@ def test_a_tenant_that_is_not_named_is_refused(callers: dict[str, Caller]) -> No
     refused(lambda: callers["dave"].generate([1]), "PERMISSION_DENIED", "the tenant dave is not known")
 
 
+def test_what_limits_and_tenants_refuse_is_written_down(tenants: ProtectedStack, callers: dict[str, Caller]) -> None:
+    """As what the gate refuses is."""
+    refused(lambda: callers["dave"].looked_up([1]), "PERMISSION_DENIED", "the tenant dave is not known")
+    refused(lambda: callers["carol"].generate([1], 100), "RESOURCE_EXHAUSTED", "")
+    path, found = tenants.folder / "audit.jsonl", dict[str, Any]()
+
+    def written() -> bool:
+        lines = map(json.loads, path.read_text().splitlines())
+        found.update({line["identity"]: line for line in lines if line["event"] == "refused"})
+        return {"dave", "carol"} <= found.keys()
+
+    wait_until(written)
+    assert found["dave"]["call"].endswith("/LookupPrefix")
+    assert "your tenant" in found["carol"]["reason"]
+
+
 def test_alone_or_beside_an_adversary_a_tenant_sees_the_same(
     tenants: ProtectedStack, callers: dict[str, Caller]
 ) -> None:
@@ -267,8 +287,6 @@ def test_alone_or_beside_an_adversary_a_tenant_sees_the_same(
         for turn in range(6):
             prompt = [70 + turn % 3, *PROMPT[: 20 + turn]]
             answer = alice.generate(prompt, 6, request_id=f"r{turn}")
-            # Waiting may mean to be preempted and to go on later.
-            answer.preemptions = 0
             seen += [answer.SerializeToString(deterministic=True), alice.abort("another")]
             seen += [each.SerializeToString(deterministic=True) for each in alice.looked_at(prompt)]
             try:

@@ -116,6 +116,7 @@ class Manager:
             config.reflection,
             credentials=self._access.server_credentials(),
             admit=self._counted(self._access.admit_call),
+            refused=self._access.note_refusal,
         )
         # A port of the gateway's own, where there is one.
         self._gateway_grpc: GrpcServer | None = None
@@ -126,7 +127,12 @@ class Manager:
             if admit is None:
                 raise CannotProtect("--gateway-listen: there are no identities, so it would serve whoever connects")
             self._gateway_grpc = GrpcServer(
-                listen, [GATEWAY_SERVICE], reflection=False, admit=admit, connections=GATEWAY_CONNECTIONS
+                listen,
+                [GATEWAY_SERVICE],
+                reflection=False,
+                admit=admit,
+                refused=self._access.note_refusal,
+                connections=GATEWAY_CONNECTIONS,
             )
             gateway.add_to(self._gateway_grpc.server)
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(

@@ -53,6 +53,8 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 # Called with the full name of a method and the context of a call to it, before anything of the call is looked at.
 # Raises Unauthenticated, PermissionDenied or InvalidRequest.
 Admit = Callable[[str, Any], Awaitable[None]]
+# Called with the same, and the error with which a call ends that was refused or could not be answered.
+Refused = Callable[[str, Any, PageKVError], None]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
@@ -69,9 +71,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
     the bytes of one.
     """
 
-    def __init__(self, admit: Admit | None = None) -> None:
-        """`admit` decides about every call; without it all are let in."""
+    def __init__(self, admit: Admit | None = None, refused: Refused | None = None) -> None:
+        """`admit` decides about every call; without it all are let in. `refused` is told of errors."""
         self._admit = admit
+        self._refused = refused
 
     async def intercept_service(
         self,
@@ -130,7 +133,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 except grpc.aio.InternalError:
                     raise  # the caller has gone while it was written to: gRPC ends the call
                 except Exception as error:
-                    await _abort(context, method, error)
+                    await self._abort(context, method, error)
 
             return grpc.stream_stream_rpc_method_handler(stream, None, None if writes else handler.response_serializer)
         inner_unary, serialise = handler.unary_unary, handler.response_serializer
@@ -139,12 +142,22 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             try:
                 return await inner_unary(await begun(requests, context), context)
             except Exception as error:
-                await _abort(context, method, error)
+                await self._abort(context, method, error)
 
         def written(response: Any) -> Any:
             return response if serialise is None or isinstance(response, bytes) else serialise(response)
 
         return grpc.stream_unary_rpc_method_handler(unary, None, written)
+
+    async def _abort(self, context: Any, method: str, error: Exception) -> None:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        if isinstance(error, PageKVError):
+            if self._refused is not None:
+                self._refused(method, context, error)
+            await abort_with(context, error)
+        log.exception("unexpected error in a handler", method=method)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; the server's log has the details")
 
 
 async def _only_request(context: Any) -> bytes:
@@ -161,15 +174,6 @@ async def _only_request(context: Any) -> bytes:
     return found
 
 
-async def _abort(context: Any, method: str, error: Exception) -> None:
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
-    if isinstance(error, PageKVError):
-        await abort_with(context, error)
-    log.exception("unexpected error in a handler", method=method)
-    await context.abort(grpc.StatusCode.INTERNAL, f"internal error in {method}; the server's log has the details")
-
-
 class GrpcServer:
     """A grpc.aio server with health and reflection. States: built, `start`ed (NOT_SERVING), serving, stopped."""
 
@@ -181,10 +185,12 @@ class GrpcServer:
         *,
         credentials: grpc.ServerCredentials | None = None,
         admit: Admit | None = None,
+        refused: Refused | None = None,
         connections: int = MAX_CONNECTIONS,
     ) -> None:
         """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection.
-        `credentials`: for TLS. `admit` decides who may call what; without it everybody may call everything.
+        `credentials`: for TLS. `admit` decides who may call what; without it everybody may call everything. `refused`
+        is told of calls that end with an error.
         `connections`: taken at most, or fewer where file descriptors are few.
         """
         self._listen = listen
@@ -197,7 +203,7 @@ class GrpcServer:
             "grpc.max_connection_idle_ms": IDLE_MS,
             "grpc.max_receive_message_length": MAX_RECEIVE_BYTES,
         }
-        self.server = aio_server((ErrorInterceptor(admit),), list(options.items()))
+        self.server = aio_server((ErrorInterceptor(admit, refused),), list(options.items()))
         self._health = health.HealthService(("", *services))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         self._reflection = reflection

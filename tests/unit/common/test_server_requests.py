@@ -16,7 +16,7 @@ from support.clients.deaf_client import DATA, END_HEADERS, END_STREAM, HEADERS, 
 from support.event_loop import until
 
 from pagekv.common import server
-from pagekv.common.errors import PermissionDenied
+from pagekv.common.errors import PageKVError, PermissionDenied
 from pagekv.common.server import GrpcServer
 
 RST_STREAM, CANCEL = 3, 8
@@ -30,6 +30,8 @@ class Open:
     def __init__(self) -> None:
         self.refused = ""
         self.calls: list[str] = []
+        # Methods of calls that ended with an error, and its words.
+        self.errors: list[tuple[str, str]] = []
 
     async def admit(self, method: str, context: Any) -> None:
         if method == self.refused:
@@ -37,11 +39,14 @@ class Open:
         self.calls.append(method)
         context.add_done_callback(lambda _: self.calls.remove(method))
 
+    def told(self, method: str, context: Any, error: PageKVError) -> None:
+        self.errors.append((method, str(error)))
+
 
 def run(body: Callable[[Open, int], Awaitable[None]]) -> None:
     async def main() -> None:
         calls = Open()
-        it = GrpcServer("127.0.0.1:0", [], reflection=False, admit=calls.admit)
+        it = GrpcServer("127.0.0.1:0", [], reflection=False, admit=calls.admit, refused=calls.told)
         port = await it.start()
         try:
             async with asyncio.timeout(120):
@@ -90,6 +95,7 @@ def test_a_call_that_is_refused_need_not_send_its_request(method: bytes) -> None
         with headers_alone(port, method) as connection:
             await told(connection, b"not you")
         assert not calls.calls
+        assert calls.errors == [(method.decode(), "not you")]
 
     run(body)
 

@@ -23,6 +23,8 @@ from typing import Literal
 FILE_MODE = 0o600
 # Refusals cost a stranger nothing, so more than these in a second are counted instead of written.
 MAX_REFUSALS_A_SECOND = 100
+# Of callers who are known, and asked for more than a limit lets them have: few, so that they hide no others.
+MAX_LIMITED_A_SECOND = 10
 MAX_FIELD_CHARACTERS = 256
 # Lines that wait for the disk at most: with these bounds of fields, some ten megabytes.
 MAX_WAITING_LINES = 4096
@@ -47,7 +49,7 @@ class AuditLog:
         # Anything else, a terminal say, is not rotated.
         self._may_move = stat.S_ISREG(os.fstat(self._file).st_mode)
         self._second = -1
-        self._refusals = self._left_out = 0
+        self._refusals = self._limited = self._left_out = 0
         self._complained_at = -math.inf
         # Lost by callers, and by the writer: each is counted on one thread.
         self._not_taken = self._not_written = 0
@@ -66,8 +68,18 @@ class AuditLog:
         """A call was refused. `identity` is the caller's name, "" where it is not known."""
         now = self._now()
         self._enter(now)
-        if self._refusals < MAX_REFUSALS_A_SECOND:
-            self._refusals += 1
+        self._refusals += 1
+        self._refuse(now, identity, peer, call, reason, within=self._refusals <= MAX_REFUSALS_A_SECOND)
+
+    def limited(self, identity: str, peer: str, call: str, reason: str) -> None:
+        """A call of a caller who is known was refused for a limit, its tenant's or one that all share."""
+        now = self._now()
+        self._enter(now)
+        self._limited += 1
+        self._refuse(now, identity, peer, call, reason, within=self._limited <= MAX_LIMITED_A_SECOND)
+
+    def _refuse(self, now: float, identity: str, peer: str, call: str, reason: str, *, within: bool) -> None:
+        if within:
             self._add(now, "refused", identity, peer, call, reason)
         else:
             self._left_out += 1
@@ -95,7 +107,7 @@ class AuditLog:
         """Begins a second, in which refusals are written again."""
         if int(now) != self._second:
             self._add_left_out(now)
-            self._second, self._refusals = int(now), 0
+            self._second, self._refusals, self._limited = int(now), 0, 0
 
     def _add_left_out(self, now: float) -> None:
         if self._left_out:

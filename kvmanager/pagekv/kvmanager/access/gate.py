@@ -11,7 +11,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pagekv.common.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from pagekv.common.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    Overloaded,
+    PageKVError,
+    PermissionDenied,
+    Unauthenticated,
+)
 from pagekv.common.watched_files import WatchedFiles
 from pagekv.kvmanager.access.audit_log import AuditLog
 from pagekv.kvmanager.access.authenticator import Authenticator
@@ -37,6 +44,8 @@ if TYPE_CHECKING:
 _AUTHORIZATION = "authorization"
 # Reasons of refusals to callers who are known.
 _NO_ROLE, _WRONG_TENANT = "no_role", "wrong_tenant"
+# Callers who were let in: their tenant is not known, or may not use what the call is about.
+_NOT_ALLOWED = "not_allowed"
 
 
 class _Attempt(NamedTuple):
@@ -58,7 +67,7 @@ class Gate:
         self._path = identities
         self._audit_log = audit_log
         self._authenticator = Authenticator(read_identities(identities))
-        self._refusals: Counter[str] = Counter({_NO_ROLE: 0, _WRONG_TENANT: 0})
+        self._refusals: Counter[str] = Counter({_NO_ROLE: 0, _WRONG_TENANT: 0, _NOT_ALLOWED: 0})
 
     @property
     def refusals(self) -> dict[str, int]:
@@ -116,6 +125,20 @@ class Gate:
         if ROLE_OF_CALL.get(method) is Role.OPERATE or (method in OPERATORS_TOO and Role.OPERATE in known.roles):
             self._note_call(known, attempt)
         caller.set(known)
+
+    def note_refusal(self, method: str, context: Any, error: PageKVError) -> None:
+        """A call of gRPC ended with this error. Where it had been let in, and was refused for its tenant or for a
+        limit, that is counted and recorded; what is not let in has been.
+        """
+        known = caller.get()
+        if known is None:
+            return
+        if isinstance(error, PermissionDenied):
+            self._refusals[_NOT_ALLOWED] += 1
+            if self._audit_log is not None:
+                self._audit_log.refused(known.name, context.peer(), method, str(error))
+        elif isinstance(error, (LimitExceeded, Overloaded)) and self._audit_log is not None:
+            self._audit_log.limited(known.name, context.peer(), method, str(error))
 
     async def admit_request(self, request: web.Request) -> None:
         """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied and

@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     import grpc
     from aiohttp import web
 
-    from pagekv.common.server import Admit
+    from pagekv.common.server import Admit, Refused
     from pagekv.common.tls import Tls
     from pagekv.common.watched_files import WatchedFiles
+    from pagekv.kvmanager.access.audit_log import AuditLog
     from pagekv.kvmanager.access.gate import Gate
 
 # Of the cluster's secret.
@@ -57,6 +58,11 @@ class Access:
     def admit_gateway_call(self) -> Admit | None:
         """Decides about calls of gRPC at the gateway's own address."""
         return self.gate.admit_gateway_call if self.gate is not None else None
+
+    @property
+    def note_refusal(self) -> Refused | None:
+        """Is told of errors of calls of gRPC; None: nobody is."""
+        return self.gate.note_refusal if self.gate is not None else None
 
     @property
     def admit_request(self) -> Callable[[web.Request], Awaitable[None]] | None:
@@ -96,7 +102,7 @@ def open_access(config: AccessConfig) -> Access:
             from pagekv.kvmanager.access.audit_log import AuditLog
             from pagekv.kvmanager.access.gate import Gate
 
-            gate = Gate(Path(config.identities), AuditLog(Path(config.audit_log)) if config.audit_log else None)
+            gate = Gate(Path(config.identities), _open_log(AuditLog, config.audit_log) if config.audit_log else None)
             if config.gateway_listen and not gate.knows_gateway:
                 words = "must be a table, for --gateway-listen; is not there"
                 raise CannotProtect(f"{config.identities}: {GATEWAY}: {words}")
@@ -108,9 +114,21 @@ def open_access(config: AccessConfig) -> Access:
     return Access(tls, gate, secret)
 
 
+def _open_log(make: type[AuditLog], path: str) -> AuditLog:
+    """Raises CannotProtect."""
+    try:
+        return make(Path(path))
+    except OSError as error:
+        raise CannotProtect(f"--audit-log {path}: {error.strerror}") from error
+
+
 def _read_secret(path: Path) -> bytes:
     """Raises CannotProtect."""
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise CannotProtect(f"--cluster-secret {path}: {error.strerror}") from error
+    with file:
         mode = os.fstat(file.fileno()).st_mode
         if mode & 0o037:
             raise CannotProtect(f"--cluster-secret {path}: others can read or change it (mode {mode & 0o777:o})")

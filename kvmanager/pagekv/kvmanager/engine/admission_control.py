@@ -58,10 +58,12 @@ def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int
     if waiting + command.n > config.max_queue:
         own = scheduler.waiting.count(tenant.number) + own_entering
         if not tenant.name or own + command.n > config.max_queue // tenants:
+            _count_refusal(command, state, "max_queue")
             counts = "" if tenant.name else f": {waiting} sequences wait, at most {config.max_queue}"
             raise Overloaded(f"the queue is full{counts}", RETRY_DELAY_S, config.max_queue, "--max-queue")
     unread = live.num_unread
     if unread >= config.max_unread and not (tenant.name and live.unread_of(tenant.name) < config.max_unread // tenants):
+        _count_refusal(command, state, "max_unread")
         what = "too many" if tenant.name else unread
         raise Overloaded(
             f"{what} sequences have ended whose readers have not taken them, at most {config.max_unread}",
@@ -69,6 +71,13 @@ def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int
             config.max_unread,
             "--max-unread",
         )
+
+
+def _count_refusal(command: GenerateCommand, state: EngineState, limit: str) -> None:
+    """Counts a refusal for a limit that all tenants share."""
+    account = state.accounts.known(command.tenant.name)
+    if account is not None:
+        account.usage.refusals[limit] += 1
 
 
 def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInfo) -> None:

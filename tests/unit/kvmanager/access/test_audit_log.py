@@ -17,6 +17,7 @@ from support.waiting import wait_until
 from pagekv.kvmanager.access.audit_log import (
     COMPLAINT_S,
     MAX_FIELD_CHARACTERS,
+    MAX_LIMITED_A_SECOND,
     MAX_REFUSALS_A_SECOND,
     MAX_WAITING_LINES,
     AuditLog,
@@ -118,6 +119,23 @@ def test_a_flood_of_refusals_is_counted(tmp_path: Path) -> None:
         log.refused("", "", CALL, "unknown key")
     log.close()
     assert lines(path)[-1]["reason"] == "refusals left out: 1"
+
+
+def test_calls_over_a_limit_hide_no_caller_who_is_refused(tmp_path: Path) -> None:
+    path, clock = tmp_path / "audit.jsonl", Clock()
+    log = AuditLog(path, clock)
+    for _ in range(MAX_LIMITED_A_SECOND + MAX_REFUSALS_A_SECOND):
+        log.limited("alice", "", CALL, "max_calls: your tenant has 2 of at most 2, 1 more were asked")
+    log.refused("", "", CALL, "unknown key")
+    clock.now += 1
+    log.limited("alice", "", CALL, "max_queue")
+    log.close()
+    found = lines(path)
+    assert [line["reason"][:11] for line in found[MAX_LIMITED_A_SECOND - 1 :]] == [
+        "max_calls: ", "unknown key", "refusals le", "max_queue",
+    ]  # fmt: skip  # several a line
+    assert found[-2]["reason"] == f"refusals left out: {MAX_REFUSALS_A_SECOND}"
+    assert {(line["event"], line["identity"]) for line in found[:MAX_LIMITED_A_SECOND]} == {("refused", "alice")}
 
 
 def test_a_disk_that_is_full_is_counted_and_told_once_a_minute(

@@ -18,7 +18,15 @@ from support.access.client_certificates import certificate
 from support.clients.protected_stack import key_section, write_identities
 from support.event_loop import until
 
-from pagekv.common.errors import InvalidRequest, PageKVError, PermissionDenied, Unauthenticated
+from pagekv.common.errors import (
+    InvalidRequest,
+    LimitExceeded,
+    NotFound,
+    Overloaded,
+    PageKVError,
+    PermissionDenied,
+    Unauthenticated,
+)
 from pagekv.kvmanager.access.audit_log import AuditLog
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.gate import Gate
@@ -318,3 +326,33 @@ async def until_known(entrance: Entrance, subject: str, known: bool) -> None:
 def test_a_file_that_cannot_be_used_makes_no_gate(tmp_path: Path) -> None:
     with pytest.raises(IdentitiesError, match=r"identities.toml: cannot be read"):
         Gate(tmp_path / "identities.toml", None)
+
+
+def test_what_is_refused_behind_the_gate_is_recorded_too(entrance: Entrance) -> None:
+    """A tenant that is not known, a limit; and nothing twice, nor what is no refusal."""
+
+    async def answer() -> None:
+        context = Call(bearer("alice-key"))
+        await entrance.gate.admit_call(GENERATE, context)
+        for error in (
+            PermissionDenied("the tenant alice is not known"),
+            LimitExceeded("max_blocks"),
+            Overloaded("the queue is full", 1.0),
+            NotFound("no such adapter"),
+        ):
+            entrance.gate.note_refusal(GENERATE, context, error)
+        stranger = Call()
+        with pytest.raises(Unauthenticated) as refused:
+            await entrance.gate.admit_call(GENERATE, stranger)
+        entrance.gate.note_refusal(GENERATE, stranger, refused.value)
+
+    asyncio.run(answer())
+    lines = [(line["event"], line["identity"], line["peer"], line["reason"]) for line in entrance.recorded()]
+    assert lines == [
+        ("refused", "alice", PEER, "the tenant alice is not known"),
+        ("refused", "alice", PEER, "max_blocks"),
+        ("refused", "alice", PEER, "the queue is full"),
+        ("refused", "", PEER, "no identity: send an API key in authorization, or a client certificate"),
+    ]
+    counted = {reason: count for reason, count in entrance.gate.refusals.items() if count}
+    assert counted == {"no_identity": 1, "not_allowed": 1}

@@ -126,3 +126,15 @@ def test_the_cluster_secret(tmp_path: Path, identities: Path) -> None:
         secret.chmod(mode)
         with pytest.raises(CannotProtect, match=words):
             open_access(config)
+
+
+@pytest.mark.parametrize("name", ["audit_log", "cluster_secret"])
+def test_a_file_that_is_not_there_is_named_with_its_flag(name: str, tmp_path: Path, identities: Path) -> None:
+    missing = str(tmp_path / "nowhere" / "file")
+    flag, known = name.replace("_", "-"), str(identities)
+    config = {
+        "audit_log": AccessConfig(identities=known, audit_log=missing),
+        "cluster_secret": AccessConfig(identities=known, cluster_secret=missing),
+    }[name]
+    with pytest.raises(CannotProtect, match=f"^--{flag} {missing}: No such file or directory$"):
+        open_access(config)

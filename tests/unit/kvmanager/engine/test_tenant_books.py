@@ -91,6 +91,8 @@ def test_a_full_queue_has_room_for_a_tenant_below_its_share(monkeypatch: pytest.
         streams += [engine.submit(of(accounts, "quiet", str(at), [2])) for at in range(3)]
         with pytest.raises(Overloaded, match=r"the queue is full$"):
             engine.submit(of(accounts, "quiet", "more", [2]))
+        # Of whom it was refused, as with a limit of its own.
+        assert [accounts.of(name).usage.refusals for name in ("flood", "quiet")] == [{"max_queue": 1}] * 2
         for stream in streams:
             await read(stream)
 
@@ -105,6 +107,7 @@ def test_answers_that_one_tenant_does_not_read_refuse_no_other(monkeypatch: pyte
         await until(lambda: engine.statistics.stats().unread_sequences == 4)
         with pytest.raises(Overloaded, match="too many sequences have ended"):
             engine.submit(of(accounts, "flood", "more", [1]))
+        assert accounts.of("flood").usage.refusals == {"max_unread": 1}
         quiet = engine.submit(of(accounts, "quiet", "a", [2]))
         await read(quiet)
         for stream in (*unread, quiet):
