@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -177,3 +178,17 @@ def test_with_hashes_required_torch_comes_last(hashes: str, tmp_path: Path) -> N
 
 def compose_files() -> str:
     return "".join((ROOT / name).read_text() for name in ("compose.yaml", "compose.gpu.yaml"))
+
+
+@pytest.mark.parametrize(("name", "fixed"), [("grpcio", "1.83.1"), ("protobuf", "5.29.6")])
+def test_releases_with_known_holes_are_never_installed(name: str, fixed: str) -> None:
+    """gRPC's up to GHSA-hf3w-6hpw-qp67, protobuf's up to CVE-2026-0994 (docs/security.md)."""
+    (floor,) = (
+        bound.version
+        for requirement in map(Requirement, PROJECT["project"]["dependencies"])
+        if requirement.name == name
+        for bound in requirement.specifier
+        if bound.operator == ">="
+    )
+    installed = [version for each in LISTS if each != "build" for version, _ in [locked(each)[name]]]
+    assert min(map(Version, [floor, *installed])) >= Version(fixed)
