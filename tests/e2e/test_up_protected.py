@@ -11,11 +11,12 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import grpc
 import pytest
 from support.clients.stack import ORACLE, environment
+from support.waiting import wait_until
 
 from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.steps.v1 import executor_service_pb2, executor_service_pb2_grpc
@@ -37,10 +38,10 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def running_up(*flags: str) -> Iterator[dict[str, Any]]:
+def running_up(*flags: str, stderr: IO[str] | None = None) -> Iterator[dict[str, Any]]:
     """The stack that runs, as `up --json` says it."""
     command = [*PAGEKV, "up", "--json", *ORACLE, "--port", "0", "--executor-port", "0", "--http-port", "0", *flags]
-    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True) as up:
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=stderr, text=True) as up:
         assert up.stdout is not None
         try:
             yield json.loads(up.stdout.readline())
@@ -109,3 +110,19 @@ def test_text_for_a_certificate_and_none_without(certificates: Path) -> None:
         probe = [f"--client-cert={certificates}/probe.pem", f"--client-key={certificates}/probe.key"]
         refused = generate(up["target"], "--ca", up["ca"], *probe)
         assert error_code(refused) == "UNAUTHENTICATED", refused.stderr
+
+
+def test_a_file_that_cannot_be_used_any_more_is_told_and_changes_nothing(certificates: Path, tmp_path: Path) -> None:
+    """By the command that the processes belong to, which shows nothing else of their logs."""
+    keys = tmp_path / "keys.toml"
+    key = pagekv("keys", "add", "alice", "--role", "generate", "--file", str(keys)).stdout.strip()
+    path = tmp_path / "said"
+    flags = ("--certs", str(certificates), "--identities", str(keys))
+    with path.open("w") as said, running_up(*flags, stderr=said) as up:
+        keys.chmod(0o644)
+        wait_until(lambda: f"{keys}: must be closed to others" in path.read_text())
+        answered = generate(up["target"], "--ca", up["ca"], "--api-key", key)
+        assert answered.returncode == 0, answered.stderr
+    first, *_ = path.read_text().splitlines()
+    assert first.startswith("manager  | ")
+    assert "what was read before stays" in first

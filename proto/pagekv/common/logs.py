@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import MutableMapping
@@ -11,6 +12,13 @@ from typing import Any
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# The begin of an error's line, in either format.
+_ERROR = re.compile(r'\S+Z (error|critical) |\{"time": "[^"]*", "level": "(error|critical)"')
+
+
+def is_error(line: str) -> bool:
+    """Whether a line of a process's log begins an error."""
+    return _ERROR.match(line) is not None
 
 
 class _Formatter(logging.Formatter):

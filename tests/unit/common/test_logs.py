@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pagekv.common.logs import Log, setup_logs
+from pagekv.common.logs import LOG_FORMATS, Log, is_error, setup_logs
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,16 @@ def test_json_is_one_object_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().err)
     assert (found["level"], found["service"], found["message"], found["step"]) == ("error", "executor", "broke", 3)
     assert "ValueError: why" in found["exception"]
+
+
+@pytest.mark.parametrize("fmt", LOG_FORMATS)
+def test_an_error_is_told_by_its_line(fmt: str, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logs("manager", "debug", fmt)
+    log = Log("here")
+    for write in (log.debug, log.info, log.warning, log.error):
+        write('2026 error  {"level": "error"}', kind="error")
+    lines = capsys.readouterr().err.splitlines()
+    assert [is_error(line) for line in lines] == [False, False, False, True]
 
 
 class FullDisk(io.StringIO):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from pagekv.client.launcher.stop_signals import StopSignals
 from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, is_true, listening_host, number, variable_of
+from pagekv.common.logs import is_error
 from pagekv.common.loopback import INSECURE_HELP, is_local, open_words
 from pagekv.common.models import DEMO, TOKENIZER
 
@@ -122,7 +125,7 @@ def add_stack_flags(parser: CommandParser) -> None:
     )
     words = "ranks that the model is split over, of one machine (pip install 'pagekv[ranks]') [1]"
     add_flags(group, ("tp", integer(1, 64), 1, "N", words))
-    parser.add_argument("--verbose", action="store_true", help="show the logs of both processes")
+    parser.add_argument("--verbose", action="store_true", help="show the logs of both processes, not errors alone")
     add_flags(parser, ("start-timeout", number(1, 86400), 600.0, "S", "seconds to get ready [600]"))
 
 
@@ -264,10 +267,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         if config.gateway is not None:
             raise UsageError(f"--gateway needs a tokenizer: {words}")
         terminal.note(words)
+    serving = threading.Event()
+    if config.on_log is None:
+        config = replace(config, on_log=_errors(serving, terminal))
     stack = Stack(config)
     with StopSignals(stack) as signals, stack:
         stack.start()
         if wait_ready(stack, args, terminal, signals.wait):
+            serving.set()
             _announce(stack, args, terminal)
             while not signals.wait(_WATCH_S):
                 for report in stack.new_deaths():
@@ -276,6 +283,18 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if not args.json:
         terminal.note("stopped")
     return 0
+
+
+def _errors(serving: threading.Event, terminal: Terminal) -> Callable[[str, str], None]:
+    """Shows the errors in the logs of processes that serve, such as of a file that was changed and cannot be used; of
+    those that cannot start there is a report.
+    """
+
+    def show(process: str, line: str) -> None:
+        if serving.is_set() and is_error(line):
+            terminal.note(f"{process:8} | {line}")
+
+    return show
 
 
 def wait_ready(
