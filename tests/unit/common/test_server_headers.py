@@ -43,13 +43,16 @@ def run(body: Callable[[int], Awaitable[None]]) -> None:
 
 
 async def status(port: int, *metadata: tuple[str, str]) -> grpc.StatusCode:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+    """Of a call over a connection of its own."""
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", own) as channel:
         call: Any = health_pb2_grpc.HealthStub(channel).Check(
-            health_pb2.HealthCheckRequest(), metadata=metadata, timeout=60
+            health_pb2.HealthCheckRequest(), metadata=metadata, timeout=60, wait_for_ready=True
         )
         try:
             await call
         except grpc.aio.AioRpcError as error:
+            print(error.details())
             return error.code()
     return grpc.StatusCode.OK
 
