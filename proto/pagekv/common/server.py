@@ -40,8 +40,13 @@ IDLE_MS = 60_000
 # Freed memory that a process keeps for its next messages, and what it begins with: six copies of the largest one.
 KEPT_BYTES = 128 * 2**20
 TOUCHED_BYTES = 6 * MAX_RECEIVE_BYTES
+# Calls that have come and that nothing has taken yet: beyond a thousand gRPC would end some at random, with CANCELLED,
+# whosever they are. So many are those of two connections.
+MAX_PENDING_CALLS = 8192
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", 4096),
+    ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
     ("grpc.max_metadata_size", 16 * 2**10),
     ("grpc.so_reuseport", 0),  # a taken port must be an error, not a silent second server
     ("grpc.keepalive_time_ms", 30_000),

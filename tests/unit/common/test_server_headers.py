@@ -104,7 +104,7 @@ def test_headers_without_end_hold_nobody_up_and_are_not_kept(kind: str) -> None:
 
 
 def test_streams_that_are_opened_and_reset_do_not_shut_others_out() -> None:
-    """Ten thousand calls, each cancelled behind its headers."""
+    """Five thousand calls, each cancelled behind its headers: more than gRPC itself lets wait."""
 
     async def body(port: int) -> None:
         before = resident_mib(os.getpid(), "VmRSS")
@@ -114,7 +114,7 @@ def test_streams_that_are_opened_and_reset_do_not_shut_others_out() -> None:
             connection.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_sendall(connection, PREFACE + frame(SETTINGS))
-            for first in range(1, 20_000, 2000):
+            for first in range(1, 10_000, 2000):
                 flood = b"".join(
                     frame(HEADERS, END_HEADERS, stream, headers(CHECK)) + frame(RST_STREAM, 0, stream, reset)
                     for stream in range(first, first + 2000, 2)
