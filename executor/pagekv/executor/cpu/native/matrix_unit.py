@@ -22,6 +22,8 @@ from pagekv.executor.cpu.native.vectors import I8, I64, features
 SHAPES_BYTES = 64
 # Pairs of numbers and rows of a tile; columns of a panel, which are those of four tiles.
 PAIRS, ROWS, PANEL = 16, 16, 64
+# Columns of a tile, which lie together in a panel: all pairs of the first ones, then all of the next.
+COLUMNS = 16
 # The registers: four sums; the left side and the panel's; and these of the rows and columns behind, or of pairs that
 # are left over.
 _SUMS, _LEFT, _RIGHT, _OTHER_LEFT, _OTHER_RIGHT = (0, 1, 2, 3), 4, 5, 6, 7
@@ -94,29 +96,29 @@ def set_shapes(_typing: Any, rows: Any, depth: Any, place: Any) -> Any:
 
 
 def matrix_tile(builder: Any, args: Any) -> None:
-    """As `tile` for pairs of bfloat16. `args`: those of `tile` from `rows` on, which are as many as the thread's shapes
-    are set for, or 2 * ROWS where these are for ROWS and `depth` is a multiple of PAIRS. Nothing is called into the
-    cache: the processor does so itself.
+    """As `tile` for pairs of bfloat16, with COLUMNS of a panel behind each other. `args`: those of `tile` from `rows`
+    on, which are as many as the thread's shapes are set for, or 2 * ROWS where these are for ROWS and `depth` is a
+    multiple of PAIRS. Nothing is called into the cache: the processor does so itself.
     """
     rows, depth, left, left_row, panel, out, _, _ = args
-    stride = I64(4 * PANEL)
-    rest = builder.urem(depth, I64(PAIRS))
+    line, stride, rest = I64(_ROW_BYTES), I64(4 * PANEL), builder.urem(depth, I64(PAIRS))
     whole = builder.sub(depth, rest)
+    columns = [builder.add(panel, builder.mul(depth, I64(part * _ROW_BYTES))) for part in range(PANEL // COLUMNS)]
 
     with builder.if_else(builder.icmp_signed(">", rows, I64(ROWS))) as (two, one):
         with two:
             lower = builder.add(left, builder.mul(left_row, I64(ROWS)))
             for half in range(2):
-                here, there = (builder.add(each, I64(2 * half * _ROW_BYTES)) for each in (panel, out))
+                there = builder.add(out, I64(2 * half * _ROW_BYTES))
                 _clear(builder)
                 with cgutils.for_range_slice(builder, I64(0), whole, I64(PAIRS)) as (step, _):
-                    below = builder.add(here, builder.mul(step, stride))
-                    _load(builder, _LEFT, builder.add(left, builder.mul(step, I64(4))), left_row)
-                    _load(builder, _RIGHT, below, stride)
+                    along, down = builder.mul(step, I64(4)), builder.mul(step, line)
+                    _load(builder, _LEFT, builder.add(left, along), left_row)
+                    _load_once(builder, _RIGHT, builder.add(columns[2 * half], down), line)
                     _add(builder, 0, _LEFT, _RIGHT)
-                    _load(builder, _OTHER_RIGHT, builder.add(below, I64(_ROW_BYTES)), stride)
+                    _load_once(builder, _OTHER_RIGHT, builder.add(columns[2 * half + 1], down), line)
                     _add(builder, 1, _LEFT, _OTHER_RIGHT)
-                    _load(builder, _OTHER_LEFT, builder.add(lower, builder.mul(step, I64(4))), left_row)
+                    _load(builder, _OTHER_LEFT, builder.add(lower, along), left_row)
                     _add(builder, 2, _OTHER_LEFT, _RIGHT)
                     _add(builder, 3, _OTHER_LEFT, _OTHER_RIGHT)
                 for register in _SUMS:
@@ -125,20 +127,20 @@ def matrix_tile(builder: Any, args: Any) -> None:
         with one:
             _clear(builder)
             with cgutils.for_range_slice(builder, I64(0), whole, I64(PAIRS)) as (step, _):
-                _step(builder, _LEFT, _RIGHT, step, (left, left_row, panel, stride))
+                _step(builder, _LEFT, _RIGHT, step, (left, left_row, columns))
             with builder.if_then(builder.icmp_signed("!=", rest, I64(0))):
-                _step(builder, _OTHER_LEFT, _OTHER_RIGHT, whole, (left, left_row, panel, stride))
+                _step(builder, _OTHER_LEFT, _OTHER_RIGHT, whole, (left, left_row, columns))
             for register in _SUMS:
                 _store(builder, register, builder.add(out, I64(register * _ROW_BYTES)), stride)
 
 
 def _step(builder: Any, left_register: int, right_register: int, step: Any, places: Any) -> None:
     """Adds the products of pairs from `step` on."""
-    left, left_row, panel, stride = places
+    left, left_row, columns = places
     _load(builder, left_register, builder.add(left, builder.mul(step, I64(4))), left_row)
-    below = builder.add(panel, builder.mul(step, stride))
-    for part, total in enumerate(_SUMS):
-        _load(builder, right_register, builder.add(below, I64(part * _ROW_BYTES)), stride)
+    down = builder.mul(step, I64(_ROW_BYTES))
+    for total, each in zip(_SUMS, columns, strict=True):
+        _load_once(builder, right_register, builder.add(each, down), I64(_ROW_BYTES))
         _add(builder, total, left_register, right_register)
 
 
@@ -157,6 +159,11 @@ def _store(builder: Any, register: int, address: Any, stride: Any) -> None:
 
 def _load(builder: Any, register: int, address: Any, stride: Any) -> None:
     _call(builder, "tileloadd64", I8(register), builder.inttoptr(address, cgutils.voidptr_t), stride)
+
+
+def _load_once(builder: Any, register: int, address: Any, stride: Any) -> None:
+    """Asks the processor not to let what is read only now push out of the first level what is read again and again."""
+    _call(builder, "tileloaddt164", I8(register), builder.inttoptr(address, cgutils.voidptr_t), stride)
 
 
 def _call(builder: Any, name: str, *args: Any) -> None:

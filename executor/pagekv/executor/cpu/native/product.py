@@ -6,9 +6,9 @@ likely take next into its cache meanwhile. A row's numbers do not depend on how 
 Measured on a 2-core AMD EPYC (Zen 4) that others kept busy, one thread, 25 M weights of 8 layers (hidden 512), against
 oneDNN with its own layout in turns, ms of this thread: float32, 8 rows 7 against 12, 32 rows 20 against 25, 256 rows
 131 against 134; bfloat16, 8 rows 4.4 against 7.5, 32 rows 12 against 14, 256 rows 73 against 76. Without fetching ahead
-16 rows take 1.2 times as long, 64 rows 1.06 times. By the matrix unit of an Intel Xeon (Emerald Rapids), which gains
-nothing by fetching ahead: 1 row 2.3 against 3.0, 32 rows 3.4 against 4.0, 256 rows 14.6 against 12.5; on two threads
-1.6 against 1.9, 2.0 against 2.3, 8.6 against 8.8.
+16 rows take 1.2 times as long, 64 rows 1.06 times; the matrix unit gains nothing by it. By that of an Intel Xeon
+(family 6, model 167): 8 rows 1.9 against 2.4, 32 rows 2.2 against 2.7, 256 rows 8.4 against 8.2, and 11.2 where
+columns of all tiles lay side by side and were let push rows out of the first level of the cache.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ import torch
 from numba import carray
 
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
-from pagekv.executor.cpu.native.matrix_unit import PAIRS, ROWS, SHAPES_BYTES, keep_shapes, restore_shapes, set_shapes
+from pagekv.executor.cpu.native.matrix_unit import (
+    COLUMNS,
+    PAIRS,
+    ROWS,
+    SHAPES_BYTES,
+    keep_shapes,
+    restore_shapes,
+    set_shapes,
+)
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow
 from pagekv.executor.cpu.native.openmp import empty, run
+from pagekv.executor.cpu.native.stored_rows import store_rows
 from pagekv.executor.cpu.native.tile import BFLOAT16_MATRIX, FLOAT32, bfloat16_sums, most_rows, panel_vectors, tile
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
@@ -57,7 +66,8 @@ class Product:
         self._depth = -(-weight.shape[1] // self._paired)
         # Rows are copied first, in Python: calls of it cannot be recorded.
         self.pads_rows = weight.shape[1] % self._paired > 0
-        self._panels = _packed(weight, parts, wide // parts, self._depth, self._paired)
+        run = COLUMNS if sums == BFLOAT16_MATRIX else 0
+        self._panels = _packed(weight, parts, wide // parts, self._depth, self._paired, run)
         self._bias = None
         if bias is not None:
             self._bias = _packed(bias.float()[:, None], parts, wide // parts, 1, 1)
@@ -95,8 +105,10 @@ class Product:
         return out
 
 
-def _packed(weight: torch.Tensor, parts: int, wide: int, depth: int, paired: int) -> torch.Tensor:
-    """`[panels, depth, parts * wide * paired]` of `weight` `[parts * n, in]`, zeros behind its columns and numbers."""
+def _packed(weight: torch.Tensor, parts: int, wide: int, depth: int, paired: int, run: int = 0) -> torch.Tensor:
+    """Panels, the first dimension, of `weight` `[parts * n, in]`, zeros behind its columns and numbers: of each
+    `[depth, parts * wide, paired]`, or, of runs of so many columns, `[parts * wide / run, depth, run, paired]`.
+    """
     columns = len(weight) // parts
     panels = -(-columns // wide)
     padding = (0, depth * paired - weight.shape[1], 0, panels * wide - columns)
@@ -104,9 +116,10 @@ def _packed(weight: torch.Tensor, parts: int, wide: int, depth: int, paired: int
     if any(padding):
         whole = torch.nn.functional.pad(whole, padding)
     out = _aligned(whole.numel(), weight.dtype)
-    ordered = whole.view(parts, panels, wide, depth, paired).permute(1, 3, 0, 2, 4)
+    pieces = whole.view(parts, panels, wide // (run or wide), run or wide, depth, paired)
+    ordered = pieces.permute(1, 0, 2, 4, 3, 5) if run else pieces.permute(1, 4, 0, 2, 3, 5)
     out.view(ordered.shape).copy_(ordered)
-    return out.view(panels, depth, -1)
+    return out.view(panels, -1)
 
 
 def _aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -163,21 +176,27 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
                     # All of the height that shapes are set for: the last tile has rows of the one before.
                     first, rows = begin + min(index * height, members - height), height
                 tile(lanes, sums, rows, depth, args[7] + first * depth * 4, depth * 4, at, scratch, ahead, share)
-                for row in range(rows):
-                    found = carray(pointer(scratch + row * wide * 4), wide, np.float32)
-                    place = (first + row) * columns + panel * kept
-                    out = carray(pointer(args[9] + place * width), here, stored)
-                    if args[10] != 0:
-                        bias = carray(pointer(args[10] + panel * wide * 4), wide, np.float32)
-                        for i in range(wide):
-                            found[i] += bias[i]
-                    if finish != plain:
-                        for i in range(half):
-                            x = found[i]
-                            z = x if finish == silu else outer * (x + inner * x * x * x)
-                            found[i] = x / (np.float32(1) + exp(-z)) * found[i + half]
-                    for i in range(here):
-                        out[i] = narrow(found[i], out[i])
+                if args[10] != 0 or finish != plain:
+                    for row in range(rows):
+                        found = carray(pointer(scratch + row * wide * 4), wide, np.float32)
+                        if args[10] != 0:
+                            bias = carray(pointer(args[10] + panel * wide * 4), wide, np.float32)
+                            for i in range(wide):
+                                found[i] += bias[i]
+                        if finish != plain:
+                            for i in range(half):
+                                x = found[i]
+                                z = x if finish == silu else outer * (x + inner * x * x * x)
+                                found[i] = x / (np.float32(1) + exp(-z)) * found[i + half]
+                place = args[9] + (first * columns + panel * kept) * width
+                if here % lanes == 0:
+                    store_rows(lanes, width, rows, here, scratch, wide * 4, place, columns * width)
+                else:
+                    for row in range(rows):
+                        found = carray(pointer(scratch + row * wide * 4), here, np.float32)
+                        out = carray(pointer(place + row * columns * width), here, stored)
+                        for i in range(here):
+                            out[i] = narrow(found[i], out[i])
         if matrix:
             restore_shapes(shapes)
 

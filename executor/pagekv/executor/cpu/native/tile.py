@@ -15,24 +15,11 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from pagekv.executor.cpu.native.matrix_unit import ROWS, has_matrix_unit, matrix_tile
-from pagekv.executor.cpu.native.vectors import F32, I32, I64, features, fetch, load, spread, vector_lanes
+from pagekv.executor.cpu.native.vectors import BFLOAT16, F32, I32, I64, features, fetch, load, spread, vector_lanes
 
 # How products are summed: of float32; of two neighbours in bfloat16 by one instruction; of them made float32 first; or
 # of bfloat16 by the matrix unit.
 FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED, BFLOAT16_MATRIX = 0, 1, 2, 3
-
-
-class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's type, which llvmlite has no name for."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat16)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat16)
 
 
 def bfloat16_sums() -> int:
@@ -146,7 +133,7 @@ def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> 
     """`total` and the product, or the two products, of 32 bits of each lane."""
     vector = total.type
     if kind == BFLOAT16_DOT:
-        pairs = ir.VectorType(_BFloat16(), 2 * vector.count)
+        pairs = ir.VectorType(BFLOAT16, 2 * vector.count)
         dot = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(vector, [vector, pairs, pairs]), "llvm.x86.avx512bf16.dpbf16ps.512"
         )

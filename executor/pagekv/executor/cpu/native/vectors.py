@@ -9,7 +9,22 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 
+
+class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's type, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat16)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat16)
+
+
 I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+BFLOAT16 = _BFloat16()
 
 _LINE_BYTES = 64
 
