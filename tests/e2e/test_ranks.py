@@ -150,6 +150,37 @@ def test_a_difference_ends_the_epoch_and_no_process_and_costs_no_token(
     assert words in executor.log.read_text()
 
 
+FAILED = "no memory for activations"
+LEFT = [
+    ("1 describe", f"rank 1 failed to describe: RuntimeError: {FAILED}; left waiting for it: rank 0"),
+    ("0 describe", f"rank 0 ends: rank 0 failed to describe: RuntimeError: {FAILED}; left waiting for it: rank 1"),
+    ("1 load", f"rank 1 ends: {FAILED}"),
+    ("0 load", f"rank 0 ends: {FAILED}"),
+    ("1 allocate", f"rank 1 failed to allocate: RuntimeError: {FAILED}"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fails", "words"), [LEFT[0], *(pytest.param(*each, marks=pytest.mark.long) for each in LEFT[1:])]
+)
+def test_a_rank_that_fails_alone_is_named_to_the_others_which_leave_at_once(
+    fails: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In a collective the others would wait for longer than this test may take. The group forms again, and serves."""
+    monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.failing_rank")
+    for name, value in {"PYTHONPATH": str(ROOT / "tests"), "FAILS": fails, "FAILED": str(tmp_path / "failed")}.items():
+        monkeypatch.setenv(name, value)
+
+    async def run(stack: Stack) -> Result:
+        async with Caller(stack.target) as caller:
+            return await caller.generate(request_for([1, 5, 7], max_tokens=4, ignore_eos=True))
+
+    patient = [*CPU, "--rank-timeout-s", "1000", "--join-timeout-s", "1000"]
+    with running_executor(patient, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
+        assert len(asyncio.run(run(stack)).tokens) == 4
+    assert words in executor.log.read_text()
+
+
 def start_by_hand(ranks: list[tuple[dict[str, str], list[str]]], join_s: float = 60.0) -> list[tuple[int, str]]:
     """Exit status and output of ranks that are started with these variables and flags."""
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -197,7 +228,7 @@ def test_missing_ranks_are_named() -> None:
     oracle = ["--backend", "oracle"]
     for status, output in start_by_hand([(rank(0, 4), oracle), (rank(2, 4), oracle)], join_s=8.0):
         assert status == 1
-        assert "ranks 1, 3 are missing of 4 after 8 s (--join-timeout-s)" in output
+        assert "ranks 1, 3 are missing of 4: did not come within 8 s (--join-timeout-s)" in output
 
 
 def test_models_that_cannot_be_split_are_refused_by_every_rank(tmp_path: Path) -> None:

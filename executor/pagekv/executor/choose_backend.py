@@ -5,6 +5,7 @@ without torch.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,9 +28,10 @@ if TYPE_CHECKING:
 log = Log(__name__)
 
 
-def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
+def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[str], None] = end_process) -> Backend:
     """Loads what --backend and --model name, or the share of it that a rank of a group has; minutes for a large model.
-    Raises ModelNotFound, ImportError, OSError, ValueError or MemoryError.
+    `lost` is called with the reason when a rank cannot go on. Raises ModelNotFound, ImportError, OSError, ValueError or
+    MemoryError.
     """
     log.info("loading", backend=config.backend, model=config.model or "none")
     if config.backend == "oracle":
@@ -41,7 +43,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
     if gpu is None and config.backend == "auto" and _torch_has_gpu():
         gpu = _usable_gpu(config, world)
     if gpu is not None:
-        return _load_cuda(config, directory, gpu, world)
+        return _load_cuda(config, directory, gpu, world, lost)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes(), world.size)
@@ -51,7 +53,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
         import_transformers(whole=world.size > 1)
         from pagekv.executor.cpu.backend import CpuBackend
 
-    shards = _shards(world)
+    shards = _shards(world, lost)
     backend = CpuBackend(
         directory,
         model_id(config.model),
@@ -66,13 +68,13 @@ def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
     return backend
 
 
-def _shards(world: World) -> Shards | None:
+def _shards(world: World, lost: Callable[[str], None]) -> Shards | None:
     """The ranks of a split model; None where there is one. Imports torch."""
     if world.size == 1:
         return None
     from pagekv.executor.model.shards import Shards
 
-    return Shards(world, end_process)
+    return Shards(world, lost)
 
 
 def _load_oracle(config: ExecutorConfig) -> Backend:
@@ -121,7 +123,7 @@ def _usable_gpu(config: ExecutorConfig, world: World) -> Gpu:
     return gpu
 
 
-def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World) -> Backend:
+def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World, lost: Callable[[str], None]) -> Backend:
     from pagekv.executor.cuda.preflight import check_model
 
     check_model(directory, config.dtype, config.kv_dtype, gpu, config.kv_memory, ranks=world.size)
@@ -133,7 +135,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World) 
         from pagekv.executor.cuda.device import CudaDevice
         from pagekv.kernels.cupy_launcher import GpuUnavailable
 
-    shards = _shards(world)
+    shards = _shards(world, lost)
     try:
         backend = CudaBackend(
             directory,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
@@ -12,28 +13,36 @@ from typing import TYPE_CHECKING, Any
 from pagekv.common.logs import Log
 from pagekv.common.models import check_model_files, resolve_model
 from pagekv.common.phases import phase
+from pagekv.common.port_file import add_to_port_file
 from pagekv.common.version import pagekv_version
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.machine import available_bytes, usable_cores
+from pagekv.executor.model.files import read_model_files
+from pagekv.executor.model.start_check import check_ranks
 from pagekv.executor.ranks.follower import Follower
-from pagekv.executor.ranks.gathering import Gathering, Meeting, join
+from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, join
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.rendezvous import (
     connect_gpus,
     end_meeting,
     find_leader,
     join_process_group,
+    limit_collectives,
     listen_as_leader,
     open_store,
 )
+from pagekv.executor.ranks.watch import end_process
 from pagekv.executor.world import World
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 log = Log(__name__)
+
+# Loads the share of a rank. Given what ends the rank, with the reason, when a collective has failed.
+Load = Callable[[Callable[[str], None]], Backend]
 
 # Packages of which all ranks need the same version, as far as a backend imports them.
 _MODEL_PACKAGES = ("numpy", "torch", "transformers", "accelerate")
@@ -74,61 +83,100 @@ def check_group(config: ExecutorConfig, world: World) -> None:
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
 
 
-def lead(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> GroupBackend:
+def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
     """Rank 0's backend, once all ranks are there and it has loaded its own by `load`. `config` is `settled`. Raises
     NoGroup, RanksDisagree, or what `load` does.
     """
     check_group(config, world)
     facts = rank_facts(config, world)
-    store = open_store(world, config.join_timeout_s)
+    joining = _begin_to_join(config)
+    store = open_store(world, joining)
     listener, meeting = listen_as_leader(store, world)
     try:
         with phase(f"waiting for {world.size - 1} other ranks"):
-            links = Gathering(listener, meeting, world, facts).gather(config.join_timeout_s)
+            links = Gathering(listener, meeting, world, facts).gather(joining)
     finally:
         end_meeting(store, meeting)
-    leader = Leader(links, config.rank_timeout_s, with_parent=world.has_store)
     log.info("all ranks are there", ranks=world.size)
-    _join_collectives(config, store, world, meeting)
-    return GroupBackend(load(), leader)
+    starting = True
+
+    def lost(reason: str) -> None:
+        if starting:
+            # For `pagekv up`: torchrun starts ranks again and again that cannot load.
+            add_to_port_file(config.port_file, cannot_start=reason)
+        end_process(reason)
+
+    leader = Leader(links, config.rank_timeout_s, lost, with_parent=world.has_store)
+    try:
+        _join_collectives(config, store, world, meeting, joining)
+        backend = load(leader.watch.lose)
+    except Exception as error:
+        leader.watch.end(str(error) or type(error).__name__)
+        raise
+    starting = False
+    return GroupBackend(backend, leader)
 
 
-def follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:
+def follow(config: ExecutorConfig, world: World, load: Load) -> int:
     """The life of another rank than rank 0; returns its exit status. Raises as `lead`."""
     check_group(config, world)
     facts = rank_facts(config, world)
-    store = open_store(world, config.join_timeout_s)
-    link, meeting = join(lambda: find_leader(store), world, facts, config.join_timeout_s)
+    joining = _begin_to_join(config)
+    store = open_store(world, joining)
+    link, meeting = join(lambda: find_leader(store, joining), world, facts, joining)
     # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     follower = Follower(link, config.rank_timeout_s, with_parent=world.has_store)
     log.info("joined the group", rank=world.rank, ranks=world.size)
-    _join_collectives(config, store, world, meeting)
-    follower.run(load())
+    try:
+        _join_collectives(config, store, world, meeting, joining)
+        backend = load(follower.watch.lose)
+    except Exception as error:
+        follower.watch.end(str(error) or type(error).__name__)
+        raise
+    follower.run(backend)
     log.info("stopped", rank=world.rank)
     return 0
 
 
-def _join_collectives(config: ExecutorConfig, store: Store, world: World, meeting: Meeting) -> None:
+def _begin_to_join(config: ExecutorConfig) -> JoinTime:
+    # Takes some ranks longer than others.
+    _import_torch()
+    return JoinTime(config.join_timeout_s)
+
+
+def _import_torch() -> None:
+    if "torch" not in sys.modules:
+        with phase("importing torch"):
+            import torch  # noqa: F401
+
+
+def _join_collectives(config: ExecutorConfig, store: Store, world: World, meeting: Meeting, joining: JoinTime) -> None:
     # Oracles have no tensors to send.
     if config.backend == "oracle":
         return
-    join_process_group(store, world, meeting, config.join_timeout_s, gpus=config.backend == "cuda")
+    join_process_group(store, world, meeting, joining, gpus=config.backend == "cuda")
     if config.backend == "cuda":
         assert world.local_rank is not None  # `check_group`
         with phase("connecting the GPUs"):
             connect_gpus(world.local_rank)
+    # Some ranks load longer than others.
+    limit_collectives(config.join_timeout_s)
 
 
 def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
-    """Facts that all ranks need alike, by the name that people know. `config` is `settled`."""
+    """Facts that all ranks need alike, by the name that people know. `config` is `settled`. Raises ValueError for a
+    model that so many ranks cannot share.
+    """
     backend = config.backend
     facts: dict[str, Any] = {"PageKV": pagekv_version(), "python": platform.python_version(), "--backend": backend}
     facts |= {name: _version(name) for name in _PACKAGES[backend]}
     if config.model:
         directory = resolve_model(config.model, weights=backend != "oracle")
         check_model_files(directory, weights=backend != "oracle")
+        if backend != "oracle":
+            check_ranks(directory, read_model_files(directory), world.size)
         facts["the model's fingerprint"] = model_fingerprint(directory)
     if backend == "oracle":
         oracle = config.oracle
@@ -141,6 +189,7 @@ def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
 
 
 def _cpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
+    _import_torch()
     import torch
 
     return {

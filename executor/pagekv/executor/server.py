@@ -26,7 +26,7 @@ from pagekv.executor import choose_backend
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
-from pagekv.executor.group import follow, lead, settled
+from pagekv.executor.group import Load, follow, lead, settled
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.watch import EXIT_LOST
 from pagekv.executor.rpc.only_manager import only_manager
@@ -140,7 +140,11 @@ class Executor:
             idle = False
         await self._grpc.stop(LAST_WORDS_S)
         if self._leader is not None:
-            self._leader.stop()
+            if idle and not self.session.lost_reason:
+                self._leader.stop()
+            else:
+                # Others may wait for this rank in a collective.
+                self._leader.watch.end(self.session.lost_reason or "stopped in the middle of work")
         self._compute.stop()
         log.info("stopped")
         if not idle and not self.session.lost_reason:
@@ -219,8 +223,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     config = settled(config, world)
 
-    def load() -> Backend:
-        return choose_backend.load_backend(config, world)
+    def load(lost: Callable[[str], None]) -> Backend:
+        return choose_backend.load_backend(config, world, lost)
 
     status = _follow(config, world, load) if world.rank else _run(config, lambda: lead(config, world, load), world)
     # Threads of gloo or of torch's store abort the interpreter in one of some ten ends, and connections of NCCL that
@@ -229,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os._exit(status)
 
 
-def _follow(config: ExecutorConfig, world: World, load: Callable[[], Backend]) -> int:
+def _follow(config: ExecutorConfig, world: World, load: Load) -> int:
     """Another rank than rank 0: it has no port of its own, and no port file."""
     setup_logs(f"rank {world.rank}", config.log_level, config.log_format)
     try:

@@ -14,7 +14,7 @@ from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.world import ALONE, World
 
 
-def load(config: ExecutorConfig, world: World = ALONE) -> Backend:
+def load(config: ExecutorConfig, world: World = ALONE, lost: object = None) -> Backend:
     """The backend that the flags ask for, on CPU tensors."""
     return CudaBackend(
         Path(config.model), "bench", cuda_stub.device(), dtype="float32", kv_memory=2**26, max_sequences=8

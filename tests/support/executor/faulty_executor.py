@@ -76,7 +76,7 @@ def emulated(fails_at: int | None) -> Backend:
     return host_backend(resolve_model("demo"), device, dtype="float32", kv_memory=2**25)
 
 
-def load_backend(config: ExecutorConfig, world: World = ALONE) -> Backend:
+def load_backend(config: ExecutorConfig, world: World = ALONE, lost: object = None) -> Backend:
     """Instead of the one that flags name."""
     fails_at = this_process()
     if fails_at == 0:

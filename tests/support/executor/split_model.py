@@ -81,13 +81,14 @@ def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
 def shards_of_this_process() -> Shards:
     """Of a process that is started as torchrun starts ranks, joined to the others."""
     from pagekv.executor.model.shards import Shards
-    from pagekv.executor.ranks.gathering import Meeting
+    from pagekv.executor.ranks.gathering import JoinTime, Meeting
     from pagekv.executor.ranks.rendezvous import join_process_group, open_store
     from pagekv.executor.ranks.watch import end_process
     from pagekv.executor.world import read_world
 
     world = read_world(os.environ)
-    join_process_group(open_store(world, WAIT_S), world, Meeting("", 0, "test"), WAIT_S)
+    joining = JoinTime(WAIT_S)
+    join_process_group(open_store(world, joining), world, Meeting("", 0, "test"), joining)
     shards = Shards(world, end_process)
     shards.limit_waits(WAIT_S)
     return shards

@@ -12,9 +12,10 @@ from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu
 from pagekv.executor.group import check_group, rank_facts, rank_threads, settled
 from pagekv.executor.machine import usable_cores
-from pagekv.executor.ranks.gathering import Meeting
+from pagekv.executor.ranks.gathering import JoinTime, Meeting
 from pagekv.executor.world import World
 
+TIME = ("seconds", 300.0)
 WORLD = World(1, 2, 2, "127.0.0.1", 29500)
 
 
@@ -100,12 +101,18 @@ def test_ranks_on_gpus_need_equal_ones_and_what_shapes_their_steps(monkeypatch: 
     assert (facts["the GPU"], facts["--max-sequences"], facts["--cuda-graphs"]) == ("H", 7, True)
     assert {"torch", "CuPy", "--kv-dtype", "--dtype", "--fused"} <= facts.keys()
     with pytest.raises(ValueError, match="--backend cuda: too few"):
-        rank_facts(config, World(2, 3, 3, local_rank=2))
+        rank_facts(config, World(2, 4, 4, local_rank=2))
+
+
+def test_more_ranks_than_heads_are_refused_before_anything_is_waited_for() -> None:
+    config = parse_config(["--backend", "cpu"], {})
+    with pytest.raises(ValueError, match="WORLD_SIZE 3: must divide the 4 query heads"):
+        rank_facts(config, World(1, 3, 3, "127.0.0.1", 29500))
 
 
 @pytest.mark.parametrize(
     ("backend", "done"),
-    [("oracle", []), ("cpu", [("group", False)]), ("cuda", [("group", True), ("GPU", 1)])],
+    [("oracle", []), ("cpu", [("group", False), TIME]), ("cuda", [("group", True), ("GPU", 1), TIME])],
 )
 def test_ranks_on_gpus_connect_them_behind_their_group(
     monkeypatch: pytest.MonkeyPatch, backend: str, done: list[tuple[str, object]]
@@ -113,7 +120,8 @@ def test_ranks_on_gpus_connect_them_behind_their_group(
     found: list[tuple[str, object]] = []
     monkeypatch.setattr(group, "join_process_group", lambda *_, gpus: found.append(("group", gpus)))
     monkeypatch.setattr(group, "connect_gpus", lambda index: found.append(("GPU", index)))
+    monkeypatch.setattr(group, "limit_collectives", lambda seconds: found.append(("seconds", seconds)))
     store: Any = None
     world = World(3, 4, 2, "one", 29500, local_rank=1)
-    group._join_collectives(parse_config(["--backend", backend], {}), store, world, Meeting("", 0, "x"))
+    group._join_collectives(parse_config(["--backend", backend], {}), store, world, Meeting("", 0, "x"), JoinTime(1.0))
     assert found == done

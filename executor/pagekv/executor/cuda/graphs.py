@@ -125,9 +125,14 @@ class GraphCache:
     """Graphs by shape, all recorded before a step is run: a recording waits for the device."""
 
     def __init__(
-        self, device: CudaDevice, enabled: bool = True, agree: Callable[[Recorded], Recorded] = Recorded
+        self,
+        device: CudaDevice,
+        enabled: bool = True,
+        agree: Callable[[Recorded, Exception | None], Recorded] = lambda own, _: own,
     ) -> None:
-        """`agree`: the worst that recording a shape came to on any rank of a group, which all tell each other."""
+        """`agree`: the worst that recording a shape came to on any rank of a group, which all tell each other; it gets
+        what this rank failed by, too.
+        """
         self.enabled = enabled
         self._agree = agree
         self._device = device
@@ -148,13 +153,13 @@ class GraphCache:
         # A rank that ran out of memory in the run before its first recording would leave others in its collectives. All
         # later ones begin with what the one before had to leave.
         short = self._shortage(reserve)
-        if self._agree(Recorded.NO_MEMORY if short else Recorded.YES) is Recorded.NO_MEMORY:
+        if self._agree(Recorded.NO_MEMORY if short else Recorded.YES, None) is Recorded.NO_MEMORY:
             self._end_short(0, len(keys), short)
             return
         for number, key in enumerate(keys):
             own, why = self._record(key, forward_of, reserve)
             # A rank without a graph that another one has would come to collectives of another size.
-            found = self._agree(own)
+            found = self._agree(own, why)
             if found is Recorded.NO_MEMORY:
                 self._graphs.pop(key, None)
                 self._end_short(number, len(keys) - number, why)

@@ -68,7 +68,7 @@ class StepRunner:
         if shards is None:
             self.graphs = GraphCache(device, graphs)
         else:
-            self.graphs = GraphCache(device, graphs, lambda own: Recorded(shards.least(own)))
+            self.graphs = GraphCache(device, graphs, lambda own, failure: Recorded(shards.least(own, failure=failure)))
         where = device.torch_device
         self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.vocab_size, where))
         # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.

@@ -19,6 +19,8 @@ from pagekv.executor.world import World
 # than two ranks would send too much. Two ranks send each other their parts, whatever the size: that passes through
 # fewer threads of gloo than a gathering of two.
 GATHERED_BYTES = 2**18
+# Seconds that other ranks get to agree with one that failed.
+OTHERS_S = 3.0
 
 
 class Shards:
@@ -105,11 +107,20 @@ class Shards:
         found: list[int] = self.share(told).tolist()
         return found
 
-    def least(self, number: int, *, patient: bool = False) -> int:
-        """The least of the numbers that ranks have. `patient`: others get the time that they had to load."""
+    def least(self, number: int, *, patient: bool = False, failure: Exception | None = None) -> int:
+        """The least of the numbers that ranks have. `patient`: others get the time that they had to load. `failure`: of
+        this rank, for which others may wait in a collective before. If they come soon, having failed likewise or done
+        without it, all go on; else this rank is lost.
+        """
         said = torch.tensor([number])
         group = None if patient else self._group(said)
-        self._join(said, lambda: dist.all_reduce(said, dist.ReduceOp.MIN, group=group))
+
+        def join() -> None:
+            work = dist.all_reduce(said, dist.ReduceOp.MIN, group=group, async_op=failure is not None)
+            if work is not None:
+                work.wait(timedelta(seconds=OTHERS_S))
+
+        self._join(said, join, failure)
         return int(said)
 
     def all_say(self, yes: bool, *, patient: bool = False) -> bool:
@@ -130,7 +141,7 @@ class Shards:
         assert sent is not None  # of a rank that is in the group
         sent.wait()
 
-    def _join(self, rows: torch.Tensor, collective: Callable[[], object]) -> None:
+    def _join(self, rows: torch.Tensor, collective: Callable[[], object], failure: Exception | None = None) -> None:
         begin = time.perf_counter()
         try:
             collective()
@@ -138,6 +149,7 @@ class Shards:
             if self._recording and rows.is_cuda:
                 raise
             # Others may be lost, or slow beyond the group's time; none can go on from here.
-            self.lost(f"a collective failed: {str(error).partition(chr(10))[0]}")
+            why = "a collective failed" if failure is None else "this rank failed, and left others waiting"
+            self.lost(f"{why}: {str(failure or error).partition(chr(10))[0]}")
             raise
         self.waited_s += time.perf_counter() - begin

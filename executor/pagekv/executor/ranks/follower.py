@@ -9,10 +9,11 @@ from dataclasses import fields
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from pagekv.common.errors import InvalidRequest, PageKVError
+from pagekv.common.errors import PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendFeature
 from pagekv.executor.ranks.agreement import description_to_json
+from pagekv.executor.ranks.calls import failure
 from pagekv.executor.ranks.link import Kind, LinkLost, Message, RankLink
 from pagekv.executor.ranks.reports import RankReport
 from pagekv.executor.ranks.watch import RankWatch, end_process
@@ -62,11 +63,11 @@ class Follower:
             elif message.kind is Kind.EPOCH:
                 self._epoch = _epoch(message.content, backend)
             elif message.kind is Kind.DESCRIBE:
-                self._send(Kind.ANSWER, _described(backend, message.content))
+                self._send(Kind.ANSWER, _answer(_described, backend, message.content))
             elif message.kind is Kind.ALLOCATE:
                 # After everything launched before, like a session.
                 self._epoch = None
-                self._send(Kind.ANSWER, _allocated(backend, message.content))
+                self._send(Kind.ANSWER, _answer(_allocated, backend, message.content))
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""
@@ -77,7 +78,9 @@ class Follower:
         try:
             while (message := self._link.receive()).kind is not Kind.BYE:
                 self._watch.heard(_LEADER)
-                if message.kind is not Kind.BEAT:
+                if message.kind is Kind.ENDS:
+                    self._watch.lose(f"rank 0 ends: {message.content}")
+                elif message.kind is not Kind.BEAT:
                     self._messages.put(message)
             self._watch.stop()
             self._messages.put(None)
@@ -148,19 +151,22 @@ def _epoch(content: dict[str, Any], backend: Backend) -> Epoch:
     return Epoch(content["epoch"], "rank 0", EpochLimits(**values), backend, digest=StateDigest())
 
 
-def _described(backend: Backend, content: dict[str, int]) -> dict[str, Any]:
+def _answer(call: Callable[[Backend, Any], dict[str, Any]], backend: Backend, content: Any) -> dict[str, Any]:
     try:
-        return {"description": description_to_json(backend.describe(content["block_size"], content["token_budget"]))}
-    except InvalidRequest as error:
-        return {"field": error.field, "error": error.description}
+        return call(backend, content)
     except Exception as error:
-        log.exception("cannot describe")
-        return {"error": f"{type(error).__name__}: {error}"}
+        log.error("a call of rank 0 failed", reason=error, exc_info=not isinstance(error, (PageKVError, MemoryError)))
+        return failure(error)
 
 
-def _allocated(backend: Backend, content: list[int]) -> dict[str, str]:
+def _described(backend: Backend, content: dict[str, int]) -> dict[str, Any]:
+    return {"description": description_to_json(backend.describe(content["block_size"], content["token_budget"]))}
+
+
+def _allocated(backend: Backend, content: list[int]) -> dict[str, Any]:
     try:
         backend.allocate(*content)
     except MemoryError as error:
-        return {"error": str(error)}
+        # Known to all ranks, or of no concern to them.
+        return {"short": str(error)}
     return {}

@@ -25,6 +25,22 @@ class NoGroup(ValueError):
     """The ranks do not come together; the message says why, in one line."""
 
 
+class JoinTime:
+    """The time in which ranks have to come together, from now on. As text: `within 300 s (--join-timeout-s)`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds; 0 at the end."""
+        return max(0.0, self._end - time.monotonic())
+
+    def __str__(self) -> str:
+        return f"within {self.timeout_s:g} s (--join-timeout-s)"
+
+
 class Meeting(NamedTuple):
     """Where rank 0 waits for the others, and the word that shows them to be of its group."""
 
@@ -47,12 +63,11 @@ class Gathering:
         self._facts = {0: dict(facts)}
         self._links: dict[int, RankLink] = {}
 
-    def gather(self, timeout_s: float) -> dict[int, RankLink]:
+    def gather(self, joining: JoinTime) -> dict[int, RankLink]:
         """The links to all other ranks, by rank. Raises NoGroup, or RanksDisagree, which the others are told too."""
-        deadline = time.monotonic() + timeout_s
         try:
             while len(self._links) < self._world.size - 1:
-                self._wait(deadline, timeout_s)
+                self._wait(joining)
                 connection, _ = self._listener.accept()
                 self._greet(RankLink(connection))
             check_facts(self._facts)
@@ -67,12 +82,11 @@ class Gathering:
                 link.send_json(Kind.WELCOME, _own_pid())
         return self._links
 
-    def _wait(self, deadline: float, timeout_s: float) -> None:
-        left = deadline - time.monotonic()
-        if left <= 0 or not select.select([self._listener], [], [], left)[0]:
+    def _wait(self, joining: JoinTime) -> None:
+        if not select.select([self._listener], [], [], joining.left_s)[0]:
             missing = [rank for rank in range(1, self._world.size) if rank not in self._links]
             words = f"rank {missing[0]} is" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} are"
-            raise NoGroup(f"{words} missing of {self._world.size} after {timeout_s:g} s (--join-timeout-s)")
+            raise NoGroup(f"{words} missing of {self._world.size}: did not come {joining}")
 
     def _greet(self, link: RankLink) -> None:
         try:
@@ -113,14 +127,13 @@ def _refuse(link: RankLink, reason: str) -> None:
 
 
 def join(
-    find: Callable[[], Meeting], world: World, facts: Mapping[str, Any], timeout_s: float
+    find: Callable[[], Meeting], world: World, facts: Mapping[str, Any], joining: JoinTime
 ) -> tuple[RankLink, Meeting]:
     """The link of this rank to rank 0, and where that was met, once all are there. `find` says where
     rank 0 is, which may be another one than it was, and raises NoGroup when nobody knows. Raises NoGroup, also for what
     rank 0 says.
     """
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
+    while joining.left_s:
         meeting = find()
         link = _connected(meeting)
         if link is not None:
@@ -129,7 +142,7 @@ def join(
             try:
                 link.send_json(Kind.HELLO, hello)
                 # Others may be missing yet, for which rank 0 does not wait for ever.
-                answer = link.receive(max(_GREETING_S, deadline - time.monotonic() + _GREETING_S))
+                answer = link.receive(joining.left_s + _GREETING_S)
             except LinkLost:
                 link.close()  # of a rank 0 that was ending
             else:
@@ -139,7 +152,7 @@ def join(
                 link.close()
                 raise NoGroup(str(answer.content))
         time.sleep(_AGAIN_S)
-    raise NoGroup(f"rank 0 is missing: it did not answer rank {world.rank} within {timeout_s:g} s (--join-timeout-s)")
+    raise NoGroup(f"rank 0 is missing: it did not answer rank {world.rank} {joining}")
 
 
 def _connected(meeting: Meeting) -> RankLink | None:

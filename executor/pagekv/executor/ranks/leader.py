@@ -7,8 +7,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from pagekv.common.errors import InvalidRequest, PageKVError
 from pagekv.executor.backend.interface import (
@@ -21,12 +20,15 @@ from pagekv.executor.backend.interface import (
     SequenceState,
 )
 from pagekv.executor.ranks.agreement import description_from_json, group_description
+from pagekv.executor.ranks.calls import Call, failure
 from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
 from pagekv.executor.ranks.reports import RankReport, RankReports, RanksLate
 from pagekv.executor.ranks.watch import RankWatch, end_process
 from pagekv.executor.session.epoch import RanksDiffer
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_check import EpochLimits
+
+T = TypeVar("T")
 
 
 class Leader:
@@ -44,8 +46,8 @@ class Leader:
         self._links = links
         self._watch = RankWatch(links, timeout_s, lost, with_parent=with_parent)
         self._reports = RankReports(links, timeout_s)
-        # Answers of each rank to calls of the backend.
-        self._answers: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in links}
+        # The latest call of the backend.
+        self._call = Call("", links, self._watch.lose)
         self._epoch = 0
         for rank, link in links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"rank {rank}", daemon=True).start()
@@ -66,21 +68,27 @@ class Leader:
         """Epochs that ended because a rank differed."""
         return self._reports.num_differences
 
-    def ask(self, kind: Kind, content: Any) -> None:
-        """Sends a call to every rank; `answers` has what each says."""
-        for rank, link in self._links.items():
-            self._send(rank, link, kind, content)
-
-    def answers(self) -> dict[int, Any]:
-        """By rank. Waits for as long as they live."""
-        return {rank: queue.get() for rank, queue in self._answers.items()}
+    def call(self, kind: Kind, content: Any, own: Callable[[], T]) -> tuple[T, dict[int, Any]]:
+        """Has all ranks do it at once, this one by `own`; what that returns, and the answers of the others. Once all
+        have answered raises as `own` does. Raises CallBroken where that cannot be: the group is lost.
+        """
+        call = self._call = Call(kind.name.lower(), self._links, self._watch.lose)
+        self._tell(kind, content)
+        try:
+            found = own()
+        except Exception as error:
+            call.answer(0, failure(error))
+            call.wait()
+            raise
+        call.answer(0, {})
+        return found, call.wait()
 
     def hand_on(self, epoch: int, limits: EpochLimits, step: Step) -> None:
         if epoch != self._epoch:
             self._epoch = epoch
             self._reports.begin(epoch)
             content = {**asdict(limits), "features": sorted(limits.features)}
-            self.ask(Kind.EPOCH, {"epoch": epoch, "limits": content})
+            self._tell(Kind.EPOCH, {"epoch": epoch, "limits": content})
         self._reports.check(step.step - 1)
         for rank, link in self._links.items():
             try:
@@ -102,11 +110,12 @@ class Leader:
             with suppress(LinkLost):
                 link.send(Kind.BYE)
 
-    def _send(self, rank: int, link: RankLink, kind: Kind, content: Any) -> None:
-        try:
-            link.send_json(kind, content)
-        except LinkLost as error:
-            self._watch.lose(f"rank {rank} was lost: {error}", rank)
+    def _tell(self, kind: Kind, content: Any) -> None:
+        for rank, link in self._links.items():
+            try:
+                link.send_json(kind, content)
+            except LinkLost as error:
+                self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
     def _read(self, rank: int, link: RankLink) -> None:
         try:
@@ -118,8 +127,10 @@ class Leader:
                 elif message.kind is Kind.FAILED:
                     failed = message.content
                     self._reports.fail(rank, failed["epoch"], failed["step"], failed["reason"])
-                elif message.kind is not Kind.BEAT:
-                    self._answers[rank].put(message.content)
+                elif message.kind is Kind.ANSWER:
+                    self._call.answer(rank, message.content)
+                elif message.kind is Kind.ENDS:
+                    self._watch.lose(f"rank {rank} ends: {message.content}")
         except (LinkLost, struct.error, KeyError, TypeError) as error:
             self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
@@ -143,33 +154,38 @@ class GroupBackend:
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises InvalidRequest where a rank does, and RanksDisagree."""
-        self._leader.ask(Kind.DESCRIBE, {"block_size": block_size, "token_budget": token_budget})
-        try:
-            description = self._own.describe(block_size, token_budget)
-        finally:
-            answers = self._leader.answers()
+        content = {"block_size": block_size, "token_budget": token_budget}
+        description, answers = self._leader.call(
+            Kind.DESCRIBE, content, lambda: self._own.describe(block_size, token_budget)
+        )
         for rank, answer in answers.items():
             if "field" in answer:
                 raise InvalidRequest(answer["field"], f"{answer['error']} (rank {rank})")
             if "error" in answer:
-                raise RuntimeError(f"rank {rank} cannot describe itself: {answer['error']}")
+                raise RuntimeError(f"rank {rank} failed to describe: {answer['error']}")
         others = {rank: description_from_json(answer["description"]) for rank, answer in answers.items()}
         found = group_description({0: description, **others})
         return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
         """Raises PoolsDoNotFit where a rank raises MemoryError."""
-        self._leader.ask(Kind.ALLOCATE, [block_size, num_device_blocks, num_host_blocks])
-        errors, counts = {}, None
-        try:
-            counts = self._own.allocate(block_size, num_device_blocks, num_host_blocks)
-        except MemoryError as error:
-            errors[0] = str(error)
-        finally:
-            answers = self._leader.answers()
-        errors |= {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
-        if errors:
-            raise PoolsDoNotFit("; ".join(f"rank {rank}: {error}" for rank, error in errors.items()))
+        order = [block_size, num_device_blocks, num_host_blocks]
+        short: dict[int, str] = {}
+
+        def allocate() -> GraphCounts | None:
+            try:
+                return self._own.allocate(*order)
+            except MemoryError as error:
+                short[0] = str(error)
+                return None
+
+        counts, answers = self._leader.call(Kind.ALLOCATE, order, allocate)
+        for rank, answer in answers.items():
+            if "error" in answer:
+                raise RuntimeError(f"rank {rank} failed to allocate: {answer['error']}")
+        short |= {rank: answer["short"] for rank, answer in answers.items() if "short" in answer}
+        if short:
+            raise PoolsDoNotFit("; ".join(f"rank {rank}: {error}" for rank, error in short.items()))
         return counts
 
     def copy_blocks(self, copies: BlockCopies) -> None:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+# Seconds that the last words of a rank may take.
+LAST_WORDS_S = 0.2
 # A step has 4 MiB at most (P13), and nothing else is as long.
 MAX_BYTES = 16 * 2**20
 _HEADER = struct.Struct("<BI")
@@ -36,6 +38,8 @@ class Kind(IntEnum):
     BEAT = 11
     # To the others: the group ends in order.
     BYE = 12
+    # Both ways: this rank ends, and why.
+    ENDS = 13
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -90,6 +94,16 @@ class RankLink:
         if self._sending.acquire(blocking=False):
             try:
                 self._send(Kind.BEAT, b"")
+            finally:
+                self._sending.release()
+
+    def say_last(self, reason: str) -> None:
+        """Sends ENDS if that can be done at once."""
+        if self._sending.acquire(timeout=LAST_WORDS_S):
+            try:
+                with suppress(LinkLost, OSError):
+                    self.limit_sends(LAST_WORDS_S)
+                    self._send(Kind.ENDS, json.dumps(reason).encode())
             finally:
                 self._sending.release()
 

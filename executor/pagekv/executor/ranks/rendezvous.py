@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from pagekv.common.logs import Log
-from pagekv.common.phases import phase
-from pagekv.executor.ranks.gathering import Meeting, NoGroup, meeting_at
+from pagekv.executor.ranks.gathering import JoinTime, Meeting, NoGroup, meeting_at
 from pagekv.executor.world import World
 
 if TYPE_CHECKING:
@@ -20,23 +20,31 @@ log = Log(__name__)
 
 # In the store; the latest rank 0 has it.
 _KEY = "pagekv/rank0"
+# Seconds between two looks for a store that is not there yet; for an answer of one that is; and to connect, however
+# late this rank has met the others.
+_AGAIN_S, _ANSWER_S, _CONNECT_S = 0.2, 5.0, 5.0
 
 
-def open_store(world: World, timeout_s: float) -> Store:
+def open_store(world: World, joining: JoinTime) -> Store:
     """The store of this world; rank 0 keeps it where torchrun does not. Raises NoGroup."""
-    with phase("importing torch"):
-        from torch._C._distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
+
     where = f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}"
+    absent = f"{where}: the ranks' store is not there {joining}; is rank 0 missing, or the port closed?"
     keeps = world.rank == 0 and not world.has_store
+    # The store itself would try for more than twice the time, and print where in its code it gave up.
+    while not keeps and not _answers(world.address, world.port):
+        if not joining.left_s:
+            raise NoGroup(absent)
+        time.sleep(_AGAIN_S)
+    answer = timedelta(seconds=joining.left_s + _ANSWER_S)
     try:
-        return TCPStore(
-            world.address, world.port, is_master=keeps, timeout=timedelta(seconds=timeout_s), wait_for_workers=False
-        )
+        return TCPStore(world.address, world.port, is_master=keeps, timeout=answer, wait_for_workers=False)
     # The only type that all errors of the store have.
     except RuntimeError as error:
         if keeps:
             raise NoGroup(f"{where}: rank 0 cannot keep the ranks' store there; is there another rank 0?") from error
-        raise NoGroup(f"{where}: the ranks' store is not there; is rank 0 missing, or the port closed?") from error
+        raise NoGroup(absent) from error
 
 
 def listen_as_leader(store: Store, world: World) -> tuple[socket.socket, Meeting]:
@@ -44,7 +52,7 @@ def listen_as_leader(store: Store, world: World) -> tuple[socket.socket, Meeting
     found there.
     """
     before = _read(store) if store.check([_KEY]) else None
-    if before is not None and _answers(before):
+    if before is not None and _answers(before.host, before.port):
         raise NoGroup("two ranks have number 0 (RANK)")
     listener = socket.create_server((_own_address(world), 0), backlog=world.size)
     meeting = meeting_at(listener)
@@ -68,18 +76,18 @@ def end_meeting(store: Store, meeting: Meeting) -> None:
             store.delete_key(_KEY)
 
 
-def find_leader(store: Store) -> Meeting:
-    """Where the latest rank 0 is. Raises NoGroup when none comes within the store's time."""
+def find_leader(store: Store, joining: JoinTime) -> Meeting:
+    """Where the latest rank 0 is. Raises NoGroup when none comes in time."""
     try:
+        store.wait([_KEY], timedelta(seconds=joining.left_s))
         return _read(store)
     except RuntimeError as error:
-        raise NoGroup("rank 0 is missing: it is not in the ranks' store (--join-timeout-s)") from error
+        raise NoGroup(f"rank 0 is missing: it did not come to the ranks' store {joining}") from error
 
 
-def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: float, *, gpus: bool = False) -> None:
+def join_process_group(store: Store, world: World, meeting: Meeting, joining: JoinTime, *, gpus: bool = False) -> None:
     """The process group of all ranks that met there, on gloo, and for tensors of `gpus` on NCCL, which connects when it
-    is first used. A collective that takes `timeout_s` seconds fails. Raises NoGroup when ranks cannot connect to each
-    other.
+    is first used. Raises NoGroup when ranks cannot connect to each other.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -92,13 +100,20 @@ def join_process_group(store: Store, world: World, meeting: Meeting, timeout_s: 
             store=PrefixStore(f"pagekv/{meeting.secret}", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timedelta(seconds=joining.left_s + _CONNECT_S),
         )
     except RuntimeError as error:
         words = (
             "gloo cannot connect the ranks; is GLOO_SOCKET_IFNAME the network between them, and every port open there?"
         )
         raise NoGroup(f"{words} {str(error).partition(chr(10))[0]}") from error
+
+
+def limit_collectives(timeout_s: float) -> None:
+    """From now on a collective of the process group that takes so many seconds fails, and none that takes less."""
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    _set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def connect_gpus(index: int) -> None:
@@ -128,9 +143,9 @@ def _read(store: Store) -> Meeting:
     return Meeting(*json.loads(store.get(_KEY)))
 
 
-def _answers(meeting: Meeting) -> bool:
+def _answers(host: str, port: int) -> bool:
     try:
-        socket.create_connection((meeting.host, meeting.port), 1.0).close()
+        socket.create_connection((host, port), 1.0).close()
     except OSError:
         return False
     return True

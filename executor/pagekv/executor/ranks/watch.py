@@ -82,13 +82,20 @@ class RankWatch:
         self._silent[rank] = 0
 
     def lose(self, reason: str, *ranks: int) -> None:
-        """Loses these ranks, or this one where none is named; nothing once the watch is over."""
+        """Loses these ranks, or this one where none is named, and tells the others; nothing once the watch is over."""
         # Never let go: several threads may find the same loss.
         if not self._over.is_set() and self._losing.acquire(blocking=False):
-            self._over.set()
+            self.end(reason, *ranks)
             for pid in [self._links[rank].peer_pid for rank in ranks if self._parent]:
                 end_sibling(pid, self._parent)
             self._lost(reason)
+
+    def end(self, reason: str, *lost: int) -> None:
+        """The group ends, since this rank does: tells so the ranks that are not lost."""
+        self._over.set()
+        for rank, link in self._links.items():
+            if rank not in lost:
+                link.say_last(reason)
 
     def stop(self) -> None:
         """The group ends in order: connections may end. Idempotent."""

@@ -205,7 +205,7 @@ def test_ranks_have_the_graphs_that_all_of_them_have(
     """Here all are recorded; another rank fails at the second."""
     told: list[Recorded] = []
 
-    def agree(own: Recorded) -> Recorded:
+    def agree(own: Recorded, _: Exception | None) -> Recorded:
         told.append(own)
         # Before the first recording, then behind each.
         return worst if len(told) == 3 else own
@@ -221,15 +221,19 @@ def test_ranks_have_the_graphs_that_all_of_them_have(
 
 def test_a_rank_tells_that_it_has_no_memory_for_a_graph() -> None:
     told: list[Recorded] = []
+    failures: list[Exception | None] = []
 
-    def agree(own: Recorded) -> Recorded:
+    def agree(own: Recorded, failure: Exception | None) -> Recorded:
         told.append(own)
+        failures.append(failure)
         return own
 
-    recorder = Recorder(torch.OutOfMemoryError("CUDA out of memory"), good=1)
+    short = torch.OutOfMemoryError("CUDA out of memory")
+    recorder = Recorder(short, good=1)
     cache = GraphCache(recorder, agree=agree)  # type: ignore[arg-type]  # a device that only records
     cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items))
     assert told == [Recorded.YES, Recorded.YES, Recorded.NO_MEMORY]
+    assert failures == [None, None, short]
     assert (cache.num_captured, cache.num_failed) == (1, 2)
 
 
@@ -237,6 +241,6 @@ def test_a_rank_tells_that_it_has_no_memory_for_a_graph() -> None:
 def test_no_rank_begins_to_record_where_one_lacks_the_memory(memory: int, other: Recorded) -> None:
     """In the run before a recording it would leave the others in a collective."""
     recorder = Recorder(memory=memory)
-    cache = GraphCache(recorder, agree=lambda own: min(own, other))  # type: ignore[arg-type]  # a device that only records
+    cache = GraphCache(recorder, agree=lambda own, _: min(own, other))  # type: ignore[arg-type]  # a device that only records
     cache.record(KEYS, lambda key: lambda: torch.full((1,), key.items), reserve=10)
     assert (recorder.captured, cache.num_captured, cache.num_failed) == (0, 0, 3)

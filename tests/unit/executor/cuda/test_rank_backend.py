@@ -43,7 +43,7 @@ class Agreeing(Shards):
     def share(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
-    def least(self, number: int, *, patient: bool = False) -> int:
+    def least(self, number: int, *, patient: bool = False, failure: Exception | None = None) -> int:
         self.said.append(number)
         return min(number, self.others.pop(0)) if self.others else number
 

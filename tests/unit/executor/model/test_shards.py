@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -22,10 +23,11 @@ import os, sys, time, zlib
 import torch
 from pagekv.executor.model import shards as ranks
 from pagekv.executor.ranks.rendezvous import join_process_group, open_store
-from pagekv.executor.ranks.gathering import Meeting
+from pagekv.executor.ranks.gathering import JoinTime, Meeting
 from pagekv.executor.world import read_world
 world = read_world(os.environ)
-join_process_group(open_store(world, 100.0), world, Meeting('', 0, 'one'), 100.0)
+joining = JoinTime(100.0)
+join_process_group(open_store(world, joining), world, Meeting('', 0, 'one'), joining)
 shards = ranks.Shards(world, lambda reason: (print(reason, flush=True), os._exit(75)))
 """
 # As ranks end (`server.main`), once all have what they wait for.
@@ -95,10 +97,28 @@ def test_a_rank_that_does_not_come_to_a_collective_is_given_up_in_time() -> None
         assert ranks[0].returncode == 75
 
 
+def test_a_rank_that_failed_is_lost_by_its_failure_if_others_do_not_come() -> None:
+    """Others wait for it in another collective. If all have failed, they agree on it."""
+    code = (
+        "shards.limit_waits(100.0)\n"
+        "short = RuntimeError('out of memory')\n"
+        "print(shards.least(1 + world.rank, failure=short), shards.least(2, failure=None), flush=True)\n"
+        "shards.least(0, failure=short) if world.rank else shards.sum(torch.ones(2))\n"
+    )
+    begun = time.monotonic()
+    with ranks_running(code, 2) as ranks:
+        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+    assert outputs[1] == "1 2\nthis rank failed, and left others waiting: out of memory\n"
+    # Its end breaks what the other one waits in.
+    assert outputs[0].startswith("1 2\na collective failed: ")
+    assert [each.returncode for each in ranks] == [75, 75]
+    assert time.monotonic() - begun < 90
+
+
 def test_tensors_of_gpus_are_joined_by_the_group_that_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of every size, and with no limit of this group: NCCL would know nothing of it in a graph."""
     joined: list[Any] = []
-    monkeypatch.setattr(dist, "all_reduce", lambda rows, *_, group: joined.append((rows, group)))
+    monkeypatch.setattr(dist, "all_reduce", lambda rows, *_, group, **__: joined.append((rows, group)))
     monkeypatch.setattr(dist, "new_group", lambda *, timeout, backend: (timeout.total_seconds(), backend))
     shards = Shards(World(0, 2, 2), pytest.fail)
     shards.limit_waits(7.0)

@@ -89,6 +89,13 @@ def test_a_refusal_is_told_behind_the_reports_of_steps_under_way() -> None:
         assert not lost
 
 
+def test_why_rank_0_ends_is_why_the_others_do() -> None:
+    with following(OracleBackend(MODEL)) as (link, lost, _):
+        link.say_last("out of memory")
+        wait_until(lambda: lost)
+    assert lost == ["rank 0 ends: out of memory"]
+
+
 @pytest.mark.parametrize("says", [True, False], ids=["it says so", "it cannot say"])
 def test_a_rank_that_cannot_go_on_tells_so_and_ends(says: bool) -> None:
     class Lost(OracleBackend):
@@ -103,5 +110,7 @@ def test_a_rank_that_cannot_go_on_tells_so_and_ends(says: bool) -> None:
     with following(Lost(MODEL)) as (link, lost, _):
         link.send(Kind.STEP, message(1).SerializeToString())
         assert link.receive(TIMEOUT_S).kind is Kind.FAILED
+        last = link.receive(TIMEOUT_S)
         wait_until(lambda: lost)
     assert lost == ["step 1 failed on this rank: RuntimeError: in the middle of a collective"]
+    assert (last.kind, last.content) == (Kind.ENDS, lost[0])

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pagekv.executor.ranks.agreement import RanksDisagree
-from pagekv.executor.ranks.gathering import Gathering, Meeting, NoGroup, _own_pid, _pid_here, join, meeting_at
+from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, NoGroup, _own_pid, _pid_here, join, meeting_at
 from pagekv.executor.ranks.link import Kind, RankLink
 from pagekv.executor.world import World
 
@@ -28,8 +28,8 @@ def gathering(
     listener = socket.create_server(("127.0.0.1", 0))
     meeting = meeting_at(listener)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(Gathering(listener, meeting, World(0, size), FACTS).gather, timeout_s)
-        rest = [threads.submit(join, lambda: meeting, world, facts, JOIN_S) for world, facts in others]
+        first = threads.submit(Gathering(listener, meeting, World(0, size), FACTS).gather, JoinTime(timeout_s))
+        rest = [threads.submit(join, lambda: meeting, world, facts, JoinTime(JOIN_S)) for world, facts in others]
     return [first, *rest]
 
 
@@ -49,9 +49,9 @@ def test_all_come_and_their_links_work() -> None:
 
 
 def test_missing_ranks_are_named() -> None:
-    words = "ranks 1, 3 are missing of 4 after 0.5 s (--join-timeout-s)"
+    words = "ranks 1, 3 are missing of 4: did not come within 0.5 s (--join-timeout-s)"
     assert reasons(gathering(4, [(World(2, 4), FACTS)], 0.5)) == [words, words]
-    assert reasons(gathering(2, [], 0.1)) == ["rank 1 is missing of 2 after 0.1 s (--join-timeout-s)"]
+    assert reasons(gathering(2, [], 0.1)) == ["rank 1 is missing of 2: did not come within 0.1 s (--join-timeout-s)"]
 
 
 @pytest.mark.parametrize(
@@ -81,13 +81,13 @@ def test_strangers_are_sent_away_and_no_hindrance() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     meeting = meeting_at(listener)
     with ThreadPoolExecutor() as threads:
-        first = threads.submit(Gathering(listener, meeting, World(0, 2), FACTS).gather, JOIN_S)
+        first = threads.submit(Gathering(listener, meeting, World(0, 2), FACTS).gather, JoinTime(JOIN_S))
         for words in (b"GET / HTTP/1.1\r\n\r\n", b"", b"\x01\x02\x00\x00\x00[]"):
             with socket.create_connection((meeting.host, meeting.port)) as stranger:
                 stranger.sendall(words)
         thief = RankLink(socket.create_connection((meeting.host, meeting.port)))
         thief.send_json(Kind.HELLO, {"secret": "guessed", "rank": 1, "size": 2, "facts": FACTS})
-        join(lambda: meeting, World(1, 2), FACTS, JOIN_S)
+        join(lambda: meeting, World(1, 2), FACTS, JoinTime(JOIN_S))
     assert list(first.result()) == [1]
 
 
@@ -103,8 +103,8 @@ def test_a_rank_0_that_was_is_not_taken_for_the_one_that_is() -> None:
         return known.pop() if len(known) > 1 else known[0]
 
     waiting = Gathering(listener, meeting, World(0, 2), FACTS)
-    threading.Thread(target=waiting.gather, args=(JOIN_S,), daemon=True).start()
-    assert join(find, World(1, 2), FACTS, JOIN_S)[1] == meeting
+    threading.Thread(target=waiting.gather, args=(JoinTime(JOIN_S),), daemon=True).start()
+    assert join(find, World(1, 2), FACTS, JoinTime(JOIN_S))[1] == meeting
 
 
 def test_rank_0_is_missing() -> None:
@@ -112,7 +112,7 @@ def test_rank_0_is_missing() -> None:
     meeting = meeting_at(listener)
     listener.close()
     with pytest.raises(NoGroup, match=r"rank 0 is missing: it did not answer rank 1 within 0\.1 s"):
-        join(lambda: meeting, World(1, 2), FACTS, 0.1)
+        join(lambda: meeting, World(1, 2), FACTS, JoinTime(0.1))
 
 
 def test_a_process_elsewhere_has_no_number_here(monkeypatch: pytest.MonkeyPatch) -> None:

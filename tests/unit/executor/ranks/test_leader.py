@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from contextlib import suppress
 from unittest import mock
 
 import pytest
 from support.executor.executor_steps import ALL_FEATURES
-from support.executor.rank_group import RankGroup, rank_group, running_group
+from support.executor.rank_group import TIMEOUT_S, RankGroup, rank_group, running_group
 from support.waiting import wait_until
 
 from pagekv.common.errors import InvalidRequest, OutOfMemory
 from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.ranks import calls
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, RanksDiffer
@@ -114,8 +117,75 @@ def test_what_a_rank_cannot_describe_is_refused_with_its_number() -> None:
     with running_group(OracleBackend(MODEL), Narrow(MODEL)) as group:
         with pytest.raises(InvalidRequest, match=r"block_size: too large \(rank 1\)"):
             group.backend.describe(8, 64)
-        with pytest.raises(RuntimeError, match="rank 1 cannot describe itself: RuntimeError: out of order"):
+        with pytest.raises(RuntimeError, match="rank 1 failed to describe: RuntimeError: out of order"):
             group.backend.describe(4, 64)
+
+
+@pytest.mark.parametrize("call", ["describe", "allocate"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_alone_is_named_and_ends_the_group(
+    monkeypatch: pytest.MonkeyPatch, call: str, failing: int
+) -> None:
+    """Others wait for it in what they compute together, for as long as that may take."""
+    monkeypatch.setattr(calls, "OTHERS_S", 0.1)
+    given_up = threading.Event()
+
+    class Waits(OracleBackend):
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            assert given_up.wait(TIMEOUT_S)
+            return super().describe(block_size, token_budget)
+
+        def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+            assert given_up.wait(TIMEOUT_S)
+
+    class Fails(OracleBackend):
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            raise RuntimeError("CUDA out of memory")
+
+        def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
+            raise RuntimeError("CUDA out of memory")
+
+    backends = [(Fails if rank == failing else Waits)(MODEL) for rank in range(3)]
+    with running_group(*backends) as group:
+        made = getattr(group.backend, call)
+        arguments = (4, 20) if call == "describe" else (4, 20, 0)
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                made(*arguments)
+
+        asked = threading.Thread(target=ask)
+        asked.start()
+        wait_until(lambda: len(group.lost) == 3)
+        given_up.set()
+        asked.join(TIMEOUT_S)
+        assert not asked.is_alive()
+    left = [str(rank) for rank in range(3) if rank != failing]
+    why = f"rank {failing} failed to {call}: RuntimeError: CUDA out of memory"
+    why += f"; left waiting for it: rank {', '.join(left)}"
+    assert sorted(group.lost) == sorted([why, f"rank 0 ends: {why}", f"rank 0 ends: {why}"])
+
+
+def test_a_rank_that_ends_says_why() -> None:
+    """Such as one that cannot load its share."""
+    with running_group(*(OracleBackend(MODEL) for _ in range(3))) as group:
+        group.followers[1].watch.end("no room for the weights")
+        wait_until(lambda: len(group.lost) == 2)
+    why = "rank 2 ends: no room for the weights"
+    assert sorted(group.lost) == [f"rank 0 ends: {why}", why]
+
+
+def test_what_all_ranks_find_out_costs_no_process() -> None:
+    class Short(OracleBackend):
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            raise OutOfMemory(f"token_budget: {token_budget} tokens do not fit")
+
+    with (
+        running_group(Short(MODEL), Short(MODEL)) as group,
+        pytest.raises(OutOfMemory, match="64 tokens do not fit"),
+    ):
+        group.backend.describe(4, 64)
+    assert group.lost == []
 
 
 def test_a_rank_that_samples_another_token_ends_the_epoch_and_another_epoch_begins() -> None:

@@ -6,6 +6,8 @@ import os
 import socket
 import struct
 import threading
+import time
+from contextlib import suppress
 
 import pytest
 
@@ -93,6 +95,28 @@ def test_a_beat_does_not_wait_for_a_message_that_is_being_sent() -> None:
     sending.join()
     one.beat()
     assert other.receive(60).kind is Kind.BEAT
+
+
+def test_last_words_wait_for_nobody() -> None:
+    one, other, _ = pair()
+    one.say_last("out of memory")
+    last = other.receive(60)
+    assert (last.kind, last.content) == (Kind.ENDS, "out of memory")
+
+    def send() -> None:
+        with suppress(LinkLost):
+            one.send(Kind.STEP, b"\0" * MAX_BYTES)
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    while not one._sending.locked():
+        sending.join(0.001)
+    begun = time.monotonic()
+    one.say_last("it takes nothing")
+    assert time.monotonic() - begun < 60
+    other.close()
+    sending.join()
+    one.say_last("it is gone")
 
 
 @pytest.mark.parametrize("header", [(0, 0), (99, 0), (Kind.STEP, MAX_BYTES + 1)])

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pagekv.executor.ranks.gathering import Meeting, NoGroup
+from pagekv.executor.ranks.gathering import JoinTime, Meeting, NoGroup
 from pagekv.executor.ranks.rendezvous import (
     connect_gpus,
     end_meeting,
@@ -30,60 +30,60 @@ def free_port() -> int:
 
 def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one() -> None:
     port = free_port()
-    store = open_store(World(0, 2, 2, "127.0.0.1", port), WAIT_S)
+    store = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
     world = World(0, 2, 2, "127.0.0.1", port)
     listener, meeting = listen_as_leader(store, world)
-    other = open_store(World(1, 2, 2, "127.0.0.1", port), WAIT_S)
-    assert find_leader(other) == meeting
+    other = open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
+    assert find_leader(other, JoinTime(WAIT_S)) == meeting
     assert meeting.host == "127.0.0.1"
     with pytest.raises(NoGroup, match="two ranks have number 0"):
         listen_as_leader(other, world)
     listener.close()
     again, later = listen_as_leader(store, world)
-    assert find_leader(other) == later != meeting
+    assert find_leader(other, JoinTime(WAIT_S)) == later != meeting
     again.close()
 
 
 def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone() -> None:
     world = World(0, 2, 2, "127.0.0.1", free_port())
-    store = open_store(world, 0.5)
+    store = open_store(world, JoinTime(0.5))
     listener, meeting = listen_as_leader(store, world)
     listener.close()
     end_meeting(store, meeting)
     # Another process listens there by now, which is no rank 0.
     with socket.create_server((meeting.host, meeting.port)):
         with pytest.raises(NoGroup, match="rank 0 is missing"):
-            find_leader(store)
+            find_leader(store, JoinTime(0.5))
         again, later = listen_as_leader(store, world)
     end_meeting(store, meeting)
-    assert find_leader(store) == later
+    assert find_leader(store, JoinTime(WAIT_S)) == later
     again.close()
 
 
 def test_a_store_that_is_not_there_and_two_that_keep_it() -> None:
     port = free_port()
     with pytest.raises(NoGroup, match=f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: the ranks' store is not there"):
-        open_store(World(1, 2, 2, "127.0.0.1", port), 1.0)
-    kept = open_store(World(0, 2, 2, "127.0.0.1", port), 1.0)
+        open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(1.0))
+    kept = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     with pytest.raises(NoGroup, match="rank 0 cannot keep the ranks' store there; is there another rank 0"):
-        open_store(World(0, 2, 2, "127.0.0.1", port), 1.0)
+        open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     with pytest.raises(NoGroup, match="rank 0 is missing"):
-        find_leader(kept)
+        find_leader(kept, JoinTime(0.5))
 
 
 def test_on_several_machines_rank_0_warns_that_nothing_is_encrypted(caplog: pytest.LogCaptureFixture) -> None:
     world = World(0, 2, 1, "127.0.0.1", free_port())
-    listener, _ = listen_as_leader(open_store(world, WAIT_S), world)
+    listener, _ = listen_as_leader(open_store(world, JoinTime(WAIT_S)), world)
     listener.close()
     assert "have neither TLS nor a login, so keep them on a private network" in caplog.text
 
 
 def test_a_process_group_over_the_store() -> None:
     world = World(0, 1, 1, "127.0.0.1", free_port())
-    store = open_store(world, WAIT_S)
+    store = open_store(world, JoinTime(WAIT_S))
     listener, meeting = listen_as_leader(store, world)
     listener.close()
-    join_process_group(store, world, meeting, WAIT_S)
+    join_process_group(store, world, meeting, JoinTime(WAIT_S))
     try:
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
     finally:
@@ -95,23 +95,23 @@ def test_collectives_that_cannot_connect_end_the_start_in_one_line(monkeypatch: 
         raise RuntimeError("connection refused, remote=[127.0.0.1]:29612\nframe #0")
 
     world = World(0, 1, 1, "127.0.0.1", free_port())
-    store = open_store(world, WAIT_S)
+    store = open_store(world, JoinTime(WAIT_S))
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(NoGroup, match=r"GLOO_SOCKET_IFNAME .* connection refused, remote=\[127\.0\.0\.1\]:29612$"):
-        join_process_group(store, world, Meeting("", 0, "one"), WAIT_S)
+        join_process_group(store, world, Meeting("", 0, "one"), JoinTime(WAIT_S))
 
 
 def test_ranks_on_gpus_have_nccl_for_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
     world = World(0, 2, 2, "127.0.0.1", free_port(), local_rank=0)
-    store, meeting = open_store(world, WAIT_S), Meeting("", 0, "one")
+    store, meeting = open_store(world, JoinTime(WAIT_S)), Meeting("", 0, "one")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(NoGroup, match="--backend cuda: this torch has no NCCL"):
-        join_process_group(store, world, meeting, WAIT_S, gpus=True)
+        join_process_group(store, world, meeting, JoinTime(WAIT_S), gpus=True)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    join_process_group(store, world, meeting, WAIT_S, gpus=True)
-    join_process_group(store, world, meeting, WAIT_S)
+    join_process_group(store, world, meeting, JoinTime(WAIT_S), gpus=True)
+    join_process_group(store, world, meeting, JoinTime(WAIT_S))
     assert made == ["cpu:gloo,cuda:nccl", "gloo"]
 
 

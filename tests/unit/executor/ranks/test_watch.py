@@ -55,6 +55,17 @@ def test_a_group_that_ends_in_order_loses_nobody() -> None:
     assert lost == []
 
 
+def test_others_are_told_why_a_rank_ends() -> None:
+    ends = [socket.socketpair() for _ in range(2)]
+    watch = RankWatch({rank: RankLink(one) for rank, (one, _) in enumerate(ends, 1)}, 60.0, lambda _: None)
+    watch.lose("rank 2 is gone", 2)
+    told = RankLink(ends[0][1]).receive(PATIENCE_S)
+    assert (told.kind, told.content) == (Kind.ENDS, "rank 2 is gone")
+    ends[1][1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        ends[1][1].recv(1)
+
+
 def test_the_process_ends_at_once_whatever_its_threads_do() -> None:
     code = (
         "import sys, threading, time\n"

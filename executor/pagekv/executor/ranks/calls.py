@@ -1,0 +1,68 @@
+"""A call of the backend that all ranks make at once, and how each of them fares. One that fails alone, in the middle of
+what ranks compute together, leaves the others waiting for it: it is named, and the group ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pagekv.common.errors import InvalidRequest
+
+# Seconds that the others get to end a call once it has failed on one rank. A fault that all find, or that they agree
+# on, takes them none; in a collective they would wait for as long as it may take.
+OTHERS_S = 3.0
+_OWN = 0
+
+
+class CallBroken(RuntimeError):
+    """A rank failed, and others did not come to the end of the call."""
+
+
+def failure(error: Exception) -> dict[str, str]:
+    """The answer of a rank that failed."""
+    if isinstance(error, InvalidRequest):
+        return {"error": error.description, "field": error.field}
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+class Call:
+    """Of rank 0 and the `others`. Used by several threads."""
+
+    def __init__(self, name: str, others: Iterable[int], broken: Callable[[str], None]) -> None:
+        """`broken` is called with the reason when some ranks wait for one that failed; it need not return."""
+        self._name, self._broken = name, broken
+        self._changed = threading.Condition()
+        self._missing = {_OWN, *others}
+        self._answers: dict[int, Any] = {}
+        self._reason = ""
+
+    def answer(self, rank: int, answer: Mapping[str, Any]) -> None:
+        """A rank has come to the end; an answer with `error` says that it failed."""
+        with self._changed:
+            first = "error" in answer and not any("error" in each for each in self._answers.values())
+            self._missing.discard(rank)
+            self._answers[rank] = answer
+            self._changed.notify_all()
+        if first:
+            timer = threading.Timer(OTHERS_S, self._break, (f"rank {rank} failed to {self._name}: {answer['error']}",))
+            timer.daemon = True
+            timer.start()
+
+    def _break(self, reason: str) -> None:
+        with self._changed:
+            if not self._missing:
+                return
+            waiting = f"rank {', '.join(map(str, sorted(self._missing)))}"
+            self._reason = f"{reason}; left waiting for it: {waiting}"
+            self._changed.notify_all()
+        self._broken(self._reason)
+
+    def wait(self) -> dict[int, Any]:
+        """The answers of the others, by rank, once all ranks have come to the end. Raises CallBroken."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._missing or self._reason)
+            if self._missing:
+                raise CallBroken(self._reason)
+            return {rank: answer for rank, answer in sorted(self._answers.items()) if rank != _OWN}

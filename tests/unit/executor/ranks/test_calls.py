@@ -1,0 +1,37 @@
+"""Calls end when all ranks have answered; one that fails while others do not come is named, and ends the group."""
+
+from __future__ import annotations
+
+import pytest
+from support.waiting import wait_until
+
+from pagekv.common.errors import InvalidRequest
+from pagekv.executor.ranks import calls
+from pagekv.executor.ranks.calls import Call, CallBroken, failure
+
+
+def test_answers_of_the_others_by_rank() -> None:
+    call = Call("describe", [1, 2], pytest.fail)
+    call.answer(2, {"two": 2})
+    call.answer(0, {})
+    call.answer(1, {})
+    assert list(call.wait().items()) == [(1, {}), (2, {"two": 2})]
+
+
+def test_a_failure_that_all_come_to_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "OTHERS_S", 0.01)
+    broken: list[str] = []
+    call = Call("describe", [1, 2], broken.append)
+    for rank in (1, 2, 0):
+        call.answer(rank, failure(RuntimeError("no memory")))
+    assert call.wait() == {rank: {"error": "RuntimeError: no memory"} for rank in (1, 2)}
+    never = Call("describe", [1], broken.append)
+    never.answer(1, failure(RuntimeError("no memory")))
+    wait_until(lambda: broken)
+    assert broken == ["rank 1 failed to describe: RuntimeError: no memory; left waiting for it: rank 0"]
+    with pytest.raises(CallBroken, match=r"left waiting for it: rank 0$"):
+        never.wait()
+
+
+def test_a_refusal_keeps_its_field() -> None:
+    assert failure(InvalidRequest("block_size", "too large")) == {"error": "too large", "field": "block_size"}
