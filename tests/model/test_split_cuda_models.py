@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 from support.executor import cuda_host
+from support.executor.beam_driver import beam_reference
 from support.executor.cpu_driver import MODELS, WINDOW, prompts_of, reference
 from support.executor.cuda_host import host_backend, save_small_model
 from support.executor.families import FAMILIES, family_config
-from support.executor.split_model import SplitRun, answers_of, sampled
+from support.executor.split_model import BEAMS, END, SplitRun, answers_of, sampled
 
 NEW = 4
 HITS = [8, 16]
@@ -46,16 +47,18 @@ def all_families(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_answers_are_those_of_generate(names: list[str], ranks: int, tmp_path: Path) -> None:
     base, *tails = prompts_of([17, 3, 5], seed=5)
     prompts = [base, *(base[:hit] + tail for hit, tail in zip(HITS, tails, strict=True))]
-    made, wanted = [], []
+    made, wanted, beams = [], [], []
     for name in names:
         fields = {"num_attention_heads": 4, **SPLIT[name]}
         model = save_small_model(name, tmp_path / name, seed=3, **fields)
         wanted.append([reference(model, prompt, NEW) for prompt in prompts])
+        beams.append(beam_reference(model, base, BEAMS, BEAMS, NEW, length_penalty=1.0, end_ids=[END]))
         made.append(SplitRun(str(tmp_path / name), prompts, HITS, NEW, device="cuda"))
-    for name, run, answers in zip(names, answers_of(made, ranks), wanted, strict=True):
+    for name, run, answers, results in zip(names, answers_of(made, ranks), wanted, beams, strict=True):
         assert run["cold"] == answers, name
         assert run["preempted"] == answers, name
         assert run["hits"] == answers, name
+        assert run["beams"] == results, name
         heads = SPLIT[name]["num_key_value_heads"]
         assert run["kv_heads"] == (heads if name == "olmo2" else max(1, heads // ranks)), name
         assert run["fused"] is (name != "olmo2"), name

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.executor.beam_driver import beam_reference
 from support.executor.cpu_driver import WINDOW, prompts_of, reference, save_config
 from support.executor.families import family_config
-from support.executor.split_model import SplitRun, answers_of
+from support.executor.split_model import BEAMS, END, SplitRun, answers_of
 
 NEW = 8
 HITS = [40, 24, 16]
@@ -30,19 +31,22 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip  # laid out as a table
 
 
-def runs(folder: Path, names: list[str], **options: Any) -> tuple[list[SplitRun], list[list[list[int]]]]:
-    """A run for each family, and the answers that `generate` gives."""
+def runs(folder: Path, names: list[str], **options: Any) -> tuple[list[SplitRun], list[list[list[int]]], list[Any]]:
+    """A run for each family, and the answers and beams that `generate` gives."""
     base, *tails = prompts_of([41, 9, 11, 5], seed=5)
     prompts = [base, *(base[:hit] + tail for hit, tail in zip(HITS, tails, strict=True))]
-    made, wanted = [], []
+    made, wanted, beams = [], [], []
     for name in names:
         directory = folder / name
         model = save_config(family_config(name, **FAMILIES[name]), directory, seed=3)
         if options.get("dtype") == "float64":
+            # In grouped products, as it has them else, torch has no float64.
             model = model.double()
+            model.set_experts_implementation("eager")
         wanted.append([reference(model, prompt, NEW) for prompt in prompts])
+        beams.append(beam_reference(model, base, BEAMS, BEAMS, NEW, length_penalty=1.0, end_ids=[END]))
         made.append(SplitRun(str(directory), prompts, HITS, NEW, **options))
-    return made, wanted
+    return made, wanted, beams
 
 
 @pytest.mark.parametrize(
@@ -56,14 +60,14 @@ def runs(folder: Path, names: list[str], **options: Any) -> tuple[list[SplitRun]
     ],
 )
 def test_answers_are_those_of_generate(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
-    # transformers multiplies experts in grouped products, which torch has not in float64.
-    names = [name for name in FAMILIES if name != "qwen3_moe" or options.get("dtype") != "float64"]
-    made, wanted = runs(tmp_path, names, **options)
+    names = list(FAMILIES)
+    made, wanted, beams = runs(tmp_path, names, **options)
     found = answers_of(made, ranks)
-    for name, run, answers in zip(names, found, wanted, strict=True):
+    for name, run, answers, results in zip(names, found, wanted, beams, strict=True):
         assert run["cold"] == answers, name
         assert run["preempted"] == answers, name
         assert run["hits"] == answers, name
+        assert run["beams"] == results, name
     heads = {name: run["kv_heads"] for name, run in zip(names, found, strict=True)}
     own = {name: max(1, FAMILIES[name]["num_key_value_heads"] // ranks) for name in names}
     assert heads == own

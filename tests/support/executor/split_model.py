@@ -21,13 +21,15 @@ if TYPE_CHECKING:
     from pagekv.executor.model.shards import Shards
 
 WAIT_S = 300.0
+# Beams of a search, and the token that ends one.
+BEAMS, END = 3, 7
 
 
 @dataclass(frozen=True)
 class SplitRun:
     """Prompts over one model, in blocks of 4 and 8: cold in one batch; in chunks with preemptions, by recomputation
-    and by swap; and behind hits of the first prompt, of so many tokens each. `device`: by the cpu backend, or by the
-    cuda backend with emulated kernels ("cuda").
+    and by swap; behind hits of the first prompt, of so many tokens each; and beams of the first one. `device`: by the
+    cpu backend, or by the cuda backend with emulated kernels ("cuda").
     """
 
     directory: str
@@ -40,9 +42,9 @@ class SplitRun:
 
 
 def answers_of(runs: Sequence[SplitRun], ranks: int) -> list[dict[str, Any]]:
-    """Of each run `cold`, `preempted`, `hits` and `sampled`, the tokens of each prompt; and `kv_heads` of each rank,
-    whether compiled loops or fused layers computed it (`fused`), and how many graphs were replayed (`replayed`). Raises
-    AssertionError as `rank_0_of` does.
+    """Of each run `cold`, `preempted`, `hits` and `sampled`, the tokens of each prompt; `beams`, those of each result;
+    and `kv_heads` of each rank, whether compiled loops or fused layers computed it (`fused`), and how many graphs were
+    replayed (`replayed`). Raises AssertionError as `rank_0_of` does.
     """
     output = rank_0_of(["-m", __name__, json.dumps([asdict(run) for run in runs])], ranks)
     found: list[dict[str, Any]] = json.loads(output.rpartition("\nANSWERS ")[2])
@@ -115,6 +117,7 @@ def _run(run: SplitRun, shards: Any) -> dict[str, Any]:
     heads = backend._loaded.geometry.num_kv_heads
     replayed = backend.runner.graphs.num_replayed if run.device == "cuda" else 0
     found = {"cold": cold, "preempted": preempted, "hits": hits, "sampled": sampled(backend, run.prompts, run.new)}
+    found["beams"] = _beams(backend, run.prompts[0], run.new, shards)
     return {**found, "kv_heads": heads, "fused": fused, "replayed": replayed}
 
 
@@ -128,6 +131,26 @@ def sampled(backend: Any, prompts: list[list[int]], new: int) -> list[list[int]]
     drawn = Sampling(temperature=0.9, top_p=0.95, repetition_penalty=1.2)
     states = [driver.sequence(prompt, sampling=replace(drawn, seed=seed)) for seed, prompt in enumerate(prompts)]
     return driver.generate(states, new)
+
+
+def _beams(backend: Any, prompt: list[int], new: int, shards: Any) -> list[list[int]]:
+    import torch
+    from support.engine.fake_executor import beam_search
+    from support.executor.beam_driver import BeamDriver
+
+    from pagekv.executor.backend.interface import SequenceState
+
+    class Told(BeamDriver):
+        """Rank 0 alone knows candidates: in a group the manager tells the others which beams go on."""
+
+        def _candidates(self, states: list[SequenceState]) -> list[Any]:
+            found = [super()._candidates(states)]
+            torch.distributed.broadcast_object_list(found, 0)
+            return found[0]
+
+    search = beam_search(BEAMS, BEAMS, 1.0, False, new, frozenset([END]))
+    Told(backend, block_size=4).search(prompt, search)
+    return [list(result.token_ids) for result in search.results()]
 
 
 def _cpu_backend(run: SplitRun, shards: Any) -> tuple[Any, bool]:

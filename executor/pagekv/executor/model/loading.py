@@ -122,6 +122,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            # Else experts are multiplied in grouped products, which torch has not in this type.
+            **({"experts_implementation": "eager"} if dtype is torch.float64 else {}),
             **(_split(directory, config, shards) if shards is not None else {}),
         )
     absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])

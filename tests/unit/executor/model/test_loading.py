@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.executor.cpu_driver import MODELS, save_model
+from support.executor.cpu_driver import MODELS, Driver, prompts_of, reference, save_config, save_model
+from support.executor.families import family_config
 from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
@@ -48,6 +49,14 @@ def test_end_of_sequence_ids(tmp_path: Path, where: str, ids: int | list[int]) -
     else:
         (tmp_path / where).write_text(json.dumps({"eos_token_id": ids}))
     assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).eos_token_ids == ((9,) if ids == 9 else (3, 5))
+
+
+def test_a_mixture_of_experts_in_float64(tmp_path: Path) -> None:
+    model = save_config(family_config("mixtral"), tmp_path).double()
+    model.set_experts_implementation("eager")
+    driver = Driver(CpuBackend(tmp_path, "m", "float64", threads=1))
+    (prompt,) = prompts_of([9])
+    assert driver.generate([driver.sequence(prompt)], 4) == [reference(model, prompt, 4)]
 
 
 def test_weights_that_cannot_be_mapped(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
