@@ -99,6 +99,10 @@ class Gathering:
         except (LinkLost, KeyError, TypeError, ValueError, AttributeError):
             link.close()
             return
+        if rank in self._links and self._links[rank].ended:
+            # It was started anew while others are still missing.
+            self._links.pop(rank).close()
+            del self._facts[rank]
         reason = ""
         if size != self._world.size:
             reason = f"rank {rank} was started with WORLD_SIZE {size}, rank 0 with {self._world.size}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import struct
 import threading
@@ -136,6 +137,15 @@ class RankLink:
         # ValueError: of a file that `close` has closed meanwhile.
         except (OSError, ValueError) as error:
             raise LinkLost(f"the connection broke: {error}") from error
+
+    @property
+    def ended(self) -> bool:
+        """Whether the other end is gone, of a link from which nobody receives."""
+        try:
+            come, _, _ = select.select([self._socket], [], [], 0)
+            return bool(come) and not self._socket.recv(1, socket.MSG_PEEK)
+        except OSError:
+            return True
 
     def _read(self, size: int) -> bytes:
         data = self._file.read(size)

@@ -70,6 +70,19 @@ def test_two_ranks_with_one_number() -> None:
     assert found == ["two ranks have number 1 (RANK)"] * 3
 
 
+def test_a_rank_that_was_started_anew_meanwhile_is_one_rank() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    meeting = meeting_at(listener)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(Gathering(listener, meeting, World(0, 3), FACTS).gather, JoinTime(JOIN_S))
+        before = RankLink(socket.create_connection((meeting.host, meeting.port)))
+        before.send_json(Kind.HELLO, {"secret": meeting.secret, "rank": 1, "size": 3, "facts": {"torch": "1"}})
+        before.close()
+        others = [threads.submit(join, lambda: meeting, World(rank, 3), FACTS, JoinTime(JOIN_S)) for rank in (1, 2)]
+    assert sorted(first.result()) == [1, 2]
+    assert [other.result()[1] for other in others] == [meeting, meeting]
+
+
 def test_a_rank_with_another_model() -> None:
     found = gathering(2, [(World(1, 2), {"torch": "3"})])
     assert isinstance(found[0].exception(), RanksDisagree)

@@ -46,6 +46,18 @@ def test_losses() -> None:
         other.send(Kind.BEAT)
 
 
+def test_an_end_is_seen_without_waiting() -> None:
+    one, other, _ = pair()
+    for _ in range(2):
+        assert not one.ended
+        other.send(Kind.BEAT)
+        assert not one.ended
+        # Leaves a time limit behind.
+        assert one.receive(60).kind is Kind.BEAT
+    other.close()
+    assert one.ended
+
+
 def test_the_end_frees_the_descriptor_of_one_that_receives_meanwhile() -> None:
     one, other, sock = pair()
     number = sock.fileno()
