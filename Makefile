@@ -27,7 +27,8 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # Tests of one file run in one process, one after the other: they share the servers that the first of them starts.
-# In the order of their names, which begins with those that take longest (tests/e2e).
+# In the order of their names, which begins with those that take longest (tests/e2e). tests/conftest.py says how many at
+# once.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ROOTS := proto/pagekv kvmanager executor kernels client
 RUN_STAMP := $(VENV)/.installed-run
@@ -78,9 +79,12 @@ test-compat: $(COMPAT)/.installed ## the executor's tests with the versions of t
 GATE := PYTHONPATH=kernels:tests/kernels $(BIN)/python -m compile_gate
 
 .PHONY: kernels
-kernels: $(DEV_STAMP) ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
-	@$(GATE)
+kernels: kernels-compile ## compile every CUDA kernel for every architecture and run their tests, all without a GPU
 	@$(BIN)/python -m pytest -n auto -m "not nightly" tests/kernels $(ARGS)
+
+.PHONY: kernels-compile
+kernels-compile: $(DEV_STAMP) ## compile every CUDA kernel for every architecture
+	@$(GATE)
 
 .PHONY: kernels-all
 kernels-all: $(DEV_STAMP) ## compile all kernels whatever is on record (an estimated quarter of an hour of one core)

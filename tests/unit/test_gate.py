@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from itertools import product
 
 import pytest
@@ -13,6 +12,13 @@ from support.documentation import ROOT
 
 MARKS = ("kernels", "long", "nightly")
 GATE = (ROOT / ".ci" / "run").read_text()
+# Targets of make that run tests, and their command.
+RUNS = {
+    target: shlex.split(command)
+    for target, command in re.findall(
+        r"^([a-z-]+):.*\n(?:\t.*\n)*?\t@.*python -m pytest (.*)$", (ROOT / "Makefile").read_text(), re.M
+    )
+}
 
 
 class Marked:
@@ -25,33 +31,15 @@ class Marked:
         return mark in self._marks
 
 
-def arguments(target: str) -> list[str]:
-    """The gate's for this target of make, as pytest has them."""
-    found = re.findall(rf'make --silent {target} ARGS="(.*?)"', GATE)
-    assert len(found) == 1
-    return shlex.split(found[0])
+def test_one_run_has_the_tests_of_every_folder() -> None:
+    assert {"test", "test-all", "kernels"} <= {*RUNS}
+    called = re.findall(r"make (?:--\S+ )*([a-z-]+)(.*)", GATE)
+    assert [(target, rest.split(" 2>")[0]) for target, rest in called if target in RUNS] == [("test-all", "")]
+    assert [word for word in RUNS["test-all"] if word.startswith(("tests", "--ignore", "--deselect", "-k"))] == []
 
 
-def expression(given: list[str]) -> Expression:
-    return Expression.compile(given[given.index("-m") + 1])
-
-
-def sections() -> list[tuple[str, Expression, set[bool]]]:
-    """Name, marks, and whether it has the tests in tests/kernels, and those that are elsewhere."""
-    assert "make --silent test 2>" in GATE
-    usual = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
-    others = arguments("test-all")
-    assert "--ignore=tests/kernels" in others
-    return [
-        ("tests", expression(shlex.split(usual)), {True, False}),
-        ("kernels", expression(arguments("kernels")), {True}),
-        ("long tests", expression(others), {False}),
-    ]
-
-
-@pytest.mark.parametrize("of_kernels", [True, False])
 @pytest.mark.parametrize("marked", list(product([True, False], repeat=len(MARKS))), ids=str)
-def test_one_section_has_each_test(marked: tuple[bool, ...], of_kernels: bool) -> None:
+def test_it_has_each_test_but_those_of_every_night(marked: tuple[bool, ...]) -> None:
     marks = {mark for mark, has in zip(MARKS, marked, strict=True) if has}
-    found = [name for name, chosen, folders in sections() if of_kernels in folders and chosen.evaluate(Marked(marks))]
-    assert len(found) == ("nightly" not in marks), (marks, found)
+    chosen = Expression.compile(RUNS["test-all"][RUNS["test-all"].index("-m") + 1])
+    assert chosen.evaluate(Marked(marks)) == ("nightly" not in marks)
