@@ -20,7 +20,12 @@ PROMPT, BATCH = 128, 16
 # bounds by chance in one run of ten thousand; of 500 samples it would in one of twenty.
 SAMPLES = 2000
 TRIAL = 100
-LOW, HIGH = 0.45, 0.55
+MOST_OFF = 0.05
+# As many are enough where their area is nearer still, which it is in nine of ten runs without a difference. Their
+# standard error is 0.018: an area of 0.57 gets through here in one run of 65, and through all of them in one of
+# sixteen.
+FIRST_SAMPLES = 1000
+FIRST_MOST_OFF = 0.03
 
 pytestmark = [pytest.mark.e2e, pytest.mark.long]
 
@@ -48,6 +53,8 @@ class Sides:
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
         self._victim, self._observer = victim, observer
         self._chance = random.Random()
+        # Seconds, and whether the prompt was cached.
+        self._taken: list[tuple[float, bool]] = []
 
     def _prompt(self) -> list[int]:
         return [self._chance.randrange(3, 250) for _ in range(PROMPT)]
@@ -73,31 +80,35 @@ class Sides:
 
     def area(self, samples: int) -> float:
         """The chance that of one sample of each kind the cached one was faster (the area under the ROC curve): 0.5
-        where time says nothing. In random order, so that whatever else the machine does meets both alike.
+        where time says nothing. So many are taken besides those of earlier calls, in random order, so that whatever
+        else the machine does meets both alike.
         """
         kinds = [True, False] * (samples // 2)
         self._chance.shuffle(kinds)
-        taken = sorted((self._sample(cached=cached), cached) for cached in kinds)
+        self._taken += [(self._sample(cached=cached), cached) for cached in kinds]
         # Wilcoxon's rank sum; no two times of this clock are the same but by a chance that does not matter.
-        ranks = sum(rank for rank, (_, cached) in enumerate(taken, 1) if not cached)
-        half = samples // 2
+        ranks = sum(rank for rank, (_, cached) in enumerate(sorted(self._taken), 1) if not cached)
+        half = len(self._taken) // 2
         return (ranks - half * (half + 1) / 2) / (half * half)
 
 
-def area_of(stack: ProtectedStack, victim: Side, observer: Side) -> float:
-    """The area for a victim whose hits the clock would show, as it shows the observer's own."""
+def nothing_is_told(stack: ProtectedStack, victim: Side, observer: Side) -> None:
+    """Of a victim whose hits the clock would show, as it shows the observer's own."""
     with stack.channel() as channel:
         assert Sides(channel, observer, observer).area(TRIAL) > 0.8
-        area = Sides(channel, victim, observer).area(SAMPLES)
-    print(f"AUC {area:.3f}")
-    return area
+        sides = Sides(channel, victim, observer)
+        first = area = sides.area(FIRST_SAMPLES)
+        if abs(first - 0.5) > FIRST_MOST_OFF:
+            area = sides.area(SAMPLES - FIRST_SAMPLES)
+    print(f"AUC {first:.3f}, then {area:.3f}")
+    assert abs(area - 0.5) <= MOST_OFF
 
 
 def test_time_to_first_token_does_not_tell_what_another_tenant_has_cached(stack: ProtectedStack) -> None:
-    assert LOW <= area_of(stack, Side("alice"), Side("bob")) <= HIGH
+    nothing_is_told(stack, Side("alice"), Side("bob"))
 
 
 @pytest.mark.nightly  # the root of a chain is made of tenant and namespace alike
 def test_time_to_first_token_does_not_tell_what_is_cached_in_another_namespace(stack: ProtectedStack) -> None:
     """Of one tenant, as of all callers of a manager without identities."""
-    assert LOW <= area_of(stack, Side("alice", "first"), Side("alice", "second")) <= HIGH
+    nothing_is_told(stack, Side("alice", "first"), Side("alice", "second"))
