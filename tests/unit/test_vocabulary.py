@@ -36,7 +36,8 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 # A sentence that begins so is about something that the docstring or comment does not name.
-PRONOUN = re.compile(r"(?:^|(?<=[.!?:]\s))(Who|What|Whoever|Whatever|Whose|Of those|Those|They|These)\b.{0,40}")
+WORDS = r"(Who|What|Whoever|Whatever|Whose|Of those|Those|They|These)\b"
+PRONOUN = re.compile(rf"(?:^|(?<=[.!?:]\s)){WORDS}.{{0,40}}")
 
 
 def prose(text: str) -> Iterator[str]:
@@ -67,7 +68,10 @@ def test_no_sentence_begins_with_a_pronoun_for_something_else() -> None:
         f"{path.relative_to(ROOT)}: {match.group()}"
         for read, paths in ((prose, modules), (script_prose, scripts))
         for path in paths
-        for line in read(path.read_text())
+        # Few files have such a word at all, and parsing them all takes seconds. The second word of two may be in the
+        # next line.
+        if re.search(WORDS.replace(" those", ""), text := path.read_text())
+        for line in read(text)
         for match in PRONOUN.finditer(line)
     ]
     assert found == []
