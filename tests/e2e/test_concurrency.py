@@ -8,7 +8,7 @@ import random
 import pytest
 from support.clients.calls import Caller, request_for
 from support.clients.gate import at_once
-from support.clients.stack import CPU, ORACLE, Stack, running_stack
+from support.clients.stack import CPU, ORACLE, Stack, running_executor, running_manager
 
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -68,10 +68,11 @@ def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
         async with Caller(target) as caller:
             return await one_at_a_time(caller, requests[::step])
 
-    with running_stack(executor) as stack:
-        together, cached, computed = asyncio.run(run(stack.target))
-    with running_stack(executor, ["--no-prefix-cache"]) as stack:
-        assert together[::step] == asyncio.run(cold(stack.target))
+    with running_executor(executor) as process:
+        with running_manager(process) as stack:
+            together, cached, computed = asyncio.run(run(stack.target))
+        with running_manager(process, ["--no-prefix-cache"]) as stack:
+            assert together[::step] == asyncio.run(cold(stack.target))
     assert sorted(cached) == [0] + [512] * 31
     # Every prompt once, less what was cached, and seven of the eight generated tokens (the last is never computed).
     assert computed == 512 + 32 * 32 + 32 * 7
@@ -91,22 +92,23 @@ def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) ->
             results = await at_once(stack.gate, caller, [caller.generate(request) for request in requests])
             return [r.tokens for r in results], await caller.idle_stats()
 
-    with running_stack(executor, ["--num-device-blocks", str(need * 2)], gated=True) as stack:
-        wanted, stats = asyncio.run(run(stack))
-        assert stats.preemptions_total == 0
     small = ["--num-device-blocks", str(need // 3), "--watermark", "0"]
-    # A model takes seconds to load, and tests/model/test_preemption_cpu.py has every mode with it.
-    for mode in ("recompute", "swap", "auto") if backend == "oracle" else ("swap",):
-        with running_stack(executor, [*small, "--preemption", mode, "--write-back"], gated=True) as stack:
-            outputs, stats = asyncio.run(run(stack))
-        assert outputs == wanted
-        assert stats.preemptions_total > 0
-        assert stats.host_held_blocks == 0
-        if mode == "recompute":
-            assert stats.swapped_out_blocks_total == 0
-        if mode == "swap":
-            assert stats.swap_preemptions_total > 0
-            assert stats.swapped_in_blocks_total > 0
+    with running_executor(executor, gated=True) as process:
+        with running_manager(process, ["--num-device-blocks", str(need * 2)]) as stack:
+            wanted, stats = asyncio.run(run(stack))
+            assert stats.preemptions_total == 0
+        # A model takes its time, and tests/model/test_preemption_cpu.py has every mode with it.
+        for mode in ("recompute", "swap", "auto") if backend == "oracle" else ("swap",):
+            with running_manager(process, [*small, "--preemption", mode, "--write-back"]) as stack:
+                outputs, stats = asyncio.run(run(stack))
+            assert outputs == wanted
+            assert stats.preemptions_total > 0
+            assert stats.host_held_blocks == 0
+            if mode == "recompute":
+                assert stats.swapped_out_blocks_total == 0
+            if mode == "swap":
+                assert stats.swap_preemptions_total > 0
+                assert stats.swapped_in_blocks_total > 0
 
 
 def test_1000_random_cancels_leak_nothing(oracle_stack: Stack) -> None:

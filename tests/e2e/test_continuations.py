@@ -78,6 +78,12 @@ def oracle() -> Iterator[Process]:
         yield executor
 
 
+@pytest.fixture(scope="module")
+def cpu() -> Iterator[Process]:
+    with running_executor(CPU) as executor:
+        yield executor
+
+
 @pytest.mark.parametrize("args", MANAGERS.values(), ids=MANAGERS.keys())
 def test_every_continuation_is_its_seed_and_index_own(args: list[str], oracle: Process) -> None:
     """A pure function of prompt, seed and index, so also the same for other `n`; index 0 is the request with n = 1."""
@@ -109,30 +115,30 @@ def test_every_continuation_is_its_seed_and_index_own(args: list[str], oracle: P
     assert len({tuple(tokens) for tokens in wanted[0] + wanted[3]}) == 10
 
 
-def test_continuations_of_a_model_are_the_same_however_much_room_there_is() -> None:
+def test_continuations_of_a_model_are_the_same_however_much_room_there_is(cpu: Process) -> None:
     """Drawn from the CPU backend's logits; the small pool holds one continuation and a half, so they are preempted."""
     requests = [five("In the beginning God created the heaven", max_tokens=40), five("And God said", seed=3)]
-    with running_executor(CPU) as executor:
-        found = []
-        for args in ([], ["--num-device-blocks", "20", "--block-size", "4"], ["--no-fork-sharing"]):
-            with running_manager(executor, args) as stack:
-                found.append(asyncio.run(generate(stack.target, *requests)))
+    found = []
+    for args in ([], ["--num-device-blocks", "20", "--block-size", "4"], ["--no-fork-sharing"]):
+        with running_manager(cpu, args) as stack:
+            found.append(asyncio.run(generate(stack.target, *requests)))
     texts = [[[result.text for result in results] for results in run] for run in found]
     assert texts[0] == texts[1] == texts[2]
     assert len({text for results in texts[0] for text in results}) == 10
     assert any(result.complete and result.complete.preemptions for results in found[1] for result in results)
 
 
-def test_a_stop_string_ends_one_continuation_and_the_others_go_on(cpu_stack: Stack) -> None:
-    free = asyncio.run(generate(cpu_stack.target, five("And God said", max_tokens=30)))[0]
-    # A word that one of them alone comes to, not at its end.
-    stop, owner = next(
-        (word, index)
-        for index, result in enumerate(free)
-        for word in result.text.split()[2:8]
-        if len(word) > 3 and sum(word in other.text for other in free) == 1
-    )
-    stopped = asyncio.run(generate(cpu_stack.target, five("And God said", max_tokens=30, stop=[stop])))[0]
+def test_a_stop_string_ends_one_continuation_and_the_others_go_on(cpu: Process) -> None:
+    with running_manager(cpu) as stack:
+        free = asyncio.run(generate(stack.target, five("And God said", max_tokens=30)))[0]
+        # A word that one of them alone comes to, not at its end.
+        stop, owner = next(
+            (word, index)
+            for index, result in enumerate(free)
+            for word in result.text.split()[2:8]
+            if len(word) > 3 and sum(word in other.text for other in free) == 1
+        )
+        stopped = asyncio.run(generate(stack.target, five("And God said", max_tokens=30, stop=[stop])))[0]
     for index, (before, after) in enumerate(zip(free, stopped, strict=True)):
         assert after.complete is not None
         if index == owner:

@@ -23,10 +23,10 @@ from support.clients.stack import (
     ROOT,
     START_TIMEOUT_S,
     Process,
+    Stack,
     port_of,
     running_executor,
     running_manager,
-    running_stack,
 )
 from support.executor.cuda_host import HostDevice, host_backend
 
@@ -81,7 +81,7 @@ def emulated_executor(directory: Path, monkeypatch: pytest.MonkeyPatch, gate: th
 
 
 def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cpu_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool of four blocks three sequences run at once: the first of their blocks is shared, the second is not. The
     one that came first has the longest prompt and is the first to need a third block, for which the latest one is
@@ -118,15 +118,14 @@ def test_requests_of_every_kind_give_what_the_cpu_backend_gives(
     small = ["--num-device-blocks", "4", "--watermark", "0", "--preemption", "swap", "--max-batch-tokens", "64"]
     with emulated_executor(tmp_path, monkeypatch, gate) as executor, running_manager(executor, small) as emulated:
         outputs, stats = asyncio.run(run(emulated.target))
-    with running_stack(CPU) as stack:
-        wanted, _ = asyncio.run(run(stack.target))
+    wanted, _ = asyncio.run(run(cpu_stack.target))
     assert outputs == wanted
     assert stats.preemptions_total > 0
     assert stats.swapped_in_blocks_total > 0
     assert stats.host_held_blocks == 0
 
 
-def test_two_ranks_answer_as_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_answer_as_one_cpu(cpu_stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are launched before the tokens of the ones before are known to any host, and rank 1 never knows the
     penalties by which rank 0 draws.
     """
@@ -140,8 +139,7 @@ def test_two_ranks_answer_as_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyP
         async with Caller(target) as caller:
             return list(await asyncio.gather(*(caller.generate(request) for request in requests)))
 
-    with running_stack(CPU) as stack:
-        wanted = asyncio.run(run(stack.target))
+    wanted = asyncio.run(run(cpu_stack.target))
     monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.emulated_rank")
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
     small = ["--num-device-blocks", "8", "--max-batch-tokens", "64"]

@@ -10,17 +10,19 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.clients import stack as stack_module
 from support.clients.calls import Caller, Result, request_for
+from support.clients.processes import runs
 from support.clients.stack import (
     CPU,
     EXECUTOR,
     ORACLE,
     ROOT,
+    Process,
     Stack,
     environment,
     running_executor,
@@ -54,55 +56,65 @@ def hang_first(pids: dict[int, int]) -> None:
     os.kill(pids[0], signal.SIGSTOP)
 
 
-def gone(pid: int) -> bool:
-    try:
-        return not Path(f"/proc/{pid}/environ").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 async def generate_all(
     stack: Stack, requests: list[pb.GenerateRequest], disturb: Callable[[], None]
 ) -> tuple[list[Result], int]:
-    """The answers, `disturb` being called when all of them have begun; and how often the manager lost its executor."""
+    """The answers, `disturb` being called when all of them have begun; and how often the manager lost its executor
+    meanwhile.
+    """
     async with Caller(stack.target) as caller:
-        begun = (await caller.stats()).generated_tokens_total + 10 * len(requests)
+        stats = await caller.stats()
+        begun, restarts = stats.generated_tokens_total + 10 * len(requests), stats.executor_restarts_total
         calls = [asyncio.ensure_future(caller.generate(request)) for request in requests]
         await caller.stats_when(
             lambda stats: stats.running_sequences == len(requests) and stats.generated_tokens_total >= begun
         )
         await asyncio.to_thread(disturb)
-        return list(await asyncio.gather(*calls)), (await caller.stats()).executor_restarts_total
+        found = list(await asyncio.gather(*calls))
+        return found, (await caller.stats()).executor_restarts_total - restarts
 
 
 LONG = [pytest.param(fault, marks=pytest.mark.long) for fault in (hang_last, hang_first)]
 
 
+@pytest.fixture(scope="module")
+def group() -> Iterator[Stack]:
+    """Serves again after every fault."""
+    with running_stack(GROUP, ["--step-timeout-s", "20"], ranks=2) as stack:
+        yield stack
+
+
 @pytest.mark.parametrize("fault", [kill_last, kill_first, *LONG])
-def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None]) -> None:
+def test_streams_survive_a_rank(fault: Callable[[dict[int, int]], None], group: Stack) -> None:
     requests = [
         request_for([index + 1, 5, 7], max_tokens=100, ignore_eos=True, temperature=index % 2, seed=index)
         for index in range(4)
     ]
-    with running_stack(GROUP, ["--step-timeout-s", "20"], ranks=2) as stack:
-        wanted, undisturbed = asyncio.run(generate_all(stack, requests, lambda: None))
-        before = stack.executor.rank_pids()
-        assert sorted(before) == [0, 1]
+    wanted, undisturbed = asyncio.run(generate_all(group, requests, lambda: None))
+    before = group.executor.rank_pids()
+    assert sorted(before) == [0, 1]
 
-        def disturb() -> None:
-            fault(before)
-            # The rank that was not touched leaves within the rank timeout, whatever it waits in; so does torchrun with
-            # a rank that hangs.
-            wait_until(lambda: all(map(gone, before.values())))
+    def disturb() -> None:
+        fault(before)
+        # The rank that was not touched leaves within the rank timeout, whatever it waits in; so does torchrun with a
+        # rank that hangs.
+        wait_until(lambda: not any(map(runs, before.values())))
 
-        results, restarts = asyncio.run(generate_all(stack, requests, disturb))
-        after = stack.executor.rank_pids()
-    assert restarts > undisturbed == 0
+    results, restarts = asyncio.run(generate_all(group, requests, disturb))
+    after = group.executor.rank_pids()
+    assert restarts > 0 == undisturbed
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
     assert not {*before.values()} & {*after.values()}
 
 
-def test_two_ranks_answer_as_one_with_beams_forks_and_preemptions() -> None:
+@pytest.fixture(scope="module")
+def cpu_group() -> Iterator[Process]:
+    """Two ranks that compute together."""
+    with running_executor([*CPU, "--rank-timeout-s", "60"], ranks=2) as executor:
+        yield executor
+
+
+def test_two_ranks_answer_as_one_with_beams_forks_and_preemptions(cpu_group: Process) -> None:
     """In float64, where no sum of parts makes another token likelier."""
     requests = [
         request_for([1, 5, 7], max_tokens=12, beam_width=3, n=2),
@@ -119,7 +131,7 @@ def test_two_ranks_answer_as_one_with_beams_forks_and_preemptions() -> None:
 
     with running_stack(CPU, small) as stack:
         wanted, _ = asyncio.run(run(stack))
-    with running_stack([*CPU, "--rank-timeout-s", "60"], small, ranks=2) as stack:
+    with running_manager(cpu_group, small) as stack:
         results, preemptions = asyncio.run(run(stack))
     assert [result.tokens for result in results] == [result.tokens for result in wanted]
     assert preemptions > 0
@@ -245,13 +257,13 @@ def test_models_that_cannot_be_split_are_refused_by_every_rank(tmp_path: Path) -
     assert any("WORLD_SIZE 3: must divide the 4 query heads" in output for _, output in three)
 
 
-def test_plan_and_a_running_group_agree_on_bytes_of_a_block() -> None:
+def test_plan_and_a_running_group_agree_on_bytes_of_a_block(cpu_group: Process) -> None:
     from pagekv.client.planning.kv_budget import bytes_per_block, shard_kv_heads
     from pagekv.client.planning.kv_geometry import KvGeometry
     from pagekv.steps.v1 import executor_service_pb2 as steps
     from pagekv.steps.v1 import executor_service_pb2_grpc as steps_grpc
 
-    with running_executor([*CPU, "--rank-timeout-s", "60"], ranks=2) as executor, executor.channel() as channel:
+    with cpu_group.channel() as channel:
         stub = steps_grpc.ExecutorServiceStub(channel)
         found = stub.Describe(steps.DescribeRequest(block_size=16, token_budget=64), timeout=WAIT_S)
     geometry = KvGeometry(found.num_layers, found.num_kv_heads, found.head_size, found.kv_dtype)

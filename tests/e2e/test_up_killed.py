@@ -5,21 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from support.clients.processes import runs
 from support.clients.stack import ORACLE, environment
 from support.waiting import wait_until
 
 pytestmark = pytest.mark.e2e
-
-
-def runs(pid: int) -> bool:
-    """A process that has ended may be left as a zombie where nobody waits for it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize("gateway", [[], ["--gateway", "--gateway-port", "0"]], ids=["plain", "gateway"])

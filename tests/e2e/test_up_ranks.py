@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.clients.processes import runs
 from support.clients.stack import environment
 from support.waiting import wait_until
 
@@ -29,14 +30,6 @@ def family(pid: int) -> dict[int, str]:
     except (FileNotFoundError, ProcessLookupError):
         return {}
     return found | {child: line for each in children for child, line in family(int(each)).items()}
-
-
-def runs(pid: int) -> bool:
-    """Whether it computes; of a process that has ended a zombie may be left."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 @pytest.mark.parametrize(
