@@ -61,8 +61,3 @@ SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama", "
 def steps_of(part: int) -> list[Step]:
     """The steps of a part, in order."""
     return [step for step in STEPS if step.part == part]
-
-
-def step_named(name: str) -> Step:
-    """The step. Raises KeyError."""
-    return {step.name: step for step in STEPS}[name]

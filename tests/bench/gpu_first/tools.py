@@ -13,7 +13,6 @@ from pathlib import Path
 from gpu_first.step import REHEARSAL
 
 EMULATED = "emulated GPU"
-SANITIZERS = ("memcheck", "racecheck", "synccheck")
 FOUND_SOMETHING = 86
 """Exit status that compute-sanitizer is told to use."""
 
