@@ -27,8 +27,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 # Tests of one file run in one process, one after the other: they share the servers that the first of them starts.
-# In the order of their names, which begins with those that take longest (tests/e2e). tests/conftest.py says how many at
-# once.
+# tests/conftest.py says how many at once, and in what order.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 ROOTS := proto/pagekv kvmanager executor kernels client
 RUN_STAMP := $(VENV)/.installed-run
