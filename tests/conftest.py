@@ -24,8 +24,8 @@ QUICK = "not kernels and not long and not nightly"
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """One more than cores: many tests wait for servers, steps and timeouts, while another computes."""
-    return (os.cpu_count() or 1) + 1
+    """Two more than cores: of the time of an end-to-end test half is spent waiting for servers, steps and timeouts."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
