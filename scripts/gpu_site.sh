@@ -19,7 +19,7 @@ python=${PYTHON:-python3}
 unset PYTHONPATH # or this folder's packages would count as those of Python
 
 nothing() {
-  printf 'gpu_site: %s; without it neither process starts and FlashInfer is not measured, unless Python has grpc_health, grpc_reflection, google.rpc and flashinfer of its own\n' "$*" >&2
+  printf 'gpu_site: %s; without it neither process starts and FlashInfer is not measured, unless Python has grpc_health, grpc_reflection, google.rpc, cryptography, jwt and flashinfer of its own\n' "$*" >&2
   rm -rf "$site.new"
   echo
   exit 0

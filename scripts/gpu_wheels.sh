@@ -30,6 +30,9 @@ grpcio-reflection|$(pinned grpcio-reflection)|both processes list their services
 grpcio-status|$(pinned grpcio-status)|a dependency of the light client
 protobuf|$(pinned protobuf)|stubs of health and reflection need 7.35.1
 googleapis-common-protos|1.76.0|google.rpc: details of every error
+cryptography|$(pinned cryptography)|neither process starts without it
+cffi|2.1.1|cryptography loads with it
+pyjwt|$(pinned pyjwt)|no manager starts without it
 flashinfer-python|0.6.6|peer of the kernels; compiles its own with nvcc at first use
 apache-tvm-ffi|0.1.9|flashinfer compiles against it and loads with it"
 
