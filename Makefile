@@ -103,7 +103,7 @@ gpu-wheels: ## collect in build/gpu-wheels what a GPU machine without network la
 	@scripts/gpu_wheels.sh
 
 .PHONY: gpu-first
-gpu-first: ## the first half hour on a GPU, in three parts of nine minutes (PART=1, 2 or 3); goes on where it was cut off
+gpu-first: ## the first half hour on a GPU, in three parts of nine minutes (PART=1, 2 or 3; ARGS=--short: the most of it in one); goes on where it was cut off
 	@PYTHONPATH="$(GPU_PATH)$${PYTHONPATH:+:$$PYTHONPATH}" $${PYTHON:-python3} -m gpu_first $(PART) $(ARGS)
 
 .PHONY: gpu-rehearsal

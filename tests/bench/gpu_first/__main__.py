@@ -1,7 +1,8 @@
 """The first half hour on a GPU: `python -m gpu_first [PART]`, or `make gpu-first PART=1`.
 
-Three parts of at most nine minutes each: 1 correctness, 2 kernels, 3 end to end; without a number all three. Steps that
-passed before, on this GPU and with this code, are not done again. Records, logs, page and JSON are in build/gpu-first.
+Three parts of at most nine minutes each: 1 correctness, 2 kernels, 3 end to end; without a number all three. --short:
+the steps of all parts that say most, in nine minutes. Steps that passed before, on this GPU and with this code, are not
+done again. Records, logs, page and JSON are in build/gpu-first.
 
 Exit status: 0 every check of the part passed; 1 one did not, or was not reached; 2 nothing to run on or to write to.
 """
@@ -14,10 +15,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from gpu_first.parts import PART_SECONDS, PARTS, STEPS
+from gpu_first.parts import PART_SECONDS, PARTS, STEPS, short_runs
 from gpu_first.runner import ROOT, Run
 from gpu_first.step import REHEARSAL
 from gpu_first.tools import NoGpu, gpu_line
@@ -30,7 +32,9 @@ NEEDED = "a GPU of compute capability 8.0 or later is needed; what can be tried 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m gpu_first", description=(__doc__ or "").split("\n")[0])
-    made.add_argument("part", type=int, nargs="?", choices=PARTS, help="1, 2 or 3; all of them without it")
+    which = made.add_mutually_exclusive_group()
+    which.add_argument("part", type=int, nargs="?", choices=PARTS, help="1, 2 or 3; all of them without it")
+    which.add_argument("--short", action="store_true", help="the steps of all parts that say most, in one part's time")
     made.add_argument("--folder", type=Path, default=FOLDER, help="where records, logs and the page go")
     made.add_argument("--out", type=Path, help="copy page, JSON and records here too (default: $OUT, if set)")
     made.add_argument("--seconds", type=float, default=PART_SECONDS, help="of a part [%(default).0f]")
@@ -44,6 +48,8 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
+    if args.short and args.only:
+        parser().error("--short: not with --only")
     try:
         gpu = gpu_line()
     except NoGpu as error:
@@ -75,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_parts(args: argparse.Namespace, gpu: str, out: Path | None) -> bool:
     """Whether every part that is asked for passed. Raises OSError where nothing can be written."""
-    passed = True
-    for part in [args.part] if args.part else list(PARTS):
-        only = tuple(args.only)
-        run = Run(part, args.folder, gpu, args.seconds, step_seconds=args.step_seconds, only=only, copies=out)
-        if args.fresh:
-            run.records.path.unlink(missing_ok=True)
-        passed &= run.all()
+    passed, started = True, time.monotonic()
+    runs = short_runs() if args.short else [(part, tuple(args.only)) for part in ([args.part] if args.part else PARTS)]
+    for part in {part for part, _ in runs} if args.fresh else ():
+        (args.folder / f"part{part}.jsonl").unlink(missing_ok=True)
+    for part, only in runs:
+        seconds = args.seconds - (time.monotonic() - started if args.short else 0.0)
+        passed &= Run(part, args.folder, gpu, seconds, step_seconds=args.step_seconds, only=only, copies=out).all()
     return passed
 
 

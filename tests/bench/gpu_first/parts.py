@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 PART_SECONDS = 540.0
 """Limit of one part: nine minutes."""
@@ -54,6 +55,13 @@ STEPS = (
     Step("transformers", 3, 180, "transformers' own continuous batching", optional=True),
 )
 
+# Of all parts, where there are minutes and no half hour: right kernels and right tokens, the two kinds of figures that
+# decide most, then what else fits.
+SHORT = (
+    *("machine", "smallest", "llama", "correctness", "decode_floors", "model", "with_graphs"),
+    *("prefill", "memcheck", "racecheck", "both_processes", "flashinfer_decode"),
+)
+
 SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama", "one_rank"}
 """Steps that run a model, and so import transformers."""
 
@@ -61,3 +69,13 @@ SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama", "
 def steps_of(part: int) -> list[Step]:
     """The steps of a part, in order."""
     return [step for step in STEPS if step.part == part]
+
+
+def step_named(name: str) -> Step:
+    """The step. Raises KeyError."""
+    return {step.name: step for step in STEPS}[name]
+
+
+def short_runs() -> list[tuple[int, tuple[str, ...]]]:
+    """The steps of SHORT in order, as (part, names) of neighbours."""
+    return [(part, tuple(names)) for part, names in groupby(SHORT, key=lambda name: step_named(name).part)]

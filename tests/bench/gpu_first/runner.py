@@ -110,9 +110,12 @@ class Run:
             self._step(step)
             self.write_results()
         self.write_results()
-        passed = self._verdict()
-        if passed:
+        passed, records = self._verdict(), self.records.read()
+        # Steps that are left read the part's model.
+        if all(status_of(records, step.name) == PASSED or step.optional for step in steps_of(self.part)):
             self._delete_models()
+        for model in self._models():
+            self.say(f"kept for the next run of this part, delete it otherwise: {model}")
         return passed
 
     def _delete_models(self) -> None:
@@ -140,8 +143,6 @@ class Run:
         if missing:
             self.say(f"peers and profilers without figures: {'; '.join(missing)}")
         self.say(f"records: {self.records.path}; page: {self.folder / page.PAGE}")
-        for model in self._models() if failed else ():
-            self.say(f"kept for the next run of this part, delete it otherwise: {model}")
         return not failed
 
     def write_results(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpu_first.parts import PART_SECONDS, PARTS, STEPS, steps_of
+from gpu_first.parts import PART_SECONDS, PARTS, SHORT, STEPS, short_runs, steps_of
 from gpu_first.rehearsal import faults_of
 from gpu_first.step import FAULTS
 
@@ -12,6 +12,16 @@ def test_parts_take_at_most_nine_minutes_and_say_what_matters_first() -> None:
     assert [steps_of(part)[0].name for part in PARTS] == ["machine", "decode_floors", "model"]
     assert len({step.name for step in STEPS}) == len(STEPS)
     assert all(step.seconds < PART_SECONDS for step in STEPS)
+
+
+def test_a_short_run_has_what_its_figures_need_first() -> None:
+    runs = short_runs()
+    assert [name for _, names in runs for name in names] == list(SHORT)
+    assert all(names == tuple(step.name for step in steps_of(part) if step.name in names) for part, names in runs)
+    assert len(set(SHORT)) == len(SHORT)
+    place = {name: at for at, name in enumerate(SHORT)}
+    assert max(place[name] for name in ("machine", "smallest", "llama", "correctness")) < place["decode_floors"]
+    assert place["model"] < place["with_graphs"] < place["both_processes"]
 
 
 def test_every_step_of_the_table_exists_and_is_made_to_fail() -> None:

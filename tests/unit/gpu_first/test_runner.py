@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
+import re
 import tarfile
 import time
 from pathlib import Path
 
 import pytest
 from gpu_first import page, runner
-from gpu_first.records import ABSENT, FAILED, LATE, Records, of_step, status_of
+from gpu_first.parts import SHORT, steps_of
+from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, of_step, status_of
 from gpu_first.runner import code_digest, versions
 from support.executor.one_step_part import rehearse, run_with
 
@@ -122,6 +125,28 @@ def test_every_end_has_its_reason(
     assert end["status"] == status
     assert reason in end["reason"]
     assert "part 1: " in said
+
+
+def test_a_short_run_takes_the_steps_of_all_parts_in_its_own_order(tmp_path: Path) -> None:
+    said, _ = rehearse("--short", "--folder", str(tmp_path), "--seconds", "1").communicate()
+    assert re.findall(rf"^-- (\w+): {LATE} .*no time was left", said, re.MULTILINE) == list(SHORT)
+    said, _ = rehearse("--short", "--only", "model").communicate()
+    assert "--short: not with --only" in said
+
+
+def test_the_model_stays_until_every_step_that_reads_it_has_passed(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    for only in (("model",), ()):
+        model.mkdir(exist_ok=True)
+        (model / "whole").touch()
+        run = runner.Run(3, tmp_path, "test GPU", out=io.StringIO(), only=only)
+        code = {"code": code_digest(), "services": code_digest(runner.THROUGH_BOTH)}
+        run.records.start({"part": 3, "gpu": "test GPU", "versions": versions(), **code})
+        run.records.add("model", "fact", name="model", value=str(model))
+        for step in steps_of(3) if not only else steps_of(3)[:1]:
+            run.records.add(step.name, "end", status=PASSED, reason="", seconds=1.0)
+        assert run.all()
+        assert model.exists() == bool(only)
 
 
 def test_a_page_that_cannot_be_written_costs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
