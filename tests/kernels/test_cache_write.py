@@ -40,7 +40,6 @@ class Case:
     num_layers: int = 2
     layer: int = 1
     rotary_dim: int = 0
-    interleaved: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
     seed: int = 0
@@ -87,13 +86,11 @@ class Case:
             key_stride=heads * size,
             value_stride=heads * size,
             query_stride=heads * size,
-            num_tokens=self.num_tokens,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             block_size_log2=self.block_size.bit_length() - 1,
             layer=self.layer,
             rotary_dim=self.rotary_dim,
-            rope_interleaved=self.interleaved,
             kv_scales=address(scales),
         )
         owned = np.unique(slots[slots >= 0] // self.block_size)
@@ -102,8 +99,8 @@ class Case:
             launcher.launch("pagekv_cache_write", self.variant, shape_, params)
 
         if self.rotary_dim:
-            exact_key = twin.rotate(exact_key, rope, positions, interleaved=self.interleaved)
-            exact_query = twin.rotate(exact_query, rope, positions, interleaved=self.interleaved)
+            exact_key = twin.rotate(exact_key, rope, positions)
+            exact_query = twin.rotate(exact_query, rope, positions)
         of_heads = scales.astype(np.float64)[:, :, None] if kv_dtype == "float8_e4m3fn" else np.ones((2, 1, 1))
         twin.write(expected, self.layer, exact_key / of_heads[0], exact_value / of_heads[1], slots, kv_dtype=kv_dtype)
         # Only rotation and inexact scales compute in float32 before the rounding.
@@ -164,7 +161,6 @@ def cases(draw: st.DrawFn) -> Case:
         num_layers=num_layers,
         layer=draw(st.integers(0, num_layers - 1)),
         rotary_dim=2 * draw(st.integers(0, variant.head_size // 2)),
-        interleaved=draw(st.booleans()),
         k_scale=draw(st.sampled_from([1.0, 0.25, 0.0123])),
         v_scale=draw(st.sampled_from([1.0, 3.7])),
         seed=draw(st.integers(0, 100)),

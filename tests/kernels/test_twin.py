@@ -73,16 +73,14 @@ def test_a_row_without_keys_is_zero() -> None:
     assert out[:, 0, 0].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_is_multiplication_of_complex_numbers(interleaved: bool) -> None:
+def test_rotation_is_multiplication_of_complex_numbers() -> None:
     rng = np.random.default_rng(1)
     heads, positions = rng.normal(size=(3, 2, 10)), np.array([4, 0, 2])
     angles = rng.uniform(0, 6, size=(5, 3))
     rope = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
-    rotated = twin.rotate(heads, rope, positions, interleaved=interleaved)
-    first, second = (slice(0, 6, 2), slice(1, 6, 2)) if interleaved else (slice(0, 3), slice(3, 6))
-    turned = (heads[..., first] + 1j * heads[..., second]) * np.exp(1j * angles[positions])[:, None]
-    np.testing.assert_allclose(rotated[..., first] + 1j * rotated[..., second], turned, atol=1e-12)
+    rotated = twin.rotate(heads, rope, positions)
+    turned = (heads[..., :3] + 1j * heads[..., 3:6]) * np.exp(1j * angles[positions])[:, None]
+    np.testing.assert_allclose(rotated[..., :3] + 1j * rotated[..., 3:6], turned, atol=1e-12)
     np.testing.assert_array_equal(rotated[..., 6:], heads[..., 6:])
 
 

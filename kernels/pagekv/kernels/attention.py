@@ -42,7 +42,7 @@ MAX_POOL_ROWS = 2**32
 """Row indices of the decode kernel have 32 bits; at 256 bytes a row that is a terabyte."""
 
 
-NO_ROPE = dict.fromkeys(("query", "rope", "query_stride", "rotary_dim", "rope_interleaved"), 0)
+NO_ROPE = dict.fromkeys(("query", "rope", "query_stride", "rotary_dim"), 0)
 """Fields of the cache write with which it rotates nothing."""
 
 
@@ -236,7 +236,6 @@ class PagedAttention:
                 positions=plan.at["positions"],
                 key_stride=key.stride()[0],
                 value_stride=value.stride()[0],
-                num_tokens=plan.num_rows,
                 layer=layer,
                 kv_scales=self._kv_scales_of(layer),
                 **rope,
@@ -261,7 +260,6 @@ class PagedAttention:
             "rope": rotation.table.data_ptr(),
             "query_stride": rotation.query.stride()[0],
             "rotary_dim": rotary_dim,
-            "rope_interleaved": 0,
         }
 
     def attend(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:

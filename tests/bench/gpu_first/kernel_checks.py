@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from gpu_first import rope
 from gpu_first.machine import FirstMachine
-from gpu_first.rope import Rope
+from pagekv.kernels.attention import Rotation
 from pagekv.kernels.bench.correctness import (
     ALLOWED,
     BF16,
@@ -69,7 +68,7 @@ def swap_checks(
 ROPE_BASE = 10_000.0
 
 
-def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, interleaved: bool) -> Iterator[Check]:
+def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int) -> Iterator[Check]:
     """Cache writes that rotate the first `rotary_dim` elements of keys on the way and of queries in place, by Llama's
     angles; values are stored as they are.
     """
@@ -81,8 +80,6 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, interle
     position = torch.cat([torch.arange(length, device=machine.device) for length in setup.lengths])
     cosine, sine = table.double()[position][:, None].chunk(2, -1)
     first, second = slice(0, half), slice(half, rotary_dim)
-    if interleaved:
-        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
 
     def rotated(heads: torch.Tensor) -> torch.Tensor:
         before = heads.double()
@@ -93,13 +90,13 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, interle
 
     query, everyone = scene.query.clone(), range(len(setup.lengths))
     plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
-    rope.write(scene.attention, LAYER, scene.key, scene.value, query, plan, Rope(table, interleaved))
+    scene.attention.write(LAYER, scene.key, scene.value, plan, Rotation(query, table))
     machine.synchronize()
     del held
     stored = torch.cat([scene.stored(sequence) for sequence in everyone])
     # Numbers of size about 1, rounded to the pool's type.
     allowed = 4 * (2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22)
-    label = f"{setup}, RoPE of {rotary_dim}{' interleaved' if interleaved else ''}"
+    label = f"{setup}, RoPE of {rotary_dim}"
     yield Check(f"{label}: keys rotated", largest(stored[:, 0], rotated(scene.key)), allowed)
     yield Check(f"{label}: queries rotated", largest(query, rotated(scene.query)), allowed)
     values = scene.value.to(scene.kv_dtype).float()

@@ -12,10 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
-from gpu_first import rope
 from gpu_first.floors import SMALL, decode_floor, plain
 from gpu_first.machine import FirstMachine
-from gpu_first.rope import Rope
+from pagekv.kernels.attention import Rotation
 from pagekv.kernels.bench import workload
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
 from pagekv.kernels.bench.speed import (
@@ -156,11 +155,10 @@ def rope_write(machine: CudaMachine, arena: Arena, case: RopeWriteCase) -> tuple
     batch = paged(machine, arena, AttentionCase(case.heads, case.tokens, BLOCK_SIZE))
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
-    angles = Rope(torch.ones(64, HEAD_SIZE, device=machine.device))
+    rotation = Rotation(batch.query, torch.ones(64, HEAD_SIZE, device=machine.device))
 
     def write(index: int) -> None:
-        layer = index % batch.num_layers
-        rope.write(batch.attention, layer, key, value, batch.query, batch.plan, angles)
+        batch.attention.write(index % batch.num_layers, key, value, batch.plan, rotation)
 
     return write, batch.num_rounds
 

@@ -75,19 +75,18 @@ def encode(values: npt.ArrayLike, dtype: str) -> Array:
 # --- cache write
 
 
-def rotate(heads: Float64, rope: Array, positions: Array, *, interleaved: bool) -> Float64:
+def rotate(heads: Float64, rope: Array, positions: Array) -> Float64:
     """Rotary embedding of `heads` [T, any, D].
 
     `rope`: [positions, rotary_dim], cosines then sines; the first rotary_dim elements of a head are rotated, in pairs
-    (i, i + rotary_dim / 2), or (2i, 2i + 1) when interleaved.
+    (i, i + rotary_dim / 2).
     """
-    rotary_dim = rope.shape[1]
+    half = rope.shape[1] // 2
     cosine, sine = np.split(rope[positions].astype(np.float64)[:, None, :], 2, axis=2)
-    pairs = np.arange(rotary_dim).reshape(-1, 2).T if interleaved else np.arange(rotary_dim).reshape(2, -1)
-    first, second = heads[:, :, pairs[0]], heads[:, :, pairs[1]]
+    first, second = heads[:, :, :half], heads[:, :, half : 2 * half]
     rotated = heads.copy()
-    rotated[:, :, pairs[0]] = first * cosine - second * sine
-    rotated[:, :, pairs[1]] = second * cosine + first * sine
+    rotated[:, :, :half] = first * cosine - second * sine
+    rotated[:, :, half : 2 * half] = second * cosine + first * sine
     return rotated
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from gpu_first.kernel_checks import replay_checks, rope_checks, smallest_checks, swap_checks
-from gpu_first.rope import Rope
 from support.kernels.bench_machine import FakeStreams, HostMachine
 
+from pagekv.kernels.attention import Rotation
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.variants import Variant
 
@@ -27,14 +27,14 @@ def test_replays_swaps_and_smallest_launches_pass_on_the_emulated_kernels(machin
     assert len(found) == 6
 
 
-@pytest.mark.parametrize(("rotary_dim", "interleaved"), [(64, False), (32, True)])
+@pytest.mark.parametrize("rotary_dim", [64, 32])
 def test_rope_in_the_cache_write_passes_and_a_wrong_angle_is_found(
-    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int, interleaved: bool
+    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int
 ) -> None:
     setup = Setup(HALF, (1, 17, 40))
-    assert [c.passed for c in rope_checks(machine, setup, rotary_dim, interleaved=interleaved)] == [True] * 3
-    monkeypatch.setattr("gpu_first.kernel_checks.Rope", lambda table, interleaved: Rope(table * 1.1, interleaved))
-    found = [c.passed for c in rope_checks(machine, setup, rotary_dim, interleaved=interleaved)]
+    assert [c.passed for c in rope_checks(machine, setup, rotary_dim)] == [True] * 3
+    monkeypatch.setattr("gpu_first.kernel_checks.Rotation", lambda query, table: Rotation(query, table * 1.1))
+    found = [c.passed for c in rope_checks(machine, setup, rotary_dim)]
     assert found == [False, False, True]
 
 

@@ -26,22 +26,21 @@ struct Rotation {
     float cosine[kChunk];
     float sine[kChunk];  // negative where the element is the first of its pair
     i32 first;           // element of the head
-    i32 half;            // distance of a pair's elements; 0: neighbours
+    i32 half;            // distance of a pair's elements
     i32 rotated;         // elements of this chunk, from its beginning
 
     __device__ __forceinline__ void load(const CacheWriteParams& p, i32 token, i32 chunk) {
         const float* const cosines = p.rope + static_cast<i64>(p.positions[token]) * p.rotary_dim;
-        const i32 angles = p.rotary_dim / 2;
         first = chunk * kChunk;
-        half = p.rope_interleaved ? 0 : angles;
+        half = p.rotary_dim / 2;
         rotated = min(max(p.rotary_dim - first, 0), kChunk);
 #pragma unroll
         for (i32 i = 0; i < kChunk; ++i) {
             if (i >= rotated) continue;
             const i32 element = first + i;
-            const bool second = half ? element >= half : element & 1;
-            const i32 angle = half ? element - (second ? half : 0) : element >> 1;
-            const float s = cosines[angles + angle];
+            const bool second = element >= half;
+            const i32 angle = second ? element - half : element;
+            const float s = cosines[half + angle];
             cosine[i] = cosines[angle];
             sine[i] = second ? s : -s;
         }
@@ -51,14 +50,14 @@ struct Rotation {
     __device__ __forceinline__ void rotate(const Element* head, float (&values)[kChunk]) const {
         if (rotated == 0) return;
         float partners[kChunk];
-        if (half % kChunk == 0 && half != 0) {  // all partners are one chunk
+        if (half % kChunk == 0) {  // all partners are one chunk
             load_chunk(head, (first < half ? first + half : first - half) / kChunk, partners);
         } else {
 #pragma unroll
             for (i32 i = 0; i < kChunk; ++i) {
                 if (i >= rotated) continue;
                 const i32 element = first + i;
-                partners[i] = half ? to_float(head[element < half ? element + half : element - half]) : values[i ^ 1];
+                partners[i] = to_float(head[element < half ? element + half : element - half]);
             }
         }
 #pragma unroll
@@ -76,7 +75,8 @@ __device__ __forceinline__ void store_chunk(KvElement* head, i32 chunk, const fl
     reinterpret_cast<KvChunk*>(head)[chunk] = stored;
 }
 
-extern "C" __global__ void __launch_bounds__(128) pagekv_cache_write(const CacheWriteParams p) {
+// With six thread blocks on a multiprocessor as the aim; left to themselves compilers aim higher, and spill.
+extern "C" __global__ void __launch_bounds__(128, 6) pagekv_cache_write(const CacheWriteParams p) {
     const i32 token = blockIdx.x;
     const i32 slot = p.slots[token];
     if (slot < 0) return;  // the whole thread block

@@ -24,13 +24,11 @@ struct CacheWriteParams {
     i64 key_stride;
     i64 value_stride;
     i64 query_stride;
-    i32 num_tokens;          // T
     i32 num_heads;           // H
     i32 num_kv_heads;        // G
     i32 block_size_log2;
     i32 layer;
-    i32 rotary_dim;          // even, at most D: the first rotary_dim elements of a head are rotated
-    i32 rope_interleaved;    // 0: pairs (i, i + rotary_dim / 2); 1: pairs (2i, 2i + 1)
+    i32 rotary_dim;          // even, at most D: the first rotary_dim elements of a head, in pairs (i, i + rotary_dim / 2)
 };
 
 // Factor of the stored keys (`part` 0) or values (1) of a KV head.
