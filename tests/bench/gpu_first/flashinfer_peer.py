@@ -1,23 +1,16 @@
-"""FlashInfer 0.6.6 at the shapes of the bench's cases, and its floors."""
+"""FlashInfer 0.6.6 at the shapes of the bench's cases."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import statistics
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gpu_first.floors import SMALL, plain, verdict
 from pagekv.kernels.bench.machine import Arena, CudaMachine
-from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.speed import PREFILL_ROUNDS, layers_and_rounds
-from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, AttentionCase, decode_cases
-
-EACH = ("decode of 256 MiB and more, against FlashInfer", 0.97)
-MEAN = ("the same, geometric mean", 1.0)
+from pagekv.kernels.bench.workload import BLOCK_SIZE, HEAD_SIZE, AttentionCase
 
 
 def load() -> Any:
@@ -59,15 +52,3 @@ def seconds(machine: CudaMachine, arena: Arena, flashinfer: Any, workspace: torc
         rounds = min(layers, PREFILL_ROUNDS)
     out = torch.empty_like(query)
     return machine.timed(lambda index: wrapper.run(query, cache[index % layers], out=out), rounds).seconds
-
-
-def floors(rows: Sequence[Row]) -> list[Row]:
-    """The worst ratio and the geometric mean over rows of decodes of at least SMALL bytes."""
-    counted = {str(case) for case in decode_cases() if plain(case) and case.kv_bytes >= SMALL}
-    ratios = {
-        f"decode {row['case']}": row["against_flashinfer"]
-        for row in rows
-        if row["case"] in counted and row.get("against_flashinfer") is not None
-    }
-    mean = {f"{len(ratios)} cases": statistics.geometric_mean(ratios.values())} if ratios else {}
-    return [verdict(*EACH, ratios), verdict(*MEAN, mean)]

@@ -29,9 +29,9 @@ class Sizes:
     long: int = 144
     rounds: int = 3
     batches: tuple[int, ...] = (1, 32, 256)
-    chunk: int = 256
-    """Prompt tokens beside the decodes of a mixed step."""
-    mixed_steps: int = 28
+    chunk: int = 512
+    """Prompt tokens beside the decodes of a mixed step, of which there is one less than sequences in a batch."""
+    mixed_steps: int = 12
     """Few enough for Llama 3's context of 8,192 tokens."""
 
     @property

@@ -34,6 +34,7 @@ from pagekv.kernels.bench.workload import (
     WriteCase,
 )
 
+FP8 = "float8_e4m3fn"
 # Backends of torch's attention as peers, with the names of their columns. By itself torch chooses by its version and
 # the GPU: cuDNN on Hopper, where that is new enough.
 FLASH, CUDNN = ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
@@ -109,6 +110,8 @@ def decode_row(machine: FirstMachine, arena: Arena, case: AttentionCase, bandwid
     if plain(case) and case.batch >= 64 and case.kv_bytes >= SMALL:  # bound by memory, beside which noise is small
         unpaged = decode_timing(machine.edited(without_table), arena, case, scattered=False)
         counts["paged"] = row["against_no_table"] = unpaged.seconds / timing.seconds
+    if case.kv_dtype == FP8 and case.batch >= 64 and case.kv_bytes >= SMALL:
+        counts["decode fp8"] = row["share_of_copy"]
     if isinstance(case, LayoutCase) and case.pool_layers:
         compact = decode_timing(machine, arena, AttentionCase(case.heads, case.batch, case.context))
         counts["layers"] = row["against_compact"] = compact.seconds / timing.seconds

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_first import flashinfer_peer, predictions
-from gpu_first.floors import verdict_line, verdicts
+from gpu_first import predictions
+from gpu_first.floors import flashinfer_floors, verdict_line, verdicts
 from gpu_first.parts import PARTS, STEPS
 from gpu_first.predictions import shown
 from gpu_first.records import PASSED, Record, Records, last_run, of_step, status_of
@@ -263,7 +263,7 @@ def join(rows: dict[str, list[Record]]) -> None:
 
 def floors_text(rows: dict[str, list[Record]]) -> str:
     """The verdicts, a line each."""
-    found = [*verdicts(rows), *flashinfer_peer.floors(rows.get("decode", []))]
+    found = [*verdicts(rows), *flashinfer_floors(rows.get("decode", []))]
     return "\n".join(f"- {verdict_line(each)}" for each in found)
 
 

@@ -69,8 +69,8 @@ STEP_MS: dict[tuple[str, str], Range] = {
     ("with graphs", "batch 32, greedy"): (6.7, 7.1),
     ("with graphs", "batch 256, greedy"): (10.7, 12.2),
     ("with graphs", "batch 256, top-p"): (18.0, 22.0),
-    ("with graphs", "32 decodes beside a chunk of 256"): (18.0, 28.0),
-    ("with graphs", "256 decodes beside a chunk of 256"): (20.0, 30.0),
+    ("with graphs", "31 decodes beside a chunk of 512"): (18.0, 28.0),
+    ("with graphs", "255 decodes beside a chunk of 512"): (20.0, 30.0),
 }
 STEP_LAUNCHES: Range = (1200, 1400)
 COPY_GB_PER_S: Range = (4200, 4400)

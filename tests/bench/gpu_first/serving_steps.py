@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from gpu_first.failures import checked_failures
+from gpu_first.floors import FLOORS
 from gpu_first.in_process import (
     GREEDY,
     REHEARSED,
@@ -169,7 +170,8 @@ def found(context: Context, section: str, case: str, batch: int, took: StepTime,
         context.log.note(f"{section}, {case}: {error}")
         context.say(f"{section}, {case}: not measured: {error}")
         return
-    context.log.found(section, {"case": case, **columns, **more})
+    counts = {case: columns["tok_per_s"]} if section == "with graphs" and case in FLOORS else {}
+    context.log.found(section, {"case": case, **columns, **more, "counts_for": counts})
     rate = ", ".join([f"{columns['tok_per_s']:.0f} tok/s", *(f"{name} {value}" for name, value in more.items())])
     context.say(f"{section}, {case}: {columns['step_ms']:.2f} ms a step, {rate}")
 
@@ -205,14 +207,14 @@ def _in_process(context: Context, graphs: bool) -> None:
                 if not replayed:
                     continue  # no figure of graphs without graphs
             found(context, name, case, batch, took, graphs_recorded=counts.num_captured, graphs_replayed=replayed)
-    for batch in sizes.batches[1:]:
-        case = f"{batch} decodes beside a chunk of {sizes.chunk}"
+    for decodes in (batch - 1 for batch in sizes.batches[1:]):
+        case = f"{decodes} decodes beside a chunk of {sizes.chunk}"
         if log.begins(name, case):
-            seconds = mixed_seconds(backend, batch, vocab_size, sizes)
-            log.found(
-                name,
-                {"case": case, "batch": batch, "step_ms": seconds * 1e3, "tok_per_s": (batch + sizes.chunk) / seconds},
-            )
+            seconds = mixed_seconds(backend, decodes, vocab_size, sizes)
+            rate = (decodes + sizes.chunk) / seconds
+            counted = {case: 1 / seconds} if graphs and case in FLOORS else {}
+            row = {"case": case, "batch": decodes, "step_ms": seconds * 1e3, "tok_per_s": rate, "counts_for": counted}
+            log.found(name, row)
             context.say(f"{name}, {case}: {seconds * 1e3:.2f} ms a step")
 
 

@@ -34,7 +34,7 @@ def test_predictions_and_figures_stand_side_by_side(tmp_path: Path) -> None:
     found = Records(tmp_path / "part2.jsonl")
     found.start({"part": 2, "gpu": "test GPU", "code": "abc"})
     log = StepLog(found, "decode_floors")
-    row = {"microseconds": 71.0, "share_of_copy": 0.871, "counts_for": {"decode small": 0.871}}
+    row = {"microseconds": 71.0, "share_of_copy": 0.871, "counts_for": {"decode short": 0.871}}
     log.found("decode", {"case": "GQA 4, 64 x 1k", **row})
     StepLog(found, "flashinfer_decode").found("flashinfer decode", {"case": "GQA 4, 64 x 1k", "seconds": 70e-6})
     log.check("wrong", False, error=2.0)
@@ -44,7 +44,7 @@ def test_predictions_and_figures_stand_side_by_side(tmp_path: Path) -> None:
     text = (tmp_path / page.PAGE).read_text()
     assert "| GQA 4, 64 x 1k | 83% to 90% | 87.1% | 71.0 | 0.99 |" in text
     assert "- **decode_floors: wrong**: error 2.0" in text
-    assert "floor reached: decode of 64 and more, 256 MiB to 1 GiB" in text
+    assert "floor MISSED: the same at 1k" in text
     assert "floor reached: decode of 256 MiB and more, against FlashInfer: worst 0.986" in text
     assert "- decode_floors: GQA 4, 256 x 64k: more than the 72 GiB of memory" in text
     assert "- machine: not begun" in text

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import re
+import subprocess
+import sys
 import tarfile
 import time
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from gpu_first import page, runner
 from gpu_first.parts import SHORT, steps_of
 from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, of_step, status_of
+from gpu_first.rehearsal import SOURCES
 from gpu_first.runner import code_digest, versions
 from support.executor.one_step_part import rehearse, run_with
 
@@ -30,6 +33,14 @@ def test_a_step_that_passes_is_not_run_again(tmp_path: Path, monkeypatch: pytest
     assert "going on with" in said
     assert "smallest: passed before" in said
     assert len(of_step(run.records.read(), "smallest", "check")) == 1
+
+
+def test_the_runner_needs_neither_torch_nor_what_the_wheels_bring() -> None:
+    """It installs the wheels itself, and a torch that does not load must cost the steps alone."""
+    lacking = "import sys; sys.modules |= dict.fromkeys(('torch', 'grpc_health', 'google.rpc', 'cryptography'))"
+    paths = os.pathsep.join(str(runner.ROOT / name) for name in SOURCES)
+    command = [sys.executable, "-c", f"{lacking}; import gpu_first.__main__"]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True)
 
 
 def test_changed_code_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,5 +36,6 @@ def test_no_figure_of_graphs_without_a_replayed_graph(
     rows = [row for row in of_step(records.read(), "with_graphs", "row") if row["case"].startswith("batch")]
     checks = of_step(records.read(), "with_graphs", "check")
     assert [row["graphs_replayed"] for row in rows] == [replays] * len(checks) * bool(replays)
+    assert [row["counts_for"] for row in rows[:2]] == ([{"batch 1, greedy": 500.0}, {}] if replays else [])
     assert len(checks) == 4
     assert {check["passed"] for check in checks} == {bool(replays)}
