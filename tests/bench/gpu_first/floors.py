@@ -79,7 +79,7 @@ def flashinfer_floors(rows: Sequence[Row]) -> list[Row]:
 
 def verdict_line(found: Row) -> str:
     """A verdict in words."""
-    at_least = f"at least {found['at_least']}"
+    at_least = f"at least {found['at_least']:g}"
     if found["worst"] is None:
         return f"floor not measured: {found['floor']} ({at_least})"
     mark = "reached" if found["reached"] else "MISSED"
