@@ -243,7 +243,7 @@ $(DEV_STAMP): pyproject.toml constraints.txt scripts/install.sh
 	@touch $@ $(RUN_STAMP) $(GATEWAY_STAMP)
 
 $(COMPAT)/.installed: pyproject.toml constraints.txt constraints-gpu-image.txt scripts/install.sh
-	@scripts/install.sh $(COMPAT) manager,executor,test constraints-gpu-image.txt
+	@scripts/install.sh $(COMPAT) manager,executor,ranks,test constraints-gpu-image.txt
 	@touch $@
 
 $(PEER)/.installed: scripts/install_peer.sh
