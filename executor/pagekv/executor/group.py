@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,8 @@ Load = Callable[[Callable[[str], None]], Backend]
 
 # Packages of which all ranks need the same version, as far as a backend imports them.
 _MODEL_PACKAGES = ("numpy", "torch", "transformers", "accelerate")
+# With 5.17 plans have other styles, and two and four ranks of a Llama gave other tokens than one process.
+_LEAST_TRANSFORMERS = (5, 23)
 _PACKAGES = {"oracle": ("numpy",), "cpu": (*_MODEL_PACKAGES, "numba"), "cuda": _MODEL_PACKAGES}
 
 
@@ -73,7 +77,7 @@ def _has_gpus(count: int) -> bool:
 
 
 def check_group(config: ExecutorConfig, world: World) -> None:
-    """Raises ValueError for flags that a rank of a group cannot have."""
+    """Raises ValueError for flags that a rank of a group cannot have, or a transformers that splits otherwise."""
     if config.backend == "cuda" and world.local_rank is None:
         raise ValueError(
             f"LOCAL_RANK: must be from 0 to {world.local_size - 1} with --backend cuda, since it names the rank's GPU; "
@@ -81,6 +85,19 @@ def check_group(config: ExecutorConfig, world: World) -> None:
         )
     if config.backend != "cuda" and config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
+    if config.backend != "oracle":
+        _check_transformers()
+
+
+def _check_transformers() -> None:
+    with suppress(PackageNotFoundError):
+        found = version("transformers")
+        if tuple(int(part) for part in re.findall(r"\d+", found)[:2]) < _LEAST_TRANSFORMERS:
+            least = ".".join(map(str, _LEAST_TRANSFORMERS))
+            raise ValueError(
+                f"transformers {found} splits models otherwise: ranks need {least} or later "
+                f"(pip install 'transformers>={least}'), or serve the model with one rank"
+            )
 
 
 def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:

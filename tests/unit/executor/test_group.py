@@ -54,6 +54,20 @@ def test_what_ranks_cannot_have_is_refused(flags: list[str], words: str) -> None
         check_group(parse_config(flags, {}), WORLD)
 
 
+@pytest.mark.parametrize("found", ["4.57.1", "5.17.0", "5.22.0.dev0"])
+def test_a_transformers_that_splits_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(group, "version", lambda _: found)
+    with pytest.raises(ValueError, match=f"transformers {found} splits .*need 5.23 or later"):
+        check_group(parse_config(["--backend", "cpu"], {}), WORLD)
+    check_group(parse_config(["--backend", "oracle"], {}), WORLD)
+
+
+@pytest.mark.parametrize("found", ["5.23.0", "5.30.1", "6.0.0"])
+def test_a_newer_transformers_is_taken(monkeypatch: pytest.MonkeyPatch, found: str) -> None:
+    monkeypatch.setattr(group, "version", lambda _: found)
+    check_group(parse_config(["--backend", "cpu"], {}), WORLD)
+
+
 def test_ranks_with_a_gpu_each_may_have_fp8() -> None:
     flags = ["--backend", "cuda", "--kv-dtype", "fp8"]
     check_group(parse_config(flags, {}), World(1, 2, 2, "127.0.0.1", 29500, local_rank=1))
