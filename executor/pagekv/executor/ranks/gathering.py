@@ -66,7 +66,7 @@ class Gathering:
     def gather(self, joining: JoinTime) -> dict[int, RankLink]:
         """The links to all other ranks, by rank. Raises NoGroup, or RanksDisagree, which the others are told too."""
         try:
-            while len(self._links) < self._world.size - 1:
+            while not self._all_there():
                 self._wait(joining)
                 connection, _ = self._listener.accept()
                 self._greet(RankLink(connection))
@@ -81,6 +81,18 @@ class Gathering:
             with suppress(LinkLost):  # its reader will say so
                 link.send_json(Kind.WELCOME, _own_pid())
         return self._links
+
+    def _all_there(self) -> bool:
+        if len(self._links) == self._world.size - 1:
+            for rank in list(self._links):
+                self._forget_ended(rank)
+        return len(self._links) == self._world.size - 1
+
+    def _forget_ended(self, rank: int) -> None:
+        """A rank that came and is gone: it is started anew while others are still missing."""
+        if rank in self._links and self._links[rank].ended:
+            self._links.pop(rank).close()
+            del self._facts[rank]
 
     def _wait(self, joining: JoinTime) -> None:
         if not select.select([self._listener], [], [], joining.left_s)[0]:
@@ -99,10 +111,7 @@ class Gathering:
         except (LinkLost, KeyError, TypeError, ValueError, AttributeError):
             link.close()
             return
-        if rank in self._links and self._links[rank].ended:
-            # It was started anew while others are still missing.
-            self._links.pop(rank).close()
-            del self._facts[rank]
+        self._forget_ended(rank)
         reason = ""
         if size != self._world.size:
             reason = f"rank {rank} was started with WORLD_SIZE {size}, rank 0 with {self._world.size}"

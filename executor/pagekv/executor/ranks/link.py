@@ -142,8 +142,10 @@ class RankLink:
     def ended(self) -> bool:
         """Whether the other end is gone, of a link from which nobody receives."""
         try:
-            come, _, _ = select.select([self._socket], [], [], 0)
-            return bool(come) and not self._socket.recv(1, socket.MSG_PEEK)
+            # Unlike select's, its descriptors may be any number.
+            come = select.poll()
+            come.register(self._socket, select.POLLIN)
+            return bool(come.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
         except OSError:
             return True
 

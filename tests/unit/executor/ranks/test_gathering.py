@@ -70,17 +70,27 @@ def test_two_ranks_with_one_number() -> None:
     assert found == ["two ranks have number 1 (RANK)"] * 3
 
 
-def test_a_rank_that_was_started_anew_meanwhile_is_one_rank() -> None:
+def hello(meeting: Meeting, rank: int, facts: dict[str, Any] = FACTS) -> RankLink:
+    """A rank of three that has said so."""
+    link = RankLink(socket.create_connection((meeting.host, meeting.port)))
+    link.send_json(Kind.HELLO, {"secret": meeting.secret, "rank": rank, "size": 3, "facts": facts})
+    return link
+
+
+@pytest.mark.parametrize("last", [1, 2])
+def test_a_rank_that_was_started_anew_meanwhile_is_one_rank(last: int) -> None:
+    """Also where all others came before it came again."""
     listener = socket.create_server(("127.0.0.1", 0))
     meeting = meeting_at(listener)
     with ThreadPoolExecutor() as threads:
         first = threads.submit(Gathering(listener, meeting, World(0, 3), FACTS).gather, JoinTime(JOIN_S))
-        before = RankLink(socket.create_connection((meeting.host, meeting.port)))
-        before.send_json(Kind.HELLO, {"secret": meeting.secret, "rank": 1, "size": 3, "facts": {"torch": "1"}})
-        before.close()
-        others = [threads.submit(join, lambda: meeting, World(rank, 3), FACTS, JoinTime(JOIN_S)) for rank in (1, 2)]
+        hello(meeting, 1, {"torch": "1"}).close()
+        # Connections are taken in the order in which they were made.
+        other = hello(meeting, 3 - last)
+        joined = threads.submit(join, lambda: meeting, World(last, 3), FACTS, JoinTime(JOIN_S))
+        assert other.receive(JOIN_S).kind is Kind.WELCOME
     assert sorted(first.result()) == [1, 2]
-    assert [other.result()[1] for other in others] == [meeting, meeting]
+    assert joined.result()[1] == meeting
 
 
 def test_a_rank_with_another_model() -> None:
