@@ -68,7 +68,8 @@ def test_a_newer_transformers_is_taken(monkeypatch: pytest.MonkeyPatch, found: s
     check_group(parse_config(["--backend", "cpu"], {}), WORLD)
 
 
-def test_ranks_with_a_gpu_each_may_have_fp8() -> None:
+def test_ranks_with_a_gpu_each_may_have_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "version", lambda _: "5.23.0")
     flags = ["--backend", "cuda", "--kv-dtype", "fp8"]
     check_group(parse_config(flags, {}), World(1, 2, 2, "127.0.0.1", 29500, local_rank=1))
 
