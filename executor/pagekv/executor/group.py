@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import platform
 import re
 import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from pagekv.executor.ranks.rendezvous import (
     listen_as_leader,
     open_store,
 )
-from pagekv.executor.ranks.watch import end_process
+from pagekv.executor.ranks.watch import RankWatch, end_process
 from pagekv.executor.world import World
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ Load = Callable[[Callable[[str], None]], Backend]
 
 # Packages of which all ranks need the same version, as far as a backend imports them.
 _MODEL_PACKAGES = ("numpy", "torch", "transformers", "accelerate")
+_PACKAGES = {"oracle": ("numpy",), "cpu": (*_MODEL_PACKAGES, "numba"), "cuda": _MODEL_PACKAGES}
 # With 5.17 plans have other styles, and two and four ranks of a Llama gave other tokens than one process.
 _LEAST_TRANSFORMERS = (5, 23)
-_PACKAGES = {"oracle": ("numpy",), "cpu": (*_MODEL_PACKAGES, "numba"), "cuda": _MODEL_PACKAGES}
 
 
 def settled(config: ExecutorConfig, world: World) -> ExecutorConfig:
@@ -124,12 +125,9 @@ def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
         end_process(reason)
 
     leader = Leader(links, config.rank_timeout_s, lost, with_parent=world.has_store)
-    try:
+    with _others_told(leader.watch):
         _join_collectives(config, store, world, meeting, joining)
         backend = load(leader.watch.lose)
-    except Exception as error:
-        leader.watch.end(str(error) or type(error).__name__)
-        raise
     starting = False
     return GroupBackend(backend, leader)
 
@@ -146,15 +144,22 @@ def follow(config: ExecutorConfig, world: World, load: Load) -> int:
         signal.signal(signum, signal.SIG_IGN)
     follower = Follower(link, config.rank_timeout_s, with_parent=world.has_store)
     log.info("joined the group", rank=world.rank, ranks=world.size)
-    try:
+    with _others_told(follower.watch):
         _join_collectives(config, store, world, meeting, joining)
         backend = load(follower.watch.lose)
-    except Exception as error:
-        follower.watch.end(str(error) or type(error).__name__)
-        raise
     follower.run(backend)
     log.info("stopped", rank=world.rank)
     return 0
+
+
+@contextmanager
+def _others_told(watch: RankWatch) -> Iterator[None]:
+    """The other ranks learn of an error within, which ends this one."""
+    try:
+        yield
+    except Exception as error:
+        watch.end(str(error) or type(error).__name__)
+        raise
 
 
 def _begin_to_join(config: ExecutorConfig) -> JoinTime:
@@ -166,7 +171,7 @@ def _begin_to_join(config: ExecutorConfig) -> JoinTime:
 def _import_torch() -> None:
     if "torch" not in sys.modules:
         with phase("importing torch"):
-            import torch  # noqa: F401
+            importlib.import_module("torch")
 
 
 def _join_collectives(config: ExecutorConfig, store: Store, world: World, meeting: Meeting, joining: JoinTime) -> None:

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 # Ranks at most, as `pagekv plan --tp` has it.
 MAX_RANKS = 1024
+# Seconds that the other ranks get to come to the end of a call, or to agree, once one has failed. A fault that all
+# find, or that they agree on, takes them none; in a collective they would wait for as long as it may take.
+OTHERS_S = 3.0
 _LAST_PORT = 65535
 
 

@@ -12,15 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pagekv.executor.world import World
+from pagekv.executor.world import OTHERS_S, World
 
 # Parts of so many bytes at most are gathered and summed here, on CPUs: gloo's ring has twice the messages, and waits
 # for all of them. Over two ranks a step of 16 rows through 8 layers waited 14 ms instead of 21. Of longer parts more
 # than two ranks would send too much. Two ranks send each other their parts, whatever the size: that passes through
 # fewer threads of gloo than a gathering of two.
 GATHERED_BYTES = 2**18
-# Seconds that other ranks get to agree with one that failed.
-OTHERS_S = 3.0
 
 
 class Shards:

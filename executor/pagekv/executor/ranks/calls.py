@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.executor.world import OTHERS_S
 
-# Seconds that the others get to end a call once it has failed on one rank. A fault that all find, or that they agree
-# on, takes them none; in a collective they would wait for as long as it may take.
-OTHERS_S = 3.0
 _OWN = 0
 
 
