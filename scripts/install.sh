@@ -36,8 +36,9 @@ find_python() {
 }
 
 # True where pip.conf or PIP_* variables choose where packages come from.
+# grep reads all of it: with -q it breaks pip's pipe, and then the pipeline fails as if nothing were configured.
 pip_is_configured() {
-  "$venv/bin/pip" config list 2>/dev/null | grep -Eq '(index-url|find-links|no-index)' ||
+  "$venv/bin/pip" config list 2>/dev/null | grep -E '(index-url|find-links|no-index)' >/dev/null ||
     env | grep -Eq '^PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|NO_INDEX)='
 }
 

@@ -14,7 +14,8 @@ index=${TORCH_INDEX-auto}
 if [ "$index" = auto ]; then
   index=
   # On plain PyPI torch is the CUDA build; a pip that somebody configured keeps its index.
-  if [ "$(uname -s)" = Linux ] && ! "$venv/bin/pip" config list | grep -Eq '(index-url|find-links|no-index)' &&
+  # grep reads all of it: with -q it breaks pip's pipe, and then the pipeline fails as if nothing were configured.
+  if [ "$(uname -s)" = Linux ] && ! "$venv/bin/pip" config list | grep -E '(index-url|find-links|no-index)' >/dev/null &&
     ! env | grep -Eq '^PIP_(INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|NO_INDEX)='; then
     index=https://download.pytorch.org/whl/cpu
   fi
