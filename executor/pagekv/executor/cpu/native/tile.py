@@ -17,8 +17,8 @@ from numba.extending import intrinsic
 from pagekv.executor.cpu.native.matrix_unit import ROWS, has_matrix_unit, matrix_tile
 from pagekv.executor.cpu.native.vectors import BFLOAT16, F32, I32, I64, features, fetch, load, spread, vector_lanes
 
-# How products are summed: of float32; of two neighbours in bfloat16 by one instruction; of them made float32 first; or
-# of bfloat16 by the matrix unit.
+# How products are summed: of float32; of two neighbours in bfloat16 by one instruction; of them made float32 first, of
+# rows before the tile and of columns within; or of bfloat16 by the matrix unit.
 FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED, BFLOAT16_MATRIX = 0, 1, 2, 3
 
 
@@ -38,8 +38,6 @@ def most_rows(lanes: int, sums: int) -> int:
     """Rows of the largest tile whose sums, with what is multiplied, fit the registers: 16 with AVX2, else 32."""
     if sums == BFLOAT16_MATRIX:
         return 2 * ROWS
-    if sums == BFLOAT16_WIDENED:
-        return 4 if lanes == 8 else 5
     return 6
 
 
@@ -61,9 +59,9 @@ def tile(
 
     All others are int64. `left`: address of the first row, the next one `left_row` bytes behind. `panel`: address of
     `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row and
-    of each column, one float32 or two bfloat16. `out`: address of float32 `[rows, columns]`. `panel` and `out` are
-    aligned to vectors. Step s calls memory at `ahead + s * ahead_step` into the cache. Of BFLOAT16_MATRIX: as
-    `matrix_tile`.
+    of each column, one float32 or two bfloat16; rows of BFLOAT16_WIDENED are float32, of which it takes two. `out`:
+    address of float32 `[rows, columns]`. `panel` and `out` are aligned to vectors. Step s calls memory at
+    `ahead + s * ahead_step` into the cache. Of BFLOAT16_MATRIX: as `matrix_tile`.
     """
     lane_count, kind = lanes.literal_value, sums.literal_value
 
@@ -90,9 +88,11 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     depth, left, left_row, panel, out, ahead, ahead_step = args
     vectors = panel_vectors(lanes)
     vector = ir.VectorType(F32, lanes)
-    word = ir.VectorType(I32, lanes) if kind != FLOAT32 else vector
+    word = vector if kind == FLOAT32 else ir.VectorType(I32, lanes)
+    # A step takes one number of a row, which is spread over a vector, or two, one after the other.
+    numbers, spread_to = (2, vector) if kind == BFLOAT16_WIDENED else (1, word)
     starts = [
-        builder.inttoptr(builder.add(left, builder.mul(left_row, I64(row))), word.element.as_pointer())
+        builder.inttoptr(builder.add(left, builder.mul(left_row, I64(row))), spread_to.element.as_pointer())
         for row in range(count)
     ]
     columns = builder.inttoptr(panel, word.as_pointer())
@@ -111,11 +111,16 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
         for at in range(vectors)
     ]
     fetch(builder, fetched, vectors * lanes * 4)
-    grown = []
-    for row in range(count):
-        number = spread(builder, word, load(builder, builder.gep(starts[row], [step]), 4))
-        for at in range(vectors):
-            grown.append(_add_product(builder, kind, number, parts[at], sums[row * vectors + at]))
+    grown = sums
+    for place in range(numbers):
+        halves = parts if numbers == 1 else [_half(builder, part, vector, place) for part in parts]
+        at = builder.add(builder.mul(step, I64(numbers)), I64(place))
+        totals, grown = grown, []
+        for row in range(count):
+            number = spread(builder, spread_to, load(builder, builder.gep(starts[row], [at]), 4))
+            grown += [
+                _add_product(builder, kind, number, half, totals[len(grown) + i]) for i, half in enumerate(halves)
+            ]
     for total, new in zip(sums, grown, strict=True):
         total.add_incoming(new, loop)
     following = builder.add(step, I64(1))
@@ -124,13 +129,13 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
 
     builder.position_at_end(after)
-    totals = builder.inttoptr(out, vector.as_pointer())
-    for at, total in enumerate(grown):
-        builder.store(total, builder.gep(totals, [I64(at)])).align = lanes * 4
+    places = builder.inttoptr(out, vector.as_pointer())
+    for index, total in enumerate(grown):
+        builder.store(total, builder.gep(places, [I64(index)])).align = lanes * 4
 
 
 def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> Any:
-    """`total` and the product, or the two products, of 32 bits of each lane."""
+    """`total` and the product of each lane, or of BFLOAT16_DOT both products."""
     vector = total.type
     if kind == BFLOAT16_DOT:
         pairs = ir.VectorType(BFLOAT16, 2 * vector.count)
@@ -141,11 +146,13 @@ def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> 
     fma = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(vector, [vector, vector, vector]), f"llvm.fma.v{vector.count}f32"
     )
-    if kind == FLOAT32:
-        return builder.call(fma, [left, right, total])
-    sixteen, upper = (ir.Constant(right.type, [bits] * vector.count) for bits in (16, 0xFFFF0000))
-    # The first of two numbers has the lower bits.
-    for first in (True, False):
-        both = [builder.shl(bits, sixteen) if first else builder.and_(bits, upper) for bits in (left, right)]
-        total = builder.call(fma, [*(builder.bitcast(bits, vector) for bits in both), total])
-    return total
+    return builder.call(fma, [left, right, total])
+
+
+def _half(builder: Any, pairs: Any, vector: Any, place: int) -> Any:
+    """Float32 of the first or second bfloat16 of each pair, of which the first has the lower bits."""
+    if place:
+        bits = builder.and_(pairs, ir.Constant(pairs.type, [0xFFFF0000] * vector.count))
+    else:
+        bits = builder.shl(pairs, ir.Constant(pairs.type, [16] * vector.count))
+    return builder.bitcast(bits, vector)

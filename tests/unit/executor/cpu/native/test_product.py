@@ -104,6 +104,18 @@ def test_threads_share_panels_and_rows(threads: int, dtype: torch.dtype, columns
     assert near(Product(weight, bias)(rows), plain(rows, weight, bias))
 
 
+@pytest.mark.long
+def test_a_thread_widens_no_more_rows_at_a_time_than_fit(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    torch.manual_seed(0)
+    weight, bias = weights(96, 130, torch.bfloat16)
+    rows = torch.randn(50, 96).to(torch.bfloat16)
+    monkeypatch.setattr(product_module, "bfloat16_sums", lambda: BFLOAT16_WIDENED)
+    whole = Product(weight, bias)(rows)
+    assert near(whole, plain(rows, weight, bias))
+    monkeypatch.setattr(product_module, "WIDENED_NUMBERS", 9 * 96)
+    assert torch.equal(Product(weight, bias)(rows), whole)
+
+
 # Of the matrix unit's tiles the largest are for whole runs of pairs alone: the second.
 @pytest.mark.parametrize("inner", [100, 96])
 def test_a_row_is_the_same_whatever_the_others_are(dtype: torch.dtype, inner: int) -> None:
