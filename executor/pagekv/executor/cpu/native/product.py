@@ -35,6 +35,7 @@ from pagekv.executor.cpu.native.matrix_unit import (
 )
 from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, widen
 from pagekv.executor.cpu.native.openmp import empty, run
+from pagekv.executor.cpu.native.packing import packed
 from pagekv.executor.cpu.native.stored_rows import store_rows
 from pagekv.executor.cpu.native.tile import (
     BFLOAT16_MATRIX,
@@ -54,7 +55,6 @@ WIDENED_NUMBERS = 2**19
 # Multiplications that one thread does while the others would still be waking.
 ALONE = 2**18
 
-_ALIGNMENT = 64
 # How columns are finished: as they are, or those of gates and of what is gated as one.
 _PLAIN, _SILU, _GELU_TANH = 0, 1, 2
 _FINISHES = {None: _PLAIN, "silu": _SILU, "gelu_tanh": _GELU_TANH}
@@ -80,10 +80,10 @@ class Product:
         # Rows are copied first, in Python: calls of it cannot be recorded.
         self.pads_rows = weight.shape[1] % self._paired > 0
         run = COLUMNS if sums == BFLOAT16_MATRIX else 0
-        self._panels = _packed(weight, parts, wide // parts, self._depth, self._paired, run)
+        self._panels = packed(weight, parts, wide // parts, self._depth, self._paired, run)
         self._bias = None
         if bias is not None:
-            self._bias = _packed(bias.float()[:, None], parts, wide // parts, 1, 1)
+            self._bias = packed(bias.float()[:, None], parts, wide // parts, 1, 1)
         self._most = most_rows(lanes, sums)
         self._tile_numbers = self._most * wide + 2 * SHAPES_BYTES // 4
         self._widens = sums == BFLOAT16_WIDENED
@@ -123,30 +123,6 @@ class Product:
             held=(rows, self._panels, out, scratch),
         )
         return out
-
-
-def _packed(weight: torch.Tensor, parts: int, wide: int, depth: int, paired: int, run: int = 0) -> torch.Tensor:
-    """Panels, the first dimension, of `weight` `[parts * n, in]`, zeros behind its columns and numbers: of each
-    `[depth, parts * wide, paired]`, or, of runs of so many columns, `[parts * wide / run, depth, run, paired]`.
-    """
-    columns = len(weight) // parts
-    panels = -(-columns // wide)
-    padding = (0, depth * paired - weight.shape[1], 0, panels * wide - columns)
-    whole = weight.reshape(parts, columns, -1)
-    if any(padding):
-        whole = torch.nn.functional.pad(whole, padding)
-    out = _aligned(whole.numel(), weight.dtype)
-    pieces = whole.view(parts, panels, wide // (run or wide), run or wide, depth, paired)
-    ordered = pieces.permute(1, 0, 2, 4, 3, 5) if run else pieces.permute(1, 4, 0, 2, 3, 5)
-    out.view(ordered.shape).copy_(ordered)
-    return out.view(panels, -1)
-
-
-def _aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Memory from NumPy, which asks for large pages where torch does not: few rows take 3 to 15 % less time."""
-    bytes_ = np.empty(count * dtype.itemsize + _ALIGNMENT, np.uint8)
-    begin = -bytes_.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(bytes_[begin : begin + count * dtype.itemsize]).view(dtype)
 
 
 @cache
