@@ -38,7 +38,7 @@ def load_forward(
     loaded = load_model(model_path, dtype, shards=shards)
     if not fused:
         return loaded, ModuleForward(loaded.model)
-    reason = _why_not(loaded, dtype)
+    reason, failed = _why_not(loaded, dtype), False
     if shards is not None and not shards.all_say(not reason):
         reason = reason or "another rank cannot"
     if not reason:
@@ -48,12 +48,12 @@ def load_forward(
         if not isinstance(found, str):
             log.info("steps are computed by compiled loops", model_type=loaded.model.config.model_type)
             return loaded, found
-        reason = found
+        reason, failed = found, True
         # The other way took the weights.
         del loaded
         loaded = load_model(model_path, dtype, shards=shards)
     log.info("steps are computed by transformers' model", reason=reason)
-    return loaded, ModuleForward(loaded.model)
+    return loaded, ModuleForward(loaded.model, loops=shards is None and not failed)
 
 
 def _why_not(loaded: LoadedModel, dtype: torch.dtype) -> str:

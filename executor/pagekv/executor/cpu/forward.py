@@ -25,10 +25,10 @@ class StepForward(Protocol):
 class ModuleForward:
     """transformers' model with PageKV's attention. Implements `StepForward`, for every model."""
 
-    def __init__(self, model: PreTrainedModel, *, pack: bool = True) -> None:
-        """`pack`: the model's linear layers are laid out anew, in place."""
+    def __init__(self, model: PreTrainedModel, *, pack: bool = True, loops: bool = False) -> None:
+        """`pack`: the model's linear layers are laid out anew, in place; `loops`: as of `pack_linears`."""
         if pack:
-            pack_linears(model)
+            pack_linears(model, loops=loops)
         self._model = model
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
