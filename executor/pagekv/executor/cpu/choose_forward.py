@@ -1,5 +1,6 @@
-"""Chooses how steps are computed: by the backend's own loops where the model is of a family that they know, Numba is
-installed and works, and both ways agree on a few tokens; else by transformers' model.
+"""Chooses how steps are computed: by the backend's own loops where the model is of a family that they know; else by
+transformers' model with attention by the loops. Either only where Numba is installed and works, and where the logits of
+a few tokens are those of transformers' model alone, which computes the steps otherwise.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 def load_forward(
     model_path: Path, dtype: torch.dtype, *, fused: bool, shards: Shards | None = None
 ) -> tuple[LoadedModel, StepForward]:
-    """The model, and how its steps are computed; `fused`: by compiled loops where possible. `shards`: of a model that
-    is split, whose ranks compute it all in one way. Raises as `load_model`.
+    """The model, and how its steps are computed; `fused`: by compiled loops, as far as possible. `shards`: of a model
+    that is split, whose ranks compute it all in one way. Raises as `load_model`.
     """
     loaded = load_model(model_path, dtype, shards=shards)
     if not fused:
         return loaded, ModuleForward(loaded.model)
-    reason, failed = _why_not(loaded, dtype), False
+    reason = _why_not(loaded, dtype, shards)
     if shards is not None and not shards.all_say(not reason):
         reason = reason or "another rank cannot"
     if not reason:
@@ -46,22 +47,27 @@ def load_forward(
         if shards is not None and not shards.all_say(not isinstance(found, str)) and not isinstance(found, str):
             found = "another rank cannot"
         if not isinstance(found, str):
-            log.info("steps are computed by compiled loops", model_type=loaded.model.config.model_type)
+            within = " within transformers' model" if isinstance(found, ModuleForward) else ""
+            log.info(f"steps are computed by compiled loops{within}", model_type=loaded.model.config.model_type)
             return loaded, found
-        reason, failed = found, True
+        reason = found
         # The other way took the weights.
         del loaded
         loaded = load_model(model_path, dtype, shards=shards)
     log.info("steps are computed by transformers' model", reason=reason)
-    return loaded, ModuleForward(loaded.model, loops=shards is None and not failed)
+    return loaded, ModuleForward(loaded.model)
 
 
-def _why_not(loaded: LoadedModel, dtype: torch.dtype) -> str:
-    """Why compiled loops cannot compute this model; empty where they may."""
+def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> str:
+    """Why compiled loops cannot compute anything of this model; empty where they may."""
     if dtype not in TOLERANCE:
         return f"compiled loops compute in float32 and bfloat16, not in {dtype}"
     if find_spec("numba") is None:
         return "numba is not installed"
+    if any(scores.sinks is not None for scores in loaded.scores):
+        return "compiled loops know no attention sinks"
+    if shards is None:
+        return ""
     if read_decoder(loaded.model) is None:
         return f"compiled loops do not know models of type {loaded.model.config.model_type}"
     if not keeps_heads(loaded.model):
@@ -90,10 +96,11 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
 
 
 def _fused(loaded: LoadedModel, shards: Shards | None) -> StepForward:
+    decoder = read_decoder(loaded.model)
+    if decoder is None:
+        return ModuleForward(loaded.model, loops=True)
     from pagekv.executor.cpu.fused_decoder import FusedDecoder
 
-    decoder = read_decoder(loaded.model)
-    assert decoder is not None
     heads = (loaded.num_heads, loaded.geometry.num_kv_heads)
     if shards is None:
         return FusedDecoder(decoder, loaded.scores, *heads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -11,7 +12,7 @@ from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
-from pagekv.executor.model.attention_interface import LAST_ROW, forward
+from pagekv.executor.model.attention_interface import LAST_ROW, StepAttention, forward
 
 
 class StepForward(Protocol):
@@ -23,14 +24,23 @@ class StepForward(Protocol):
 
 
 class ModuleForward:
-    """transformers' model with PageKV's attention. Implements `StepForward`, for every model."""
+    """transformers' model with PageKV's attention. Implements `StepForward`, for every model; with loops, for those in
+    float32 or bfloat16 without attention sinks.
+    """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = True, loops: bool = False) -> None:
-        """`pack`: the model's linear layers are laid out anew, in place; `loops`: as of `pack_linears`."""
+        """`pack`: the model's linear layers are laid out anew, in place. `loops`: compiled loops compute attention and,
+        where they are faster, linear layers.
+        """
+        self._attention: Callable[[KvCache, CpuAttentionPlan], StepAttention] = PagedStepAttention
+        if loops:
+            from pagekv.executor.cpu.native.step_attention import LoopStepAttention
+
+            self._attention = LoopStepAttention
         if pack:
             pack_linears(model, loops=loops)
         self._model = model
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
         rows = torch.tensor([row for row, _ in plan.sampling]) if plan.sampling else LAST_ROW
-        return forward(self._model, plan.input_ids, plan.position_ids, rows, PagedStepAttention(cache, plan))
+        return forward(self._model, plan.input_ids, plan.position_ids, rows, self._attention(cache, plan))

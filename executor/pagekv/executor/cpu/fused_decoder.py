@@ -14,7 +14,7 @@ from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.program import Program
 from pagekv.executor.cpu.native.rows import add_norm, rotate
-from pagekv.executor.cpu.native.step_attention import step_attention
+from pagekv.executor.cpu.native.step_attention import least_runs, step_attention
 from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.cpu.products import TorchProduct, fastest_product
 from pagekv.executor.cpu.rotations import Rotations
@@ -131,8 +131,7 @@ class FusedDecoder:
         places = torch.from_numpy(blocks * keys.stride(0) + offsets * keys.stride(1))
         windows = [plan.effective_window(layer.scores.window) for layer in self._layers]
         heads, kv_heads = self._num_heads
-        # Two for each thread, so that they end together.
-        least = -(-2 * torch.get_num_threads() // kv_heads)
+        least = least_runs(kv_heads)
 
         def reads(step: StepRows, window: int | None) -> PagedReads:
             return paged_reads(step, cache.block_size, window, heads // kv_heads, least)

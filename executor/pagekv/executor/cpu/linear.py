@@ -1,4 +1,4 @@
-"""Linear layers with weights laid out once: for oneDNN, or for compiled loops where oneDNN does not know their type.
+"""Linear layers with weights laid out once, for oneDNN or for compiled loops.
 
 Measured on a 2-core AVX-512 machine, float32, against torch's own linear (MKL): 123 against 342 us for 32 rows of
 512 x 1536, 480 against 200 GFLOP/s for 256 rows; one thread, 8192 outputs: 1.2 against 3.4 ms. Laying out at every
@@ -9,15 +9,10 @@ multiplies bfloat16 with 9 GFLOP/s a thread, the loops with 79.
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
-
-from pagekv.common.logs import Log
-
-log = Log(__name__)
 
 
 class PackedLinear(nn.Module):
@@ -47,7 +42,9 @@ class LoopLinear(nn.Module):
         self._multiply = multiply
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., in]` to `[..., out]`."""
+        """`[..., in]` to `[..., out]`. Raises TypeError for another type than the weight's."""
+        if rows.dtype != self.weight.dtype:
+            raise TypeError(f"rows of {rows.dtype} for weights of {self.weight.dtype}")
         return self._multiply(rows.reshape(-1, self.in_features)).view(*rows.shape[:-1], self.out_features)
 
 
@@ -63,7 +60,7 @@ def is_packable(dtype: torch.dtype) -> bool:
 
 def pack_linears(model: nn.Module, *, loops: bool = False) -> int:
     """Replaces every plain linear layer of the model in place and returns how many; 0 where that cannot help. `loops`:
-    compiled loops multiply bfloat16 where oneDNN does not.
+    by compiled loops where these are faster.
     """
     packed = _way(next(model.parameters()).dtype, loops)
     if packed is None:
@@ -84,18 +81,10 @@ def pack_linears(model: nn.Module, *, loops: bool = False) -> int:
 
 
 def _way(dtype: torch.dtype, loops: bool) -> Callable[[torch.Tensor, torch.Tensor | None], nn.Module] | None:
-    if is_packable(dtype):
-        return PackedLinear
-    if not loops or dtype != torch.bfloat16 or find_spec("numba") is None:
-        return None
-    try:
+    if loops:
         from pagekv.executor.cpu.native.product import Product
-        from pagekv.executor.cpu.native.vectors import vector_lanes
-    # A Numba that does not fit NumPy or the processor fails in many ways.
-    except Exception as error:
-        log.info("compiled loops cannot multiply", error=f"{type(error).__name__}: {error}")
-        return None
-    if not vector_lanes():
-        return None
-    log.info("linear layers are computed by compiled loops", dtype=str(dtype))
-    return lambda weight, bias: LoopLinear(weight, Product(weight.detach(), bias))
+        from pagekv.executor.cpu.products import fastest_product
+
+        if fastest_product(dtype) is Product:
+            return lambda weight, bias: LoopLinear(weight, Product(weight.detach(), bias))
+    return PackedLinear if is_packable(dtype) else None

@@ -11,9 +11,11 @@ import torch
 from support.executor.cpu_driver import save_model
 
 from pagekv.executor.cpu import choose_forward
+from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
+from pagekv.executor.cpu.native.step_attention import LoopStepAttention
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 
@@ -31,15 +33,37 @@ def test_a_family_that_is_known_is_fused(llama: Path, dtype: torch.dtype) -> Non
     assert isinstance(forward, FusedDecoder)
 
 
-def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_other_families_the_loops_compute_attention(tmp_path: Path, dtype: torch.dtype) -> None:
     save_model("gpt2", tmp_path)
+    _, forward = load_forward(tmp_path, dtype, fused=True)
+    assert isinstance(forward, ModuleForward)
+    assert forward._attention is LoopStepAttention
+
+
+def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Path, tmp_path: Path) -> None:
+    save_model("gpt-oss", tmp_path)
     for path, dtype, fused in (
         (llama, torch.float32, False),
         (llama, torch.float64, True),
+        # It has attention sinks.
         (tmp_path, torch.float32, True),
     ):
         _, forward = load_forward(path, dtype, fused=fused)
         assert isinstance(forward, ModuleForward)
+        assert forward._attention is PagedStepAttention
+
+
+def test_attention_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("gpt2", tmp_path)
+    right, reference = load_forward(tmp_path, torch.float32, fused=False)
+    expected = choose_forward._logits(reference, right)
+    attend = LoopStepAttention.attend
+    monkeypatch.setattr(LoopStepAttention, "attend", lambda *given: attend(*given) * 0.9)
+    loaded, forward = load_forward(tmp_path, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
+    assert forward._attention is PagedStepAttention
+    assert torch.equal(choose_forward._logits(forward, loaded), expected)
 
 
 def test_without_numba(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:

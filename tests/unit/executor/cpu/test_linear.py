@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pagekv.executor.cpu import linear
+from pagekv.executor.cpu import linear, products
 from pagekv.executor.cpu.linear import LoopLinear, PackedLinear, pack_linears
+from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
 
@@ -46,36 +45,34 @@ def test_double_precision_stays_as_it_is() -> None:
     assert isinstance(model[0], nn.Linear)
 
 
-@pytest.fixture
-def unpackable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor on which oneDNN does not multiply bfloat16."""
-    monkeypatch.setattr(linear, "is_packable", lambda dtype: dtype == torch.float32)
-
-
 @pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
-def test_loops_multiply_bfloat16_where_onednn_does_not(unpackable: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loops_multiply_where_they_are_faster(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "fastest_product", lambda dtype: Product)
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(48, 80), nn.Sequential(Conv1D(4, 80), nn.Linear(4, 4, bias=False))).bfloat16()
-    data = torch.randn(2, 5, 48).bfloat16()
+    model = nn.Sequential(nn.Linear(48, 80), nn.Sequential(Conv1D(4, 80), nn.Linear(4, 4, bias=False))).to(dtype)
+    data = torch.randn(2, 5, 48).to(dtype)
     with torch.inference_mode():
         before = model(data)
         assert pack_linears(model, loops=True) == 3
         assert isinstance(model[0], LoopLinear)
-        assert model[0].weight.dtype == torch.bfloat16
-        torch.testing.assert_close(model(data), before, atol=2e-2, rtol=2e-2)
+        assert model[0].weight.dtype == dtype
+        tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(model(data), before, atol=tolerance, rtol=tolerance)
         assert model(data[:, :0]).shape == (2, 0, 4)
+        with pytest.raises(TypeError, match=r"rows of torch\.float64 for weights of"):
+            model(data.double())
 
 
-def test_bfloat16_stays_as_it_is_without_loops(unpackable: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_multiplies_where_loops_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "fastest_product", lambda dtype: products.TorchProduct)
+    model = nn.Sequential(nn.Linear(4, 4))
+    assert pack_linears(model, loops=True) == 1
+    assert isinstance(model[0], PackedLinear)
+
+
+def test_bfloat16_that_onednn_does_not_multiply_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "is_packable", lambda dtype: dtype == torch.float32)
     model = nn.Sequential(nn.Linear(4, 4)).bfloat16()
     assert pack_linears(model) == 0
-    monkeypatch.setattr(linear, "find_spec", lambda name: None)
-    assert pack_linears(model, loops=True) == 0
-    assert isinstance(model[0], nn.Linear)
-
-
-def test_a_numba_that_does_not_work_changes_nothing(unpackable: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pagekv.executor.cpu.native.product", None)
-    model = nn.Sequential(nn.Linear(4, 4)).bfloat16()
-    assert pack_linears(model, loops=True) == 0
     assert isinstance(model[0], nn.Linear)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.decode_attention import decode_attention
 from pagekv.executor.cpu.native.openmp import empty
 from pagekv.executor.cpu.native.prompt_attention import prompt_attention
 from pagekv.executor.cpu.native.rows import narrowed
-from pagekv.executor.cpu.paged_reads import PagedReads
+from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.model.attention_interface import Scores
 
 
@@ -26,3 +27,32 @@ def step_attention(pools: KvCache, layer: int, query: torch.Tensor, reads: Paged
     for prefix in reads.prefixes:
         prompt_attention(pools, layer, query, prefix, scores, out, lse, merge=True)
     return narrowed(out.view(count, -1), query.dtype)
+
+
+class LoopStepAttention:
+    """The attention of one step of a model without attention sinks, for transformers' model. Implements
+    `StepAttention`.
+    """
+
+    def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
+        self._cache, self._plan = cache, plan
+        # By window, and query heads to a KV head.
+        self._reads: dict[tuple[int | None, int], PagedReads] = {}
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
+    ) -> torch.Tensor:
+        self._cache.write(layer, self._plan.slots, key.transpose(0, 1), value.transpose(0, 1))
+        kv_heads, group = len(key), len(query) // len(key)
+        window = self._plan.effective_window(scores.window)
+        if (window, group) not in self._reads:
+            self._reads[window, group] = paged_reads(
+                self._plan.step, self._cache.block_size, window, group, least_runs(kv_heads)
+            )
+        rows = query.transpose(0, 1)
+        return step_attention(self._cache, layer, rows, self._reads[window, group], scores).view(rows.shape)
+
+
+def least_runs(kv_heads: int) -> int:
+    """Runs of rows, each of a KV head, that keep all threads busy: two for each, so that they end together."""
+    return -(-2 * torch.get_num_threads() // kv_heads)

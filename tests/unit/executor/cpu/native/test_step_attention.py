@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu.attention import attend
+from pagekv.executor.cpu.attention import PagedStepAttention, attend
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.kv_cache import KvCache
-from pagekv.executor.cpu.native.step_attention import step_attention
+from pagekv.executor.cpu.native.step_attention import LoopStepAttention, step_attention
 from pagekv.executor.cpu.paged_reads import paged_reads
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import BlockGeometry
@@ -54,3 +54,36 @@ def test_rows_of_all_kinds(dtype: torch.dtype, tolerance: float, window: int | N
             heads = query[row.first + place].double().view(1, KV_HEADS, -1, SIZE)
             expected = attend(heads, key, value, Scores(0.4))[0].flatten()
             assert torch.allclose(found[row.first + place].double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
+def test_steps_of_transformers_model_are_those_by_its_own_attention(dtype: torch.dtype, tolerance: float) -> None:
+    """Layers with a window and without, query heads to a KV head of two numbers, and keys that the step brings."""
+    torch.manual_seed(0)
+    tables = [[*range(8)], [*range(6), 9, 10], [11, 12, 13, 14]]
+    found = []
+    for kind in (PagedStepAttention, LoopStepAttention):
+        pools = KvCache(BlockGeometry(3, KV_HEADS, SIZE, dtype), BLOCK_SIZE, 16)
+        rng = torch.Generator().manual_seed(1)
+        outs = []
+        for places in (((0, 24), (24, 0), (0, 5)), ((24, 7), (24, 1), (5, 1)), ((31, 1), (25, 1), (6, 6))):
+            items = [
+                Scheduled(SequenceState(index, [1] * 32, 32, table, start, Sampling()), start, count)
+                for index, (table, (start, count)) in enumerate(zip(tables, places, strict=True))
+                if count
+            ]
+            step = kind(pools, CpuAttentionPlan(items, BLOCK_SIZE, pools.null_block, 2**20, dtype))
+            tokens = sum(item.count for item in items)
+            for layer, (heads, scores) in enumerate(
+                ((HEADS, Scores(0.4)), (HEADS, Scores(0.4, cap=2.0, window=6)), (2 * HEADS, Scores(0.3)))
+            ):
+                query, key, value = (
+                    torch.randn(count, tokens, SIZE, generator=rng).to(dtype) for count in (heads, KV_HEADS, KV_HEADS)
+                )
+                out = step.attend(layer, query, key, value, scores)
+                assert out.shape == (tokens, heads, SIZE)
+                outs.append(out.flatten().float())
+        found.append((torch.cat(outs), pools.device))
+    (expected, written), (given, also) = found
+    assert torch.allclose(given, expected, rtol=tolerance, atol=tolerance)
+    assert torch.equal(written, also)
