@@ -33,12 +33,15 @@ class ModuleForward:
         where they are faster, linear layers.
         """
         self._attention: Callable[[KvCache, CpuAttentionPlan], StepAttention] = PagedStepAttention
+        make = None
         if loops:
             from pagekv.executor.cpu.native.step_attention import LoopStepAttention
+            from pagekv.executor.cpu.products import fastest_product
 
             self._attention = LoopStepAttention
+            make = fastest_product(model.dtype)
         if pack:
-            pack_linears(model, loops=loops)
+            pack_linears(model, make)
         self._model = model
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:

@@ -32,20 +32,20 @@ class PackedLinear(nn.Module):
         return packed
 
 
-class LoopLinear(nn.Module):
-    """As `PackedLinear`, by the compiled loops of `multiply`, which computes `[T, in]` to `[T, out]`."""
+class ProductLinear(nn.Module):
+    """As `PackedLinear`, by a product of these weights, which computes `[T, in]` to `[T, out]`."""
 
-    def __init__(self, weight: torch.Tensor, multiply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, weight: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.weight = torch.empty_like(weight, device="meta")
-        self._multiply = multiply
+        self._product = product
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in]` to `[..., out]`. Raises TypeError for another type than the weight's."""
         if rows.dtype != self.weight.dtype:
             raise TypeError(f"rows of {rows.dtype} for weights of {self.weight.dtype}")
-        return self._multiply(rows.reshape(-1, self.in_features)).view(*rows.shape[:-1], self.out_features)
+        return self._product(rows.reshape(-1, self.in_features)).view(*rows.shape[:-1], self.out_features)
 
 
 def is_packable(dtype: torch.dtype) -> bool:
@@ -58,33 +58,26 @@ def is_packable(dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def pack_linears(model: nn.Module, *, loops: bool = False) -> int:
-    """Replaces every plain linear layer of the model in place and returns how many; 0 where that cannot help. `loops`:
-    by compiled loops where these are faster.
+def pack_linears(
+    model: nn.Module,
+    make: Callable[[torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]] | None = None,
+) -> int:
+    """Replaces every plain linear layer of the model in place and returns how many; 0 where oneDNN cannot help. `make`:
+    the products of weights and bias, instead of oneDNN's.
     """
-    packed = _way(next(model.parameters()).dtype, loops)
-    if packed is None:
+    if make is None and not is_packable(next(model.parameters()).dtype):
         return 0
     count = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Exact types: a subclass may do more than multiply.
             if type(child) is nn.Linear:
-                layer = packed(child.weight, child.bias)
+                weight, bias = child.weight.detach(), child.bias
             elif type(child) is Conv1D:
-                layer = packed(child.get_parameter("weight").t(), child.get_parameter("bias"))
+                weight, bias = child.get_parameter("weight").detach().t(), child.get_parameter("bias")
             else:
                 continue
+            layer = PackedLinear(weight, bias) if make is None else ProductLinear(weight, make(weight, bias))
             setattr(parent, name, layer)
             count += 1
     return count
-
-
-def _way(dtype: torch.dtype, loops: bool) -> Callable[[torch.Tensor, torch.Tensor | None], nn.Module] | None:
-    if loops:
-        from pagekv.executor.cpu.native.product import Product
-        from pagekv.executor.cpu.products import fastest_product
-
-        if fastest_product(dtype) is Product:
-            return lambda weight, bias: LoopLinear(weight, Product(weight.detach(), bias))
-    return PackedLinear if is_packable(dtype) else None

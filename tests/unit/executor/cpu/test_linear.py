@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from pagekv.executor.cpu import linear, products
-from pagekv.executor.cpu.linear import LoopLinear, PackedLinear, pack_linears
+from pagekv.executor.cpu import linear
+from pagekv.executor.cpu.linear import PackedLinear, ProductLinear, pack_linears
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.vectors import vector_lanes
+from pagekv.executor.cpu.products import TorchProduct
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -45,30 +46,24 @@ def test_double_precision_stays_as_it_is() -> None:
     assert isinstance(model[0], nn.Linear)
 
 
-@pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
+@pytest.mark.parametrize("make", [Product, TorchProduct])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_loops_multiply_where_they_are_faster(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "fastest_product", lambda dtype: Product)
+def test_products_in_place_of_layers(dtype: torch.dtype, make: type[Product | TorchProduct]) -> None:
+    if make is Product and not vector_lanes():
+        pytest.skip("this processor has no vectors that the loops know")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(48, 80), nn.Sequential(Conv1D(4, 80), nn.Linear(4, 4, bias=False))).to(dtype)
     data = torch.randn(2, 5, 48).to(dtype)
     with torch.inference_mode():
         before = model(data)
-        assert pack_linears(model, loops=True) == 3
-        assert isinstance(model[0], LoopLinear)
+        assert pack_linears(model, make) == 3
+        assert isinstance(model[0], ProductLinear)
         assert model[0].weight.dtype == dtype
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(model(data), before, atol=tolerance, rtol=tolerance)
         assert model(data[:, :0]).shape == (2, 0, 4)
         with pytest.raises(TypeError, match=r"rows of torch\.float64 for weights of"):
             model(data.double())
-
-
-def test_onednn_multiplies_where_loops_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "fastest_product", lambda dtype: products.TorchProduct)
-    model = nn.Sequential(nn.Linear(4, 4))
-    assert pack_linears(model, loops=True) == 1
-    assert isinstance(model[0], PackedLinear)
 
 
 def test_bfloat16_that_onednn_does_not_multiply_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
