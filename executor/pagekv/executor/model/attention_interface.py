@@ -44,7 +44,7 @@ class StepAttention(Protocol):
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         """`query` `[num_heads, T, head_size]`, `key` and `value` `[num_kv_heads, T, head_size]` of the step's packed
-        tokens; returns `[T, num_heads, head_size]`.
+        tokens, the elements of a head side by side in memory; returns `[T, num_heads, head_size]`.
         """
         ...
 
@@ -85,6 +85,8 @@ def paged_attention(
     if not isinstance(layer, int):
         raise UnsupportedAttention("the model's attention layers have no number")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    # torch's fused kernel on CPUs takes it for granted and does not look.
+    query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     out = paged.attend(layer, query[0], key[0], value[0], Scores(scale, softcap, sliding_window, s_aux))
     return out.unsqueeze(0), None
 

@@ -1,4 +1,4 @@
-"""Attention that PageKV would compute wrongly is refused."""
+"""Attention that PageKV would compute wrongly is refused, or put right."""
 
 from __future__ import annotations
 
@@ -44,3 +44,18 @@ def test_refuses_attention_that_is_not_causal() -> None:
     tensor = torch.zeros(1, 2, 2, 4)
     with pytest.raises(UnsupportedAttention, match="not causal"):
         paged_attention(Layer(is_causal=False), tensor, tensor, tensor, None, paged=Never())
+
+
+def test_hands_on_heads_whose_elements_lie_side_by_side() -> None:
+    class Taken:
+        def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Scores) -> Any:
+            for given in (query, key, value):
+                assert torch.equal(given, tensor[0])
+                assert given.stride(-1) == 1
+            return torch.zeros(3, 2, 4)
+
+    tensor = torch.randn(1, 2, 3, 4)
+    apart = tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    assert apart.stride(-1) != 1
+    out, _none = paged_attention(Layer(), apart, tensor, apart, None, paged=Taken())
+    assert out.shape == (1, 3, 2, 4)
