@@ -197,8 +197,7 @@ def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
     if config.model:
         directory = resolve_model(config.model, weights=backend != "oracle")
         check_model_files(directory, weights=backend != "oracle")
-        if backend != "oracle":
-            check_ranks(directory, read_model_files(directory), world.size)
+        check_ranks(directory, read_model_files(directory), world.size)
         facts["the model's fingerprint"] = model_fingerprint(directory)
     if backend == "oracle":
         oracle = config.oracle
