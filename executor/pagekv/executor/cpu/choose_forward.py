@@ -64,8 +64,6 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
         return f"compiled loops compute in float32 and bfloat16, not in {dtype}"
     if find_spec("numba") is None:
         return "numba is not installed"
-    if any(scores.sinks is not None for scores in loaded.scores):
-        return "compiled loops know no attention sinks"
     if shards is None:
         return ""
     if read_decoder(loaded.model) is None:

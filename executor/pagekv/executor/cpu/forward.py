@@ -25,7 +25,7 @@ class StepForward(Protocol):
 
 class ModuleForward:
     """transformers' model with PageKV's attention. Implements `StepForward`, for every model; with loops, for those in
-    float32 or bfloat16 without attention sinks.
+    float32 or bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = True, loops: bool = False) -> None:

@@ -34,22 +34,17 @@ def test_a_family_that_is_known_is_fused(llama: Path, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_of_other_families_the_loops_compute_attention(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_model("gpt2", tmp_path)
+@pytest.mark.parametrize("family", ["gpt2", "gpt-oss"])
+def test_of_other_families_the_loops_compute_attention(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    save_model(family, tmp_path)
     _, forward = load_forward(tmp_path, dtype, fused=True)
     assert isinstance(forward, ModuleForward)
     assert forward._attention is LoopStepAttention
 
 
-def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Path, tmp_path: Path) -> None:
-    save_model("gpt-oss", tmp_path)
-    for path, dtype, fused in (
-        (llama, torch.float32, False),
-        (llama, torch.float64, True),
-        # It has attention sinks.
-        (tmp_path, torch.float32, True),
-    ):
-        _, forward = load_forward(path, dtype, fused=fused)
+def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Path) -> None:
+    for dtype, fused in ((torch.float32, False), (torch.float64, True)):
+        _, forward = load_forward(llama, dtype, fused=fused)
         assert isinstance(forward, ModuleForward)
         assert forward._attention is PagedStepAttention
 

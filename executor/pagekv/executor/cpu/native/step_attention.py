@@ -26,13 +26,15 @@ def step_attention(pools: KvCache, layer: int, query: torch.Tensor, reads: Paged
         decode_attention(pools, layer, query, reads.decodes, scores, out, lse)
     for prefix in reads.prefixes:
         prompt_attention(pools, layer, query, prefix, scores, out, lse, merge=True)
+    if scores.sinks is not None:
+        # The keys' share of the sum of weights when the sink's is one more term of it. Torch's operators cannot be
+        # recorded: families that the loops compute as a whole have no sinks.
+        out *= torch.sigmoid(lse - scores.sinks.float())[..., None]
     return narrowed(out.view(count, -1), query.dtype)
 
 
 class LoopStepAttention:
-    """The attention of one step of a model without attention sinks, for transformers' model. Implements
-    `StepAttention`.
-    """
+    """The attention of one step, for transformers' model. Implements `StepAttention`."""
 
     def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
         self._cache, self._plan = cache, plan

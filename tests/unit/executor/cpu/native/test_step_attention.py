@@ -58,7 +58,7 @@ def test_rows_of_all_kinds(dtype: torch.dtype, tolerance: float, window: int | N
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-6), (torch.bfloat16, 2e-2)])
 def test_steps_of_transformers_model_are_those_by_its_own_attention(dtype: torch.dtype, tolerance: float) -> None:
-    """Layers with a window and without, query heads to a KV head of two numbers, and keys that the step brings."""
+    """Layers with a window, with sinks and with neither, and several query heads to a KV head; the step brings keys."""
     torch.manual_seed(0)
     tables = [[*range(8)], [*range(6), 9, 10], [11, 12, 13, 14]]
     found = []
@@ -74,8 +74,9 @@ def test_steps_of_transformers_model_are_those_by_its_own_attention(dtype: torch
             ]
             step = kind(pools, CpuAttentionPlan(items, BLOCK_SIZE, pools.null_block, 2**20, dtype))
             tokens = sum(item.count for item in items)
+            sinks = torch.randn(2 * HEADS, generator=rng).to(dtype)
             for layer, (heads, scores) in enumerate(
-                ((HEADS, Scores(0.4)), (HEADS, Scores(0.4, cap=2.0, window=6)), (2 * HEADS, Scores(0.3)))
+                ((HEADS, Scores(0.4)), (HEADS, Scores(0.4, 2.0, 6)), (2 * HEADS, Scores(0.3, sinks=sinks)))
             ):
                 query, key, value = (
                     torch.randn(count, tokens, SIZE, generator=rng).to(dtype) for count in (heads, KV_HEADS, KV_HEADS)
