@@ -81,7 +81,7 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
             from pagekv.executor.cpu.native.code_cache import when_compiled
         when = when_compiled()
         with phase("compiling the loops of a step" + (f", {when}" if when else "")):
-            forward = _fused(loaded, shards)
+            forward = _by_loops(loaded, shards)
             found = _logits(forward, loaded)
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
     except Exception as error:
@@ -93,7 +93,7 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
     return "the compiled loops do not compute what transformers does: please report this model"
 
 
-def _fused(loaded: LoadedModel, shards: Shards | None) -> StepForward:
+def _by_loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
     decoder = read_decoder(loaded.model)
     if decoder is None:
         return ModuleForward(loaded.model, loops=True)

@@ -118,7 +118,7 @@ def test_a_model_is_not_there_twice(llama: Path, monkeypatch: pytest.MonkeyPatch
         raise ImportError("Numba needs NumPy 2.1 or less")
 
     monkeypatch.setattr(choose_forward, "load_model", loaded_alone)
-    monkeypatch.setattr(choose_forward, "_fused", broken)
+    monkeypatch.setattr(choose_forward, "_by_loops", broken)
     _, forward = load_forward(llama, torch.float32, fused=True)
     assert isinstance(forward, ModuleForward)
     assert len(models) == 2
