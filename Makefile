@@ -53,7 +53,7 @@ test-all: $(DEV_STAMP) ## all tests but those of test-nightly, emulated kernels 
 	@$(BIN)/python -m pytest $(PARALLEL) -m "not nightly" $(ARGS)
 
 .PHONY: test-nightly
-test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps, ten minutes of the fuzzer (about 40 minutes)
+test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random histories, ten thousand each, and 200,000 random steps, all faults planted in kernels, ten minutes of the fuzzer (about 50 minutes)
 	@$(BIN)/python -m pytest -m nightly
 	@PAGEKV_TEST_FUZZ_STEPS=200000 $(BIN)/python -m pytest --timeout 3600 tests/unit/executor/session/test_step_check_fuzz.py
 	@PAGEKV_TEST_FUZZ_S=600 $(BIN)/python -m pytest -m "not nightly" --timeout 3600 tests/e2e/test_fuzz.py
