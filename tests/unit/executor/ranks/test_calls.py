@@ -19,12 +19,15 @@ def test_answers_of_the_others_by_rank() -> None:
 
 
 def test_a_failure_that_all_come_to_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "OTHERS_S", 0.01)
     broken: list[str] = []
     call = Call("describe", [1, 2], broken.append)
     for rank in (1, 2, 0):
         call.answer(rank, failure(RuntimeError("no memory")))
     assert call.wait() == {rank: {"error": "RuntimeError: no memory"} for rank in (1, 2)}
+    # As a timer does when its time is over.
+    call._break("rank 1 failed")
+    assert not broken
+    monkeypatch.setattr(calls, "OTHERS_S", 0.01)
     never = Call("describe", [1], broken.append)
     never.answer(1, failure(RuntimeError("no memory")))
     wait_until(lambda: broken)
