@@ -75,7 +75,8 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
 
 def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> StepForward | str:
     """The compiled loops, which take the model's weights; or why they cannot be used."""
-    expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
+    with phase("computing logits by transformers' model, to compare with"):
+        expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
     try:
         with phase("importing Numba"):
             from pagekv.executor.cpu.native.code_cache import when_compiled
