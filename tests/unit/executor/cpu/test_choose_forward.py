@@ -10,12 +10,13 @@ import pytest
 import torch
 from support.executor.cpu_driver import save_model
 
-from pagekv.executor.cpu import choose_forward
+from pagekv.executor.cpu import choose_forward, products
 from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.cpu.native.step_attention import LoopStepAttention
+from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 
@@ -102,6 +103,29 @@ def test_loops_that_cannot_be_compiled_are_not_used(
     assert choose_forward._logits(forward, loaded).isfinite().all()
     reasons = [getattr(record, "fields", {}).get("reason") for record in caplog.records]
     assert "the compiled loops failed: ImportError: Numba needs NumPy 2.1 or less" in reasons
+
+
+def test_products_that_fail_behind_the_first_layers_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of transformers' model were replaced by then: the model is loaded anew, with all its weights."""
+    save_model("gpt2", tmp_path)
+    right, reference = load_forward(tmp_path, torch.float32, fused=False)
+    expected = choose_forward._logits(reference, right)
+    made: list[TorchProduct] = []
+
+    def fails_later(weight: torch.Tensor, bias: torch.Tensor | None) -> TorchProduct:
+        if len(made) == 3:
+            raise MemoryError
+        made.append(TorchProduct(weight, bias))
+        return made[-1]
+
+    monkeypatch.setattr(products, "fastest_product", lambda dtype: fails_later)
+    loaded, forward = load_forward(tmp_path, torch.float32, fused=True)
+    assert len(made) == 3
+    assert isinstance(forward, ModuleForward)
+    assert forward._attention is PagedStepAttention
+    assert torch.equal(choose_forward._logits(forward, loaded), expected)
 
 
 def test_a_model_is_not_there_twice(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
