@@ -100,8 +100,8 @@ class ExecutorConfig:
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
     fused: bool = flag(
-        "compute steps by loops compiled here (cpu) or in fused layers (cuda), where they know the model and agree "
-        "with transformers",
+        "compute steps by loops compiled here (cpu; within transformers' model where they do not know its layers) or "
+        "in fused layers (cuda), where the logits agree with those of transformers",
         default=True,
     )
     threads: int = flag(
