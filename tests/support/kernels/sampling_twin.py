@@ -124,7 +124,7 @@ class Reference:
 def reference(logits: Floats, sampling: Sampling) -> Reference:
     """The reference for one row."""
     exact = logits.astype(np.float64)
-    everything = row_sampler.filtered_weights(exact, Sampling(temperature=sampling.temperature))
+    _, everything = row_sampler.candidates(exact, Sampling(temperature=sampling.temperature))
     tied, order = False, np.argsort(-exact, kind="stable")
     if 0 < sampling.top_k < len(exact):
         last, next_one = (everything[order[sampling.top_k + at]] for at in (-1, 0))
@@ -135,4 +135,7 @@ def reference(logits: Floats, sampling: Sampling) -> Reference:
         tied |= bool((np.abs(sums / sums[-1] - sampling.top_p) < TIE).any())
     if sampling.min_p > 0:
         tied |= bool((np.abs(everything - sampling.min_p) < TIE * everything).any())
-    return Reference(row_sampler.filtered_weights(exact, sampling), tied)
+    token_ids, kept = row_sampler.candidates(exact, sampling)
+    weights = np.zeros_like(everything)
+    weights[slice(None) if token_ids is None else token_ids] = kept
+    return Reference(weights, tied)

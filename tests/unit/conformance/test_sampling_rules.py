@@ -54,14 +54,14 @@ FAULTS = [
         "M15",
         "log-probabilities come after the temperature",
         row_sampler.sample_row,
-        ("log_softmax(raw)", "log_softmax(raw / (sampling.temperature or 1))"),
+        ("logprobs(raw,", "logprobs(raw / (sampling.temperature or 1),"),
         (sampler,),
     ),
     SamplerFault(
         "M15",
         "log-probabilities come after biases",
         row_sampler.sample_row,
-        ("log_softmax(raw)", "log_softmax(logits)"),
+        ("logprobs(raw,", "logprobs(logits,"),
         (sampler,),
     ),
     SamplerFault(

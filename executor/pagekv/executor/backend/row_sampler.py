@@ -16,9 +16,14 @@ from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, Sampling, S
 from pagekv.executor.backend.sampling import banned_tokens, changes_logits, uniform
 
 Float64s = npt.NDArray[np.float64]
+# Logits as a model gives them.
+Floats = npt.NDArray[np.float32 | np.float64]
+Ids = npt.NDArray[np.int64]
+# Of so many of the largest weights a nucleus is looked for; at last among all.
+NUCLEUS_SIZES = (256, 4096)
 
 
-def sample_row(raw: Float64s, state: SequenceState) -> Sampled:
+def sample_row(raw: Floats, state: SequenceState) -> Sampled:
     """The next token of a sequence from its logits `[vocab_size]`, which are not changed; NOT_A_NUMBER where one of
     them is NaN. A backend that samples all its rows so has every feature of sampling, and SAMPLER for its name.
     """
@@ -30,18 +35,18 @@ def sample_row(raw: Float64s, state: SequenceState) -> Sampled:
     if sampling.temperature == 0:
         token_id = int(logits.argmax())
     else:
-        weights = filtered_weights(logits, sampling)
-        token_id = draw(weights, uniform(sampling.seed, sampling.sequence_index, len(state.token_ids)))
+        number = uniform(sampling.seed, sampling.sequence_index, len(state.token_ids))
+        token_id = draw(*candidates(logits, sampling), number)
     if sampling.logprobs is None:
         return Sampled(token_id)
-    logprobs = log_softmax(raw)
-    top = tuple((int(index), float(logprobs[index])) for index in largest(raw, sampling.logprobs))
-    return Sampled(token_id, float(logprobs[token_id]), top)
+    top = largest(raw, sampling.logprobs)
+    own, *others = logprobs(raw, [token_id, *top.tolist()])
+    return Sampled(token_id, own, tuple(zip(top.tolist(), others, strict=True)))
 
 
-def adjust(raw: Float64s, state: SequenceState) -> Float64s:
+def adjust(raw: Floats, state: SequenceState) -> Float64s:
     """Logits with bias, ban and penalties; a new array."""
-    sampling, logits = state.sampling, raw.copy()
+    sampling, logits = state.sampling, raw.astype(np.float64)
     for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
         logits[token_id] += bias
     logits[list(banned_tokens(state, len(logits)))] = -np.inf
@@ -55,69 +60,94 @@ def adjust(raw: Float64s, state: SequenceState) -> Float64s:
     return logits
 
 
-def filtered_weights(logits: Float64s, sampling: Sampling) -> Float64s:
-    """Unnormalised probabilities by token id at this temperature (above 0); 0 for what top-k, top-p and min-p exclude.
+def candidates(logits: Floats, sampling: Sampling) -> tuple[Ids | None, Float64s]:
+    """Tokens that top-k, top-p and min-p leave at this temperature (above 0), in order of their ids, None for all; and
+    their unnormalised probabilities.
 
-    Of equally likely tokens, those with the lower ids are kept.
+    Of equally likely tokens, those with the lower ids are left.
     """
-    weights: Float64s = np.exp(_below_largest(logits) / sampling.temperature)
-    if 0 < sampling.top_k < len(weights):
-        kept = np.zeros_like(weights)
-        best = largest(logits, sampling.top_k)
-        kept[best] = weights[best]
-        weights = kept
+    token_ids, peak = None, float(logits.max())
+    if 0 < sampling.top_k < len(logits):
+        token_ids = np.sort(largest(logits, sampling.top_k))
+        logits = logits[token_ids]
+    # In place, since a vocabulary takes a megabyte and more.
+    weights = _below(logits, peak)
+    weights /= sampling.temperature
+    np.exp(weights, out=weights)
     if sampling.top_p < 1:
-        weights = _nucleus(weights, sampling.top_p)
+        token_ids, weights = _only(_nucleus(weights, sampling.top_p), token_ids, weights)
     if sampling.min_p > 0:
         # The likeliest token has weight 1.
-        weights = np.where(weights >= sampling.min_p, weights, 0.0)
-    return weights
+        token_ids, weights = _only(np.flatnonzero(weights >= sampling.min_p), token_ids, weights)
+    return token_ids, weights
 
 
-def _nucleus(weights: Float64s, top_p: float) -> Float64s:
-    """The fewest largest weights whose sum is at least `top_p` of all."""
+def _only(kept: Ids, token_ids: Ids | None, weights: Float64s) -> tuple[Ids, Float64s]:
+    return kept if token_ids is None else token_ids[kept], weights[kept]
+
+
+def _nucleus(weights: Float64s, top_p: float) -> Ids:
+    """Where the fewest largest weights are whose sum is at least `top_p` of all, in order."""
     goal = top_p * weights.cumsum()[-1]
     # A nucleus is nearly always a few tokens: sorting the whole vocabulary is the last resort.
-    for num_sorted in (256, 4096, len(weights)):
-        order = largest(weights, num_sorted)
-        cumulative = weights[order].cumsum()
+    for size in (*NUCLEUS_SIZES, len(weights)):
+        least = _reached_by(weights, size)
+        places = np.flatnonzero(weights >= least)
+        falling = np.sort(weights[places])[::-1]
+        cumulative = falling.cumsum()
         if cumulative[-1] >= goal:
             break
-    count = int(np.searchsorted(cumulative, goal)) + 1
-    kept = np.zeros_like(weights)
-    kept[order[:count]] = weights[order[:count]]
-    return kept
+    count = min(int(np.searchsorted(cumulative, goal)) + 1, len(falling))
+    # The last of the nucleus may have equals, of which only the first belong to it.
+    last, among = falling[count - 1], weights[places]
+    equals = places[among == last]
+    above = places[among > last]
+    return np.sort(np.concatenate((above, equals[: count - len(above)])))
 
 
-def draw(weights: Float64s, number: float) -> int:
-    """The token id at `number`, in [0, 1), of the distribution that `weights` describe."""
+def draw(token_ids: Ids | None, weights: Float64s, number: float) -> int:
+    """The token at `number`, in [0, 1), of the distribution that `weights` of `token_ids` (None: of all) describe."""
     cumulative = weights.cumsum()
-    token_id = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
-    # Rounding may take the product up to the total.
-    return token_id if token_id < len(weights) else int(np.flatnonzero(weights)[-1])
+    place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
+    if place == len(weights):
+        # Rounding may take the product up to the total.
+        place = int(np.flatnonzero(weights)[-1])
+    return place if token_ids is None else int(token_ids[place])
 
 
-def largest(values: Float64s, count: int) -> npt.NDArray[np.int64]:
+def largest(values: Floats, count: int) -> Ids:
     """Indices of the `count` largest values, largest first, of equals the lower index first."""
     if count <= 0:
         return np.empty(0, dtype=np.int64)
-    count = min(count, len(values))
-    bound = np.partition(values, len(values) - count)[len(values) - count]
-    candidates = np.flatnonzero(values >= bound)
-    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+    places = np.flatnonzero(values >= _reached_by(values, count))
+    return places[np.argsort(-values[places], kind="stable")][:count]
 
 
-def log_softmax(logits: Float64s) -> Float64s:
-    """Natural-log probabilities."""
-    shifted = _below_largest(logits)
-    result: Float64s = shifted - np.log(np.exp(shifted).sum())
-    return result
+def _reached_by(values: Floats, count: int) -> float:
+    """A number that at least `count` of the values reach, all where there are fewer, and seldom twice as many."""
+    if count >= len(values):
+        return float(values.min())
+    # The largest of each of twice as many groups, in a tenth of the time that partitioning all values takes.
+    groups = 2 * count
+    rows = len(values) // groups
+    if rows > 1:
+        values = values[: rows * groups].reshape(rows, groups).max(axis=0)
+    return float(np.partition(values, len(values) - count)[len(values) - count])
 
 
-def _below_largest(logits: Float64s) -> Float64s:
-    """The logits less the largest; of an infinite one, 0 for those that are as large and minus infinity for others."""
-    largest_logit = logits.max()
-    if np.isinf(largest_logit):
-        return np.where(logits == largest_logit, 0.0, -np.inf)
-    below: Float64s = logits - largest_logit
+def logprobs(logits: Floats, token_ids: list[int]) -> list[float]:
+    """Natural-log probabilities of some tokens."""
+    below = _below(logits, float(logits.max()))
+    found: list[float] = (below[token_ids] - np.log(np.exp(below).sum())).tolist()
+    return found
+
+
+def _below(logits: Floats, peak: float) -> Float64s:
+    """The logits less the largest, in a new array; of an infinite one, 0 for those that are as large and minus infinity
+    for others.
+    """
+    if np.isinf(peak):
+        return np.where(logits == peak, 0.0, -np.inf)
+    below: Float64s = logits.astype(np.float64)
+    below -= peak
     return below

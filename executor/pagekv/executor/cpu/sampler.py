@@ -24,6 +24,6 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
     wrong = np.isnan(numbers[np.arange(len(best)), best])
     greedy_ids: list[int] = np.where(wrong, NOT_A_NUMBER.token_id, best).tolist()
     return [
-        Sampled(token_id) if is_plain(state) else sample_row(row.double().numpy(), state)
-        for row, state, token_id in zip(logits, states, greedy_ids, strict=True)
+        Sampled(token_id) if is_plain(state) else sample_row(row, state)
+        for row, state, token_id in zip(numbers, states, greedy_ids, strict=True)
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from support.clients.stack import environment
 from support.executor.sampler_vectors import LOGITS, draws
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
-from pagekv.executor.backend.row_sampler import draw, filtered_weights, sample_row
+from pagekv.executor.backend.row_sampler import candidates, draw, largest, sample_row
 from pagekv.executor.backend.sampling import uniform
 
 
@@ -64,13 +65,51 @@ def test_of_infinite_logits_the_largest_are_equally_likely(
 
 
 def test_draws_follow_the_distribution() -> None:
-    weights: npt.NDArray[np.float64] = filtered_weights(np.log([0.1, 0.2, 0.3, 0.4]), Sampling(temperature=1.0))
-    drawn = np.bincount([draw(weights, uniform(3, 0, position)) for position in range(10_000)], minlength=4)
+    of_all = candidates(np.log([0.1, 0.2, 0.3, 0.4]), Sampling(temperature=1.0))
+    drawn = np.bincount([draw(*of_all, uniform(3, 0, position)) for position in range(10_000)], minlength=4)
     assert drawn / 10_000 == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.02)
 
 
 def test_a_number_next_to_one_stays_in_the_distribution() -> None:
-    assert draw(np.array([0.3, 0.7, 0.0]), math.nextafter(1, 0)) == 1
+    assert draw(None, np.array([0.3, 0.7, 0.0]), math.nextafter(1, 0)) == 1
+    assert draw(np.array([4, 6, 9]), np.array([0.3, 0.7, 0.0]), math.nextafter(1, 0)) == 6
+
+
+# Vocabularies in which a few are looked for by groups, and those that are too small for it; flat and peaked ones, whose
+# nuclei are found among 256, among 4,096 and among all; equals within and across bounds; tokens that are ruled out.
+@pytest.mark.parametrize("size", [1, 2, 511, 512, 1025, 8193, 30_000])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 2.0, 8.0])
+@pytest.mark.parametrize("kind", ["plain", "rounded", "ruled out"])
+def test_of_large_vocabularies_the_same_tokens_are_left(size: int, spread: float, kind: str) -> None:
+    rng = np.random.default_rng(size)
+    logits = (spread * rng.standard_normal(size)).astype(np.float32)
+    if kind == "rounded":
+        logits = logits.round(1)
+    if kind == "ruled out":
+        logits[rng.random(size) < 0.4] = -math.inf
+    for top_k, top_p, min_p in itertools.product((0, 1, 50, 700), (1.0, 0.99, 0.5, 1e-9), (0.0, 0.1)):
+        sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+        token_ids, weights = candidates(logits, sampling)
+        kept = np.arange(size) if token_ids is None else token_ids
+        expected = plainly_left(logits, sampling)
+        # What is ruled out weighs nothing, whether it is left or not.
+        assert kept[weights > 0].tolist() == np.flatnonzero(expected).tolist()
+        assert weights[weights > 0].tolist() == expected[expected > 0].tolist()
+    assert largest(logits, 300).tolist() == np.argsort(-logits, kind="stable")[:300].tolist()
+
+
+def plainly_left(logits: npt.NDArray[np.float32], sampling: Sampling) -> npt.NDArray[np.float64]:
+    """Weights of all tokens, 0 for those that are excluded, by sorting everything."""
+    exact = logits.astype(np.float64)
+    order = np.argsort(-exact, kind="stable")
+    weights: npt.NDArray[np.float64] = np.exp((exact - exact.max()) / sampling.temperature)
+    weights[order[sampling.top_k or len(order) :]] = 0.0
+    if sampling.top_p < 1:
+        falling = np.argsort(-weights, kind="stable")
+        held = weights[falling].cumsum()
+        weights[falling[int((held < sampling.top_p * weights.cumsum()[-1]).sum()) + 1 :]] = 0.0
+    weights[weights < sampling.min_p] = 0.0
+    return weights
 
 
 def test_no_torch_is_loaded() -> None:
