@@ -19,8 +19,11 @@ Float64s = npt.NDArray[np.float64]
 # Logits as a model gives them.
 Floats = npt.NDArray[np.float32 | np.float64]
 Ids = npt.NDArray[np.int64]
-# Of so many of the largest weights a nucleus is looked for; at last among all.
-NUCLEUS_SIZES = (256, 4096)
+# A nucleus is nearly always found among so many of the largest weights.
+FEW = 256
+# Weights are at most 1. Bins for them: each a 64th of a power of two wide, with one for all below 2^-64.
+BIN_SHIFT = 52 - 6
+LEAST_BIN = (1023 - 64) << 6
 
 
 def sample_row(raw: Floats, state: SequenceState) -> Sampled:
@@ -89,20 +92,32 @@ def _only(kept: Ids, token_ids: Ids | None, weights: Float64s) -> tuple[Ids, Flo
 def _nucleus(weights: Float64s, top_p: float) -> Ids:
     """Where the fewest largest weights are whose sum is at least `top_p` of all, in order."""
     goal = top_p * weights.cumsum()[-1]
-    # A nucleus is nearly always a few tokens: sorting the whole vocabulary is the last resort.
-    for size in (*NUCLEUS_SIZES, len(weights)):
-        least = _reached_by(weights, size)
-        places = np.flatnonzero(weights >= least)
+    held, places = 0.0, np.flatnonzero(weights >= _reached_by(weights, FEW))
+    falling = np.sort(weights[places])[::-1]
+    if falling.cumsum()[-1] < goal:
+        held, places = _border(weights, goal)
         falling = np.sort(weights[places])[::-1]
-        cumulative = falling.cumsum()
-        if cumulative[-1] >= goal:
-            break
-    count = min(int(np.searchsorted(cumulative, goal)) + 1, len(falling))
+    count = min(int(np.searchsorted(held + falling.cumsum(), goal)) + 1, len(falling))
+    last = falling[count - 1]
+    kept = weights > last
     # The last of the nucleus may have equals, of which only the first belong to it.
-    last, among = falling[count - 1], weights[places]
-    equals = places[among == last]
-    above = places[among > last]
-    return np.sort(np.concatenate((above, equals[: count - len(above)])))
+    equals = places[weights[places] == last]
+    kept[equals[: count - int((falling > last).sum())]] = True
+    return np.flatnonzero(kept)
+
+
+def _border(weights: Float64s, goal: float) -> tuple[float, Ids]:
+    """The weights are put into bins by size, and added from the largest on: the sum of those bins before the one with
+    which the sum reaches the goal, and where the weights of this one are. Takes a tenth of the time of sorting them.
+    """
+    # Bits of numbers that are not negative order as these do.
+    bins = (weights.view(np.int64) >> BIN_SHIFT) - LEAST_BIN
+    np.maximum(bins, 0, out=bins)
+    sums = np.bincount(bins, weights)
+    cumulative = sums[::-1].cumsum()
+    place = min(int(np.searchsorted(cumulative, goal)), len(sums) - 1)
+    held = float(cumulative[place - 1]) if place else 0.0
+    return held, np.flatnonzero(bins == len(sums) - 1 - place)
 
 
 def draw(token_ids: Ids | None, weights: Float64s, number: float) -> int:
