@@ -177,9 +177,12 @@ class CudaDevice:
         """Ends for torch's allocator a recording that CUDA did not end: else it counts as under way for good, and every
         later attempt to give memory back to the device is an error.
         """
+        # By another name before torch 2.8.
+        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
+        end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
         # Where it has ended the first call says so, and then the second one would be wrong.
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
+            end(self.torch_device.index, self._graph_pool)
             torch._C._cuda_releasePool(self.torch_device.index, self._graph_pool)
 
 
