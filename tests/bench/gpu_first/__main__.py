@@ -22,7 +22,7 @@ from pathlib import Path
 from gpu_first.parts import PART_SECONDS, PARTS, STEPS, short_runs
 from gpu_first.runner import ROOT, Run
 from gpu_first.step import REHEARSAL
-from gpu_first.tools import NoGpu, gpu_line
+from gpu_first.tools import NoGpu, gpu_line, path_with_toolkit
 from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
 from pagekv.executor.machine import available_bytes
 
@@ -60,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UnusableGpu as error:
             return refuse(str(error))
         add_wheels()
+        os.environ["PATH"] = path_with_toolkit(os.environ.get("PATH", os.defpath))
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(143))  # so that steps under way are ended too
     out = args.out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else None)

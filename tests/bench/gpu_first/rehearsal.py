@@ -49,7 +49,11 @@ while [ "$1" != "{python}" ]; do
   if [ "$1" = --log-file ]; then log=$2; fi
   shift
 done
-"$@" || exit 86
+"$@" || {{
+  status=$?
+  echo '========= Invalid __global__ read of size 16 bytes' > "$log"
+  exit $status
+}}
 echo '========= ERROR SUMMARY: 0 errors' > "$log"
 """
 NCU = """#!/bin/sh

@@ -14,7 +14,9 @@ from gpu_first.step import REHEARSAL
 
 EMULATED = "emulated GPU"
 FOUND_SOMETHING = 86
-"""Exit status that compute-sanitizer is told to use."""
+"""Exit status that compute-sanitizer is told to use where the program ended well all the same."""
+TOOLKIT = (Path("/usr/local/cuda/bin"), *sorted(Path("/opt/nvidia/nsight-compute").glob("*")))
+"""Folders that CUDA's toolkit puts these programs in, and not always on PATH."""
 
 NCU_SECTIONS = (
     "SpeedOfLight",
@@ -69,6 +71,18 @@ def sanitized(tool: str, log: Path, command: Sequence[str]) -> list[str]:
     # PageKV's kernels alone: watching torch's takes many times as long.
     options += ["--kernel-name", "kernel_substring=pagekv", "--target-processes", "all", "--log-file", str(log)]
     return ["compute-sanitizer", "--tool", tool, *options, *command]
+
+
+def names_a_fault(log: str) -> bool:
+    """Whether memcheck found an access outside of all memory. Its exit status does not tell: the access ends the CUDA
+    context, so the program fails, and then compute-sanitizer hands on the program's own status.
+    """
+    return "Invalid __global__" in log
+
+
+def path_with_toolkit(path: str, folders: Sequence[Path] = TOOLKIT) -> str:
+    """PATH with the folders of the toolkit that there are, behind what it has."""
+    return os.pathsep.join([path, *(str(folder) for folder in folders if folder.is_dir())])
 
 
 def profiled(log: Path, command: Sequence[str]) -> list[str]:

@@ -1,14 +1,16 @@
-"""Programs beside the bench: nvidia-smi and ncu."""
+"""Programs beside the bench: nvidia-smi, compute-sanitizer and ncu."""
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from gpu_first import __main__ as command
 from gpu_first import tools
-from gpu_first.rehearsal import NCU
+from gpu_first.rehearsal import NCU, Stage
 
 
 def test_ncus_table_is_read() -> None:
@@ -20,6 +22,20 @@ def test_ncus_table_is_read() -> None:
     assert launches[0]["Kernel Name"] == "pagekv_decode"
     with pytest.raises(ValueError, match="ERR_NVGPUCTRPERM"):
         tools.launches_of("==ERROR== ERR_NVGPUCTRPERM: no permission")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_memchecks_log_tells_of_a_fault_that_ends_the_program(tmp_path: Path, status: int) -> None:
+    """NVIDIA's manual: the exit status is compute-sanitizer's own only if the program succeeded."""
+    log = tmp_path / "log"
+    command = tools.sanitized("memcheck", log, [sys.executable, "-c", f"raise SystemExit({status})"])
+    command[0] = str(Stage(tmp_path).tools / command[0])
+    assert subprocess.run(command).returncode == status
+    assert tools.names_a_fault(log.read_text()) == bool(status)
+
+
+def test_the_toolkits_folders_are_behind_what_is_on_path(tmp_path: Path) -> None:
+    assert tools.path_with_toolkit("/bin", [tmp_path, tmp_path / "absent"]) == f"/bin{os.pathsep}{tmp_path}"
 
 
 @pytest.mark.parametrize(
