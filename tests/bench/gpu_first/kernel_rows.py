@@ -83,10 +83,11 @@ def layout_cases() -> list[AttentionCase]:
 
 
 def without_table(text: str) -> str:
-    """The decode kernel's text with block ids computed instead of read: attention over contiguous memory, whose blocks
-    lie in order. Other kernels' texts are returned as they are. Raises ValueError where the text is not as expected.
+    """Both decode kernels' texts with block ids computed instead of read: attention over contiguous memory, whose
+    blocks lie in order. Other kernels' texts are returned as they are. Raises ValueError where the text is not as
+    expected.
     """
-    if "pagekv_decode(" not in text:
+    if not any(f"{kernel}(" in text for kernel in ("pagekv_decode", "pagekv_decode_wide")):
         return text
     if TABLE_READ not in text:
         raise ValueError(f"the decode kernel has no {TABLE_READ!r} any more")

@@ -73,9 +73,14 @@ def test_a_cache_write_with_rope(machine: HostMachine, arena: Arena) -> None:
 
 
 @pytest.mark.kernels
-def test_without_a_table_the_kernel_computes_the_same_over_blocks_in_order(machine: HostMachine, arena: Arena) -> None:
+@pytest.mark.parametrize(
+    "heads", [SMALL, Heads("more heads than the narrow kernel takes", 20, 1)], ids=["narrow", "wide"]
+)
+def test_without_a_table_the_kernel_computes_the_same_over_blocks_in_order(
+    machine: HostMachine, arena: Arena, heads: Heads
+) -> None:
     """And reads no table: one that is full of ids of no block changes nothing."""
-    case = AttentionCase(SMALL, 2, 300)
+    case = AttentionCase(heads, 2, 300)
     torch.manual_seed(0)
     batch = paged(machine, arena, case, num_layers=2, scattered=False)
     batch.attend(1)
