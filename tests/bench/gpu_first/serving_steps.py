@@ -41,6 +41,9 @@ from pagekv.executor.cuda.torch_sampler import TorchSampling
 MODEL_BYTES = 20 * 2**30
 """Room for the weights of Llama 3 8B, with a little to spare."""
 SAME_TOKENS = 40
+FEW_SEQUENCES = 16
+"""Of backends whose tokens are compared: they have ten pools in all, and record a ladder of graphs for each, of 23 or
+28 where 1,024 sequences would have 103 or 124."""
 WHOLE = "whole"
 """The file that is written last into the model's folder."""
 
@@ -82,13 +85,15 @@ def step_llama(context: Context) -> None:
     directory = context.folder / "two-layers"
     write_model(directory, two_layers(), torch.device("cpu"), spread=0.3)
     small = context.small
+    most = 8 if small else FEW_SEQUENCES
     sizes = Sizes(prompt_tokens=40, short=1, long=SAME_TOKENS, batches=(8,), chunk=1)
     if small:
         sizes = replace(REHEARSED, prompt_tokens=3, long=4, batches=(8,))
     for dtype, batch in (("float32", 3), ("bfloat16", 2)) if small else (("float32", 5), ("bfloat16", 8)):
         answers = []
         for graphs in (True, False):
-            backend = backend_of(context, directory, dtype=dtype, graphs=graphs, kv_memory=2**26)
+            options = {"dtype": dtype, "graphs": graphs, "kv_memory": 2**26, "max_sequences": most}
+            backend = backend_of(context, directory, **options)
             # Judged against transformers' model at start: where they disagree, that model serves.
             context.log.check(f"{dtype}: layers are fused", isinstance(backend.forward, FusedLayers), graphs=graphs)
             by_kernel = backend.sampler is not TorchSampling
