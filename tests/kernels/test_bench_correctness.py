@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from support.kernels.bench_machine import HostMachine
 
 from pagekv.kernels import launch_config
@@ -14,8 +15,9 @@ from pagekv.kernels.bench.correctness import (
     crowd,
     setups,
     variants_to_check,
+    write_checks,
 )
-from pagekv.kernels.bench.scene import Setup
+from pagekv.kernels.bench.scene import Scene, Setup
 from pagekv.kernels.decode_plan import LEAST_SPLIT, MAX_BLOCKS, MOST_FUSED_PARTIALS, most_partials
 from pagekv.kernels.prefill_splits import SPLIT_RULE
 from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
@@ -41,6 +43,21 @@ def test_setups_reach_what_is_timed() -> None:
     assert any(sum(-(-n // LEAST_SPLIT) for n in s.lengths) * s.num_kv_heads > MAX_BLOCKS for s in found)
     assert {s.variant.dtype for s in found if s.subnormal} == {"bfloat16", "float16"}
     assert len({str(s) for s in found}) == len(found)
+
+
+def test_the_pool_is_compared_where_torch_cannot_put_fp8_together(
+    machine: HostMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = torch.cat
+
+    def cat(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        if tensors[0].dtype == torch.float8_e4m3fn:
+            raise NotImplementedError("\"cat_cuda\" not implemented for 'Float8_e4m3fn'")
+        return real(tensors, dim)
+
+    monkeypatch.setattr(torch, "cat", cat)
+    (check,) = write_checks(Scene(machine, Setup(Variant("bfloat16", "float8_e4m3fn", 64), (1, 5))))
+    assert check.passed
 
 
 @pytest.mark.parametrize(
