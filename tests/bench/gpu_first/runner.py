@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,9 @@ MEASURED = ("kernels/pagekv/kernels", "executor/pagekv/executor")
 THROUGH_BOTH = ("kvmanager/pagekv/kvmanager", "proto/pagekv")
 """Code that part 3 measures beside that: it runs both processes."""
 NOT_MEASURED = ("bench",)
+
+NAMES_AN_ERROR = re.compile(r"[\w.]*(Error|Exception)\b")
+"""A line that ends a traceback; more lines of its message may follow, and those of CUDA's errors say nothing."""
 
 STATUSES = {OK: PASSED, WRONG: FAILED, MISSING: ABSENT, TOO_LATE: LATE}
 PACKAGES = ("torch", "transformers", "cupy-cuda12x", "cupy-cuda13x", "grpcio", "numpy")
@@ -190,7 +194,7 @@ class Run:
             start_new_session=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1", STEP_OF: str(self.folder)},
         )
-        last = [""]
+        last = ["", ""]
         reader = threading.Thread(target=self._hand_on, args=(process, last), daemon=True)
         reader.start()
         try:
@@ -205,13 +209,18 @@ class Run:
         said = process.returncode == OK or last[0].startswith(("failed", "absent", "out of time"))
         if process.returncode in STATUSES and said:
             return STATUSES[process.returncode], last[0] if process.returncode != OK else ""
-        return FAILED, f"crashed with {process.returncode}: {last[0][:300]}"
+        why = last[1] if process.returncode == 1 and last[1] else last[0]
+        return FAILED, f"crashed with {process.returncode}: {why[:300]}"
 
     def _hand_on(self, process: subprocess.Popen[str], last: list[str]) -> None:
-        """Prints and logs the output of a step, line by line; leaves the last line in `last`."""
+        """Prints and logs the output of a step, line by line; leaves in `last` the last line, and the last one that
+        names an error.
+        """
         for line in process.stdout or ():
             self.say("   " + line.rstrip())
             last[0] = line.strip() or last[0]
+            if NAMES_AN_ERROR.match(line):
+                last[1] = line.strip()
             with contextlib.suppress(OSError), (self.folder / f"part{self.part}.log").open("a") as log:
                 log.write(line)
 

@@ -126,6 +126,11 @@ def test_nothing_is_begun_when_the_parts_time_is_up(tmp_path: Path, monkeypatch:
         ("print('absent: ncu'); sys.exit(3)", ABSENT, "absent: ncu"),
         ("print('out of time: decode x'); sys.exit(4)", LATE, "out of time: decode x"),
         ("import no_such_module", FAILED, "No module named 'no_such_module'"),
+        (
+            "raise RuntimeError('CUDA error: an illegal memory access\\nCompile with `X` to see more.')",
+            FAILED,
+            "crashed with 1: RuntimeError: CUDA error: an illegal memory access",
+        ),
     ],
 )
 def test_every_end_has_its_reason(
