@@ -24,6 +24,7 @@ from gpu_first.kernel_rows import (
     RopeWriteCase,
     decode_row,
     decode_timing,
+    is_fault,
     layout_cases,
     prefill_row,
     rope_write,
@@ -339,8 +340,8 @@ def _flashinfer(context: Context, section: str, cases: Iterable[Any]) -> None:
         try:
             seconds = flashinfer_peer.seconds(machine, arena, module, workspace, case)
         except (RuntimeError, ValueError, TypeError) as error:
-            if "CUDA error" in str(error):
-                raise  # the device is gone for this process
+            if is_fault(error):
+                raise
             failed.append(f"{case}: {(str(error) or repr(error)).splitlines()[0][:200]}")
             context.say(failed[-1])
             if "build" in str(error).lower():

@@ -17,6 +17,7 @@ import torch
 
 from pagekv.common.logs import Log
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
+from pagekv.kernels.failed_recording import end_failed_recording
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.swap import Streams
 from pagekv.kernels.variants import Variant
@@ -157,7 +158,7 @@ class CudaDevice:
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError as error:
-            self._end_failed_recording()
+            end_failed_recording(self.torch_device.index, self._graph_pool)
             # Ending a recording that ran out of memory may fail too, with an error that hides the first one.
             if (short := _out_of_memory(error.__context__) or _out_of_memory(error)) is not None:
                 raise short from None
@@ -172,18 +173,6 @@ class CudaDevice:
 
         self._replays.add(replay)
         return replay
-
-    def _end_failed_recording(self) -> None:
-        """Ends for torch's allocator a recording that CUDA did not end: else it counts as under way for good, and every
-        later attempt to give memory back to the device is an error.
-        """
-        # By another name before torch 2.8.
-        names = ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool")
-        end = next(getattr(torch._C, name) for name in names if hasattr(torch._C, name))
-        # Where it has ended the first call says so, and then the second one would be wrong.
-        with suppress(RuntimeError):
-            end(self.torch_device.index, self._graph_pool)
-            torch._C._cuda_releasePool(self.torch_device.index, self._graph_pool)
 
 
 class DeviceMark:

@@ -13,6 +13,7 @@ import torch
 
 from pagekv.kernels.bench.workload import GIB, MIB
 from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable, Say
+from pagekv.kernels.failed_recording import end_failed_recording
 
 MOST_MEMORY = 72 * GIB
 """Room for a pool of 64 GiB."""
@@ -104,10 +105,18 @@ class CudaMachine:
             callers.wait_stream(self._stream)
 
     def _graph(self, run: Callable[[int], object], rounds: int) -> Callable[[], object]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            for index in range(rounds):
-                run(index)
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream):
+                for index in range(rounds):
+                    run(index)
+        except RuntimeError:
+            # A peer that cannot be recorded must cost its own figure alone.
+            end_failed_recording(self.device.index, pool)
+            # torch's random numbers count as recorded, and are refused, until a recording ends well.
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=self._stream):
+                torch.zeros(1, device=self.device)
+            raise
         graph.replay()
         return graph.replay
 

@@ -18,10 +18,10 @@ from pagekv.executor.cuda.device import CudaDevice
 class FakeGraphs:
     """Stands for torch's graphs: keeps the pool of each recording, the pools that its allocator takes to be recorded
     into, and the number of graphs that hold each. Only where CUDA ends a recording does torch 2.13 end it for its
-    allocator. `end_fails`: ending a failed one raises too. `end_name`: of the function that ends it.
+    allocator. `end_fails`: ending a failed one raises too.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, end_name: str = "_cuda_endAllocateToPool") -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[int] = []
         self.under_way: list[int] = []
         self.holders: dict[int, int] = {}
@@ -35,9 +35,7 @@ class FakeGraphs:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda _: "own stream")
         monkeypatch.setattr(torch.cuda, "set_stream", self.streams_set.append)
         monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", self._set_sync_debug_mode)
-        for name in ("_cuda_endAllocateToPool", "_cuda_endAllocateCurrentStreamToPool"):
-            monkeypatch.delattr(torch._C, name, raising=False)
-        monkeypatch.setattr(torch._C, end_name, self._end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self._end, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self._release, raising=False)
 
     def _handle(self) -> int:
@@ -123,21 +121,12 @@ def test_a_recording_without_memory_says_so_and_leaves_the_stream(
     assert (graphs.under_way, graphs.holders) == ([], {1: 0})
 
 
-@pytest.mark.parametrize(
-    ("end_fails", "end_name"),
-    [
-        (False, "_cuda_endAllocateToPool"),
-        (True, "_cuda_endAllocateToPool"),
-        (True, "_cuda_endAllocateCurrentStreamToPool"),  # before torch 2.8
-    ],
-)
-def test_a_recording_that_fails_is_over_for_the_allocator(
-    monkeypatch: pytest.MonkeyPatch, end_fails: bool, end_name: str
-) -> None:
+@pytest.mark.parametrize("end_fails", [False, True])
+def test_a_recording_that_fails_is_over_for_the_allocator(monkeypatch: pytest.MonkeyPatch, end_fails: bool) -> None:
     """Else no memory could ever be given back to the device, and no manager could attach again. A recording that torch
     ended itself is not ended twice, and graphs recorded before keep their pool.
     """
-    graphs, device = FakeGraphs(monkeypatch, end_name), _device()
+    graphs, device = FakeGraphs(monkeypatch), _device()
     held = device.capture(lambda: torch.ones(1))
     graphs.end_fails = end_fails
     runs = iter((False, True))
