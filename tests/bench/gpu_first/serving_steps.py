@@ -94,10 +94,7 @@ def step_llama(context: Context) -> None:
         for graphs in (True, False):
             options = {"dtype": dtype, "graphs": graphs, "kv_memory": 2**26, "max_sequences": most}
             backend = backend_of(context, directory, **options)
-            # Judged against transformers' model at start: where they disagree, that model serves.
-            context.log.check(f"{dtype}: layers are fused", isinstance(backend.forward, FusedLayers), graphs=graphs)
-            by_kernel = backend.sampler is not TorchSampling
-            context.log.check(f"{dtype}: tokens are sampled by the kernel", by_kernel, graphs=graphs)
+            check_is_ours(context, backend, f"{dtype}: ", graphs=graphs)
             allocate(backend, sizes)
             outputs = [_tokens(backend, batch, sizes, sampling) for sampling in (GREEDY, TOP_P)]
             answers.append(outputs)
@@ -119,6 +116,14 @@ def step_llama(context: Context) -> None:
 
         for check, passed in checked_failures(CudaDevice()).items():
             context.log.check(f"after a failure: {check}", passed)
+
+
+def check_is_ours(context: Context, backend: CudaBackend, label: str = "", **more: bool) -> None:
+    """Checks that layers and sampling are PageKV's. Both are judged at start, and where they are not right,
+    transformers and torch serve instead: a figure is then of these.
+    """
+    context.log.check(f"{label}layers are fused", isinstance(backend.forward, FusedLayers), **more)
+    context.log.check(f"{label}tokens are sampled by the kernel", backend.sampler is not TorchSampling, **more)
 
 
 def _fails_alone(backend: CudaBackend) -> bool:
@@ -196,6 +201,7 @@ def _in_process(context: Context, graphs: bool) -> None:
     started = time.perf_counter()
     backend = backend_of(context, directory, graphs=graphs)
     log.fact("load_s", time.perf_counter() - started)
+    check_is_ours(context, backend)
     allocate(backend, sizes)
     name = "with graphs" if graphs else "without graphs"
     counts = backend.runner.graphs

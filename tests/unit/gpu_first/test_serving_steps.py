@@ -13,13 +13,18 @@ from gpu_first.in_process import StepTime
 from gpu_first.records import Records, StepLog, of_step
 from gpu_first.step import Context
 
+from pagekv.executor.cuda.fused_decoder import FusedLayers
+from pagekv.executor.cuda.torch_sampler import TorchSampling
+
 
 @pytest.mark.parametrize("replays", [0, 2])
 def test_no_figure_of_graphs_without_a_replayed_graph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replays: int
 ) -> None:
     graphs = SimpleNamespace(num_captured=5, num_replayed=0)
-    backend = SimpleNamespace(runner=SimpleNamespace(graphs=graphs))
+    backend = SimpleNamespace(
+        runner=SimpleNamespace(graphs=graphs), forward=object.__new__(FusedLayers), sampler=TorchSampling
+    )
 
     def decodes(*args: Any) -> StepTime:
         graphs.num_replayed += replays
@@ -35,6 +40,11 @@ def test_no_figure_of_graphs_without_a_replayed_graph(
     serving_steps.step_with_graphs(Context(log, tmp_path, small=True, deadline=time.time() + 60))
     rows = [row for row in of_step(records.read(), "with_graphs", "row") if row["case"].startswith("batch")]
     checks = of_step(records.read(), "with_graphs", "check")
+    ours, checks = checks[:2], checks[2:]
+    assert [(check["name"], check["passed"]) for check in ours] == [
+        ("layers are fused", True),
+        ("tokens are sampled by the kernel", False),
+    ]
     assert [row["graphs_replayed"] for row in rows] == [replays] * len(checks) * bool(replays)
     assert [row["counts_for"] for row in rows[:2]] == ([{"batch 1, greedy": 500.0}, {}] if replays else [])
     assert len(checks) == 4
