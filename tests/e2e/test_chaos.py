@@ -34,6 +34,7 @@ def test_every_fault_once_with_tls_and_a_key() -> None:
     assert not account.short(FAULTS)
 
 
+@pytest.mark.nightly  # test_ranks.py kills and stops ranks one at a time
 def test_every_fault_of_ranks_once() -> None:
     account = asyncio.run(chaos(Options(seconds=1500, seed=4, count=len(RANK_FAULTS), faults=(*RANK_FAULTS,), ranks=2)))
     nothing_was_lost(account)

@@ -106,8 +106,8 @@ def until(condition: Callable[[], bool], machines: Sequence[Machine]) -> float:
     return time.monotonic() - begin
 
 
-# Ranks that compute a model together have a collective to leave, besides.
-@pytest.mark.parametrize("backend", [CPU, pytest.param(ORACLE, marks=pytest.mark.nightly)], ids=["cpu", "oracle"])
+# Ranks that compute a model together have a collective to leave, besides, and take longer to start.
+@pytest.mark.parametrize("backend", [pytest.param(CPU, marks=pytest.mark.nightly), ORACLE], ids=["cpu", "oracle"])
 def test_a_group_over_two_machines_outlives_a_cable(backend: tuple[str, ...], tmp_path: Path) -> None:
     with two_machines(tmp_path) as machines:
         one = machines[0]

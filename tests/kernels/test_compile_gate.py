@@ -182,10 +182,11 @@ def test_each_compiler_is_judged_by_its_own_numbers() -> None:
     assert "takes 100 registers, more than its budget of 90" in str(judge(Outcome(WITH_13, FINE), record)[0])
 
 
-def test_every_variant_is_compiled_for_one_architecture_with_one_compiler_whatever_the_record_says() -> None:
+def test_every_third_variant_is_compiled_for_one_architecture_with_one_compiler_whatever_the_record_says() -> None:
     todo = jobs(list(ARCHITECTURES), KERNELS.values(), all_variants())
     picked = [(job.kernel.name, job.label) for job in todo if sampled(job)]
-    assert len(picked) == len(set(picked)) == len(todo) / len(ARCHITECTURES) / len(COMPILERS)
+    assert len(picked) == len(set(picked))
+    assert len(picked) == pytest.approx(len(todo) / len(ARCHITECTURES) / len(COMPILERS) / 3, rel=0.3)
     pairs = {(job.arch, job.cuda) for job in todo if sampled(job)}
     assert pairs == set(product(ARCHITECTURES, COMPILERS))
 

@@ -18,11 +18,18 @@ HERE = Path(__file__).resolve().parent
 
 if not SANITIZE:
     MARK = "@pytest.mark.sanitize"
-    FILES = [path for path in sorted(HERE.glob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
+    # Every kernel's own file in each run; nightly those that vary its descriptors and splits.
+    NIGHTLY = {"test_decode_faults", "test_decode_wide", "test_prefill_faults", "test_prefill_split"}
+    NIGHTLY |= {"test_prefill_split_faults"}
+    FILES = [
+        pytest.param(path, id=path.stem, marks=pytest.mark.nightly if path.stem in NIGHTLY else ())
+        for path in sorted(HERE.glob("test_*.py"))
+        if MARK in path.read_text(encoding="utf-8")
+    ]
 
     @pytest.mark.long
     @pytest.mark.timeout(1800)  # every kernel is compiled once more
-    @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+    @pytest.mark.parametrize("file", FILES)
     def test_kernels_touch_nothing_but_their_own(file: Path) -> None:
         """The file's tests that are marked `sanitize`, under AddressSanitizer."""
         command = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider", str(file)]

@@ -92,7 +92,7 @@ def test_of_large_vocabularies_the_same_tokens_are_left(size: int, spread: float
         token_ids, weights = candidates(logits, sampling)
         kept = np.arange(size) if token_ids is None else token_ids
         expected = plainly_left(logits, sampling)
-        # What is ruled out weighs nothing, whether it is left or not.
+        # Tokens that are ruled out weigh nothing, whether they are left or not.
         assert kept[weights > 0].tolist() == np.flatnonzero(expected).tolist()
         assert weights[weights > 0].tolist() == expected[expected > 0].tolist()
     assert largest(logits, 300).tolist() == np.argsort(-logits, kind="stable")[:300].tolist()
