@@ -8,7 +8,7 @@ Fails, naming the kernel, variant, architecture and CUDA version, where one
 - could not be started: more shared memory or registers than the architecture gives a thread block.
 
 Every variant is judged on every architecture with the NVRTC of CUDA 12 and of CUDA 13. A variant with a record in
-`budgets.json` of the present text, options and compiler is not compiled again, but for every third, for one architecture
+`budgets.json` of the present text, options and compiler is not compiled again, but every third for one architecture,
 with one compiler, to prove the record; every other variant is compiled for all. `--all` compiles everything.
 """
 
