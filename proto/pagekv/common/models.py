@@ -40,10 +40,23 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
         return _demo_directory()
     path = Path(name).expanduser()
     if name and path.is_dir():
+        _check_text(path)
         return path
     if not _HUB_ID.fullmatch(name) or path.exists():
         raise ModelNotFound(f"{name!r} is neither a model directory, nor '{DEMO}', nor a hub id like 'owner/model'")
     return _from_hub(name, weights)
+
+
+def _check_text(directory: Path) -> None:
+    """Raises ModelNotFound where the path cannot be said in a message, as an executor says it to its manager."""
+    path = str(directory.resolve())
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ModelNotFound(
+            f"{path!r} is not the path of a model directory in UTF-8: give it another name, or start in a "
+            "locale of UTF-8, such as LC_ALL=C.UTF-8"
+        ) from error
 
 
 def check_model_files(directory: Path, *, weights: bool = True) -> None:

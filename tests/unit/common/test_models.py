@@ -26,6 +26,19 @@ def test_a_directory_is_itself_and_a_file_is_no_model(tmp_path: Path, monkeypatc
         resolve_model("model.bin")
 
 
+def test_a_path_that_no_message_can_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An executor failed each time that its manager asked for its model, and `pagekv up` waited in vain."""
+    # Of a system with Latin-1 names, and as every name with an umlaut is read in a locale of ASCII.
+    directory = tmp_path / "Modell \udcfc"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    for name in (str(directory), "."):
+        with pytest.raises(
+            ModelNotFound, match=r"Modell \\udcfc' is not the path of a model directory in UTF-8: give it"
+        ):
+            resolve_model(name)
+
+
 @pytest.mark.parametrize("weights", [True, False])
 def test_hub_models_are_fetched_without_other_formats(monkeypatch: pytest.MonkeyPatch, weights: bool) -> None:
     asked: list[tuple[str, list[str]]] = []
