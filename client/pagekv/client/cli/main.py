@@ -129,14 +129,17 @@ def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
 
 
 def _prepare_streams() -> None:
-    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null; and lets input that is
-    no UTF-8 be refused by its field, as that of the command line is.
+    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null; lets input that is no
+    UTF-8 be refused by its field, as that of the command line is; and has characters that the encoding of standard
+    output lacks written as on standard error, such as \\u6f22.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  # until the end of the process
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class _ToTerminal(logging.Handler):

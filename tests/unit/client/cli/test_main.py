@@ -217,3 +217,13 @@ def test_input_that_is_no_text_is_refused_by_its_field() -> None:
     done = subprocess.run(command, env=env, input=b"a\xff", capture_output=True, timeout=120)
     assert done.stderr.decode() == r"pagekv: prompt.text: must be text that UTF-8 can encode, is 'a\udcff'" + "\n"
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_text_is_shown_where_the_output_has_not_all_of_its_characters(server: ScriptedServer, encoding: str) -> None:
+    server.expect("Detokenize", pb.DetokenizeResponse(text="ä 漢"))
+    command = [sys.executable, "-m", "pagekv.client.cli.main", "detokenize", "4", "--target", server.target]
+    env = {**environment(), "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=env, capture_output=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout == "ä 漢\n".encode(encoding, "backslashreplace")
