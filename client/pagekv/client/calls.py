@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, Unpack, cast
 from pagekv.client.connection import Connection, for_both
 from pagekv.client.errors import InvalidRequest, NotFound
 from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
-from pagekv.client.option_help import with_options_of
+from pagekv.client.option_help import check_known, with_options_of
 from pagekv.client.resumable_generation import MOST_SEQUENCES, ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_stream import RunningStream
@@ -242,7 +242,8 @@ class ClientCalls(Connection):
         return cast("HealthStatus", status)
 
     def _begin_watch(self, options: WatchOptions) -> RunningStream[EventBatch, ResumableWatch]:
-        """A watch, of which nothing is sent yet."""
+        """A watch, of which nothing is sent yet. Raises TypeError for unknown options."""
+        check_known(options, WatchOptions)
         watch = ResumableWatch(**options, resume_timeout=self._settings.resume_timeout)
         return RunningStream(self, watch, partial(self._begin_call, self._operator.WatchEvents))
 

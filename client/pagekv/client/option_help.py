@@ -1,6 +1,7 @@
 """Options in `help`: Python drops the literals below a class's keys, which only editors read.
 
-`described` puts them into the docstring of the class of options, `with_options_of` into that of a method.
+`described` puts them into the docstring of the class of options, `with_options_of` into that of a method. An
+option that the class does not have is refused here, too, since Python does not look at the keys.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import Any, TypeVar
@@ -41,6 +42,13 @@ def with_options_of(options: type) -> Callable[[Function], Function]:
         return function
 
     return decorate
+
+
+def check_known(options: Mapping[str, Any], known: type, where: str = "") -> None:
+    """Raises TypeError for options that are no keys of the class `known`; the message begins with `where`."""
+    names = sorted(known.__annotations__)
+    if unknown := sorted(options.keys() - names):
+        raise TypeError(f"{where}unknown option {unknown[0]!r}; known are {', '.join(names)}")
 
 
 def _append(documented: Any, text: str) -> None:

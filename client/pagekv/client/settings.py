@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
-from pagekv.client.option_help import described
+from pagekv.client.option_help import check_known, described
 from pagekv.common.errors import InvalidRequest
 
 __all__ = ["CallOptions", "WatchOptions"]
@@ -91,9 +91,7 @@ class CallSettings:
 
     def changed(self, where: str, options: CallOptions) -> Self:
         """With these options of the function `where`. Raises TypeError for unknown ones."""
-        known = sorted(CallOptions.__annotations__)
-        if unknown := sorted(options.keys() - known):
-            raise TypeError(f"{where}: unknown option {unknown[0]!r}; known are {', '.join(known)}")
+        check_known(options, CallOptions, f"{where}: ")
         values: dict[str, Any] = {**options}
         if "metadata" in values:
             added = as_metadata(values["metadata"])

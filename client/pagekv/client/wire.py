@@ -16,6 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from pagekv.client import generation_types, types
 from pagekv.client.generation_types import CacheControls, ChatMessage, GenerateOptions, Prompt
+from pagekv.client.option_help import check_known
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -28,7 +29,6 @@ Values = TypeVar("Values", bound="DataclassInstance")
 Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
-_OPTIONS = frozenset(GenerateOptions.__annotations__)
 # Sequences of numbers that nobody means as such.
 _BYTES = (bytes, bytearray, memoryview)
 
@@ -38,9 +38,7 @@ def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_c
 
     Bounds are left to the server, which knows the model.
     """
-    unknown = sorted(options.keys() - _OPTIONS)
-    if unknown:
-        raise TypeError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS))}")
+    check_known(options, GenerateOptions)
     values = {name: value for name, value in {**options, "n": n}.items() if value is not None}
     sampling = {name: values[name] for name in values.keys() & _SAMPLING_FIELDS}
     others = {name: values[name] for name in ("priority", "request_id", "adapter") if name in values}

@@ -109,6 +109,13 @@ def test_a_silence_out_of_bounds_is_refused_by_name(client: PageKVClient, interv
         client.watch_events(progress_interval=interval)
 
 
+@pytest.mark.parametrize("option", ["token_id", "clock", "resume_timeout"])
+def test_an_unknown_option_is_refused(client: PageKVClient, option: str) -> None:
+    """Also one that the reader inside takes."""
+    with pytest.raises(TypeError, match=f"^unknown option '{option}'; known are instance_id, .*, token_ids$"):
+        client.watch_events(**{option: 1})  # type: ignore[arg-type]  # the mistake under test
+
+
 def test_an_outage_is_one_warning_for_those_who_listen(caplog: pytest.LogCaptureFixture) -> None:
     """As of a generation; none where the first loss is the end."""
     watched = watch()

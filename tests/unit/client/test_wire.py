@@ -9,6 +9,7 @@ import pytest
 
 from pagekv.client import (
     CacheControls,
+    GenerateOptions,
     InvalidRequest,
     PageKVClient,
     wire,
@@ -62,7 +63,7 @@ def test_an_unknown_option_is_refused(client: PageKVClient) -> None:
 
 
 def test_options_that_are_none_are_left_out() -> None:
-    sent = wire.generate_request("x", 1, dict.fromkeys(wire._OPTIONS), only_complete=False)  # type: ignore[arg-type]  # None for each
+    sent = wire.generate_request("x", 1, dict.fromkeys(GenerateOptions.__annotations__), only_complete=False)  # type: ignore[arg-type]  # None for each
     assert sent == wire.generate_request("x", 1, {}, only_complete=False)
 
 
