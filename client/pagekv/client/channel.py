@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
@@ -11,6 +12,8 @@ from pagekv.common.loopback import is_local
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_VARIABLE = "PAGEKV_TARGET"
+# Beginnings of addresses for other programs, such as the gateway's: gRPC would look for a machine of the whole name.
+_URL = re.compile(r"(https?|grpcs?|tcp)://", re.IGNORECASE)
 
 # Milliseconds between connection attempts at most, but for a fifth more by chance, and for one attempt, which may hang
 # where a machine takes the connection and no process answers: a stream that is resumed waits for them.
@@ -45,10 +48,15 @@ _SERVICE_CONFIG = {
 
 def target_or_default(target: str | None) -> str:
     """The address given, else that of the environment, else the default. Raises InvalidRequest."""
+    source = ""
     if target is None:
-        return os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET
+        # A variable that is empty is none.
+        target, source = os.environ.get(TARGET_VARIABLE) or DEFAULT_TARGET, f" (from {TARGET_VARIABLE})"
     if not isinstance(target, str) or not target:
         raise InvalidRequest("target", f"must be host:port or unix:/path, is {target!r:.80}")
+    if scheme := _URL.match(target):
+        problem = f"must be host:port or unix:/path, without {scheme[0]}, is {target!r:.80}{source}"
+        raise InvalidRequest("target", problem)
     return target
 
 

@@ -139,6 +139,21 @@ def test_the_environment_names_the_target(server: ScriptedServer, monkeypatch: p
     assert PageKVClient("there:1").target == "there:1"
 
 
+@pytest.mark.parametrize("url", ["http://127.0.0.1:50051", "HTTPS://gpu-7:50051/", "grpc://gpu-7:50051"])
+def test_the_address_of_another_program_is_refused_with_the_form_wanted(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to be a name for which no address is known."""
+    words = f"^target: must be host:port or unix:/path, without {url.partition('//')[0]}//, is '{url}'"
+    with pytest.raises(InvalidRequest, match=f"{words}$"):
+        PageKVClient(url)
+    monkeypatch.setenv("PAGEKV_TARGET", url)
+    with pytest.raises(InvalidRequest, match=rf"{words} \(from PAGEKV_TARGET\)$"):
+        PageKVClient()
+    # Ways to find addresses that gRPC knows.
+    assert PageKVClient("dns:///gpu-7:50051").target == "dns:///gpu-7:50051"
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
