@@ -77,7 +77,7 @@ class GenerateOptions(TypedDict, total=False):
     ignore_eos: bool
     """True: the model's end-of-sequence token does not end the sequence. Default False."""
     repetition_penalty: float
-    """Above 0 and up to 10. Default 1: off."""
+    """0.001 to 10; above 1 tokens that were there are less likely. Default 1: off."""
     presence_penalty: float
     """-2 to 2. Default 0: off."""
     frequency_penalty: float

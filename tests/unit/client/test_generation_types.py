@@ -11,6 +11,7 @@ from typing import get_type_hints
 import pytest
 
 from pagekv.client import CacheControls, Chunk, Completion, GenerateOptions, generation_types
+from pagekv.kvmanager.api import validation
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -27,6 +28,17 @@ def test_every_option_says_its_bounds() -> None:
         (text,) = re.findall(rf"(?m)^{name}: ((?:.|\n    )+)", documented)
         if kind not in (bool, CacheControls):
             assert re.search(r"\d+ to |up to|at most", text), name
+
+
+def test_the_bounds_of_numbers_are_those_that_the_manager_checks() -> None:
+    documented = inspect.getdoc(GenerateOptions) or ""
+    for name, bounds in validation._BOUNDS.items():
+        (text,) = re.findall(rf"(?m)^{name}: ((?:.|\n    )+)", documented)
+        if name == "beam_width":
+            # 0 is told apart: no beam search.
+            bounds = 1, bounds[1]
+        words = "above {:g} and up to {:g}" if name in validation._ABOVE else "{:g} to {:g}"
+        assert words.format(*bounds) in text, name
 
 
 def test_every_option_has_its_documentation_below_it() -> None:
