@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,9 @@ from numba.core.registry import cpu_target
 from pagekv.common.logs import Log
 
 log = Log(__name__)
+
+# Of the loops of a model together, with room to spare: 1 MB is kept of the demo model.
+_ROOM_BYTES = 4 * 2**20
 
 
 def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
@@ -65,11 +69,19 @@ def code_folder() -> Path | str:
                 raise PermissionError(f"{each} can be written by others")
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} cannot be written")
+        if not any(folder.iterdir()):
+            _check_room(folder)
     # A user without a home is a RuntimeError.
     except (OSError, RuntimeError) as error:
         log.warning("compiled loops are not kept: each start compiles them anew", error=str(error))
         return str(error)
     return folder
+
+
+def _check_room(folder: Path) -> None:
+    """Raises OSError where the code has no room, as on a full disk: only a file that is written tells."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(bytes(_ROOM_BYTES))
 
 
 def when_compiled() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,16 @@ def read_only(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.access", lambda path, mode: False)
 
 
-@pytest.mark.parametrize("why", [no_home, a_file_in_its_place, of_another_user, open_to_others, read_only])
+def no_room(caches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def full(dir: Path) -> Iterator[Any]:
+        with open("/dev/full", "wb") as file:
+            yield file
+
+    monkeypatch.setattr("tempfile.TemporaryFile", full)
+
+
+@pytest.mark.parametrize("why", [no_home, a_file_in_its_place, of_another_user, open_to_others, read_only, no_room])
 def test_loops_run_where_code_cannot_be_kept(
     why: Callable[[Path, pytest.MonkeyPatch], None],
     caches: Path,
