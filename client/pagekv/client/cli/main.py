@@ -123,7 +123,7 @@ def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
         parser.error(f"argument {argv[-1]}: expected a value, and a command behind it")
     known = [*up.ALIASES, *(name for names in GROUPS.values() for name in names)]
     if argv and not argv[0].startswith("-") and argv[0] not in known:
-        begun = [name for name in known if name.startswith(argv[0])]
+        begun = [name for name in known if argv[0] and name.startswith(argv[0])]
         near = " or ".join(map(repr, begun or difflib.get_close_matches(argv[0], known, n=1)))
         parser.error(f"no command {argv[0]!r}" + (f"; did you mean {near}?" if near else ""))
 

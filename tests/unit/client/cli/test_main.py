@@ -135,6 +135,13 @@ def test_the_nearest_name_and_where_help_is(command: str, message: str, capsys: 
     assert message in capsys.readouterr().err
 
 
+def test_a_command_that_is_empty_is_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    """As of a variable that is not set."""
+    with pytest.raises(SystemExit, match="2"):
+        main([""])
+    assert capsys.readouterr().err == "pagekv: no command ''\nTry 'pagekv --help'.\n"
+
+
 @pytest.mark.parametrize("command", ["help", "help stats"])
 def test_help_is_a_command_too(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = []
