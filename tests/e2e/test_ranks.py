@@ -20,6 +20,7 @@ from support.clients.processes import runs
 from support.clients.stack import (
     CPU,
     EXECUTOR,
+    MANAGER,
     ORACLE,
     ROOT,
     Process,
@@ -32,6 +33,7 @@ from support.clients.stack import (
 from support.executor.differing_rank import WRONG_STEP
 from support.waiting import wait_until
 
+from pagekv.common.port_file import read_port_file
 from pagekv.v1 import inference_service_pb2 as pb
 
 pytestmark = pytest.mark.e2e
@@ -162,35 +164,79 @@ def test_a_difference_ends_the_epoch_and_no_process_and_costs_no_token(
     assert words in executor.log.read_text()
 
 
-FAILED = "no memory for activations"
+WHY = "no memory for activations"
+# Memory has words of ours around it, on the machine of the rank that lacks it.
+SHORT = f"GiB are available ({WHY}): use a smaller model, or a machine with more memory"
 LEFT = [
-    ("1 describe", f"rank 1 failed to describe: RuntimeError: {FAILED}; left waiting for it: rank 0"),
-    ("0 describe", f"rank 0 ends: rank 0 failed to describe: RuntimeError: {FAILED}; left waiting for it: rank 1"),
-    ("1 load", f"rank 1 ends: {FAILED}"),
-    ("0 load", f"rank 0 ends: {FAILED}"),
-    ("1 allocate", f"rank 1 failed to allocate: RuntimeError: {FAILED}"),
+    ("1 load", "rank 1: ", SHORT),
+    ("0 load", "rank 0: ", SHORT),
+    ("1 describe", f"rank 1 failed to describe: RuntimeError: {WHY}", "; left waiting for it: rank 0"),
+    ("0 describe", f"rank 0 failed to describe: RuntimeError: {WHY}", "; left waiting for it: rank 1"),
+    ("1 allocate", f"rank 1 failed to allocate: RuntimeError: {WHY}", ""),
 ]
 
 
-@pytest.mark.parametrize(
-    ("fails", "words"), [LEFT[0], *(pytest.param(*each, marks=pytest.mark.long) for each in LEFT[1:])]
-)
-def test_a_rank_that_fails_alone_is_named_to_the_others_which_leave_at_once(
-    fails: str, words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """In a collective the others would wait for longer than this test may take. The group forms again, and serves."""
+def fail_in(fails: str, monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
+    """The file while which is there a rank fails so."""
     monkeypatch.setattr(stack_module, "EXECUTOR", "support.executor.failing_rank")
-    for name, value in {"PYTHONPATH": str(ROOT / "tests"), "FAILS": fails, "FAILED": str(tmp_path / "failed")}.items():
+    failing = directory / "failing"
+    for name, value in {"PYTHONPATH": str(ROOT / "tests"), "FAILS": fails, "FAILING": str(failing)}.items():
         monkeypatch.setenv(name, value)
+    return failing
 
-    async def run(stack: Stack) -> Result:
-        async with Caller(stack.target) as caller:
-            return await caller.generate(request_for([1, 5, 7], max_tokens=4, ignore_eos=True))
 
-    patient = [*CPU, "--rank-timeout-s", "1000", "--join-timeout-s", "1000"]
-    with running_executor(patient, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
-        assert len(asyncio.run(run(stack)).tokens) == 4
-    assert words in executor.log.read_text()
+# In a collective the others would wait for longer than a test may take.
+PATIENT = (*CPU, "--rank-timeout-s", "1000", "--join-timeout-s", "1000")
+
+
+@pytest.mark.parametrize(
+    ("fails", "begin", "end"),
+    [LEFT[0], LEFT[2], *(pytest.param(*LEFT[each], marks=pytest.mark.long) for each in (1, 3, 4))],
+)
+def test_a_rank_that_fails_alone_ends_the_start_of_all(
+    fails: str, begin: str, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would fail again, however often torchrun started the ranks anew. Each says which rank failed, and why."""
+    fail_in(fails, monkeypatch, tmp_path).touch()
+    executor = Process(stack_module.EXECUTOR, PATIENT, tmp_path, ranks=2)
+    executor.start()
+    manager = Process(MANAGER, ["--executor", executor.target], tmp_path)
+    try:
+        manager.start()
+        assert executor.popen is not None
+        assert executor.popen.wait(WAIT_S) == 1
+    finally:
+        manager.kill()
+        if executor.popen is not None and executor.popen.poll() is None:
+            executor.kill()
+    log = executor.log.read_text()
+    said = [line for line in log.splitlines() if "cannot start" in line]
+    assert len(said) == 2, log
+    assert all(f'reason="{begin}' in line and line.endswith(f'{end}"') for line in said), said
+    assert log.count("executor: listening ") == 1
+    told = read_port_file(tmp_path / f"{stack_module.EXECUTOR}.port")["cannot_start"]
+    assert told.startswith(begin)
+    assert told.endswith(end)
+
+
+async def answer(stack: Stack) -> Result:
+    async with Caller(stack.target) as caller:
+        return await caller.generate(request_for([1, 5, 7], max_tokens=4, ignore_eos=True))
+
+
+@pytest.mark.parametrize("fails", ["1 load", pytest.param("1 describe", marks=pytest.mark.long)])
+def test_a_group_that_has_served_is_started_anew_until_it_serves_again(
+    fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The memory that a rank lacks then was there once."""
+    failing = fail_in(fails, monkeypatch, tmp_path)
+    with running_executor(PATIENT, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
+        found = asyncio.run(answer(stack))
+        failing.touch()
+        kill_last(executor.rank_pids())
+        wait_until(lambda: executor.log.read_text().count(WHY) > 1, WAIT_S, executor.tail)
+        failing.unlink()
+        assert asyncio.run(answer(stack)).tokens == found.tokens
 
 
 def start_by_hand(ranks: list[tuple[dict[str, str], list[str]]], join_s: float = 60.0) -> list[tuple[int, str]]:

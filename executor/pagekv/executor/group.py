@@ -24,19 +24,24 @@ from pagekv.executor.config import ExecutorConfig
 from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.start_check import check_ranks
+from pagekv.executor.ranks.agreement import FAILURE
 from pagekv.executor.ranks.follower import Follower
-from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, join
+from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, NoGroup, join
 from pagekv.executor.ranks.leader import GroupBackend, Leader
+from pagekv.executor.ranks.link import Kind
 from pagekv.executor.ranks.rendezvous import (
     connect_gpus,
     end_meeting,
     find_leader,
+    has_served,
     join_process_group,
     limit_collectives,
     listen_as_leader,
     open_store,
+    tell_served,
 )
-from pagekv.executor.ranks.watch import RankWatch, end_process
+from pagekv.executor.ranks.start_errors import CannotStart, can_pass, expected_words, words_of
+from pagekv.executor.ranks.watch import end_start
 from pagekv.executor.world import World
 
 if TYPE_CHECKING:
@@ -103,48 +108,59 @@ def _check_transformers() -> None:
 
 def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
     """Rank 0's backend, once all ranks are there and it has loaded its own by `load`. `config` is `settled`. Raises
-    NoGroup, RanksDisagree, or what `load` does.
+    CannotStart, or what may pass.
     """
-    check_group(config, world)
-    facts = rank_facts(config, world)
-    joining = _begin_to_join(config)
-    store = open_store(world, joining)
-    listener, meeting = listen_as_leader(store, world)
-    try:
-        with phase(f"waiting for {world.size - 1} other ranks"):
-            links = Gathering(listener, meeting, world, facts).gather(joining)
-    finally:
-        end_meeting(store, meeting)
+    with _start(world):
+        facts = _facts_or_failure(config, world)
+        joining = _begin_to_join(config)
+        store = open_store(world, joining)
+    served = has_served(store)
+    with _start(world, served):
+        listener, meeting = listen_as_leader(store, world)
+        try:
+            with phase(f"waiting for {world.size - 1} other ranks"):
+                links = Gathering(listener, meeting, world, facts).gather(joining)
+        finally:
+            end_meeting(store, meeting)
     log.info("all ranks are there", ranks=world.size)
-    starting = True
 
-    def lost(reason: str) -> None:
-        if starting:
-            # For `pagekv up`: torchrun starts ranks again and again that cannot load.
-            add_to_port_file(config.port_file, cannot_start=reason)
-        end_process(reason)
+    def cannot_start(reason: str) -> None:
+        add_to_port_file(config.port_file, cannot_start=reason)
+        end_start(reason, world)
 
-    leader = Leader(links, config.rank_timeout_s, lost, with_parent=world.has_store)
-    with _others_told(leader.watch):
+    leader = Leader(
+        links,
+        config.rank_timeout_s,
+        cannot_start=cannot_start,
+        serves=None if served else lambda: tell_served(store),
+        with_parent=world.has_store,
+    )
+    with _start(world, served, lambda reason, kind: leader.watch.end(reason, kind=kind)):
         _join_collectives(config, store, world, meeting, joining)
         backend = load(leader.watch.lose)
-    starting = False
     return GroupBackend(backend, leader)
 
 
 def follow(config: ExecutorConfig, world: World, load: Load) -> int:
     """The life of another rank than rank 0; returns its exit status. Raises as `lead`."""
-    check_group(config, world)
-    facts = rank_facts(config, world)
-    joining = _begin_to_join(config)
-    store = open_store(world, joining)
-    link, meeting = join(lambda: find_leader(store, joining), world, facts, joining)
+    with _start(world):
+        facts = _facts_or_failure(config, world)
+        joining = _begin_to_join(config)
+        store = open_store(world, joining)
+    served = has_served(store)
+    with _start(world, served):
+        link, meeting = join(lambda: find_leader(store, joining), world, facts, joining)
     # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    follower = Follower(link, config.rank_timeout_s, with_parent=world.has_store)
+    follower = Follower(
+        link,
+        config.rank_timeout_s,
+        cannot_start=lambda reason: end_start(reason, world),
+        with_parent=world.has_store,
+    )
     log.info("joined the group", rank=world.rank, ranks=world.size)
-    with _others_told(follower.watch):
+    with _start(world, served, follower.end):
         _join_collectives(config, store, world, meeting, joining)
         backend = load(follower.watch.lose)
     follower.run(backend)
@@ -153,13 +169,38 @@ def follow(config: ExecutorConfig, world: World, load: Load) -> int:
 
 
 @contextmanager
-def _others_told(watch: RankWatch) -> Iterator[None]:
-    """The other ranks learn of an error within, which ends this one."""
+def _start(world: World, served: bool = False, tell: Callable[[str, Kind], None] = lambda *_: None) -> Iterator[None]:
+    """A part of a rank's start. An error within, which ends this rank, is told to the others. Raises CannotStart for
+    one that would come again, unless the group has served before: then what it lacks was there once.
+    """
     try:
         yield
     except Exception as error:
-        watch.end(str(error) or type(error).__name__)
-        raise
+        reason = words_of(error)
+        if can_pass(error):
+            tell(reason, Kind.ENDS)
+            raise
+        if not expected_words(error):
+            log.exception("this rank failed")
+        if served:
+            tell(reason, Kind.ENDS)
+            raise NoGroup(reason) from error
+        if not isinstance(error, CannotStart):
+            reason = f"rank {world.rank}: {reason}"
+        tell(reason, Kind.CANNOT_START)
+        raise CannotStart(reason) from error
+
+
+def _facts_or_failure(config: ExecutorConfig, world: World) -> dict[str, Any]:
+    """The facts of this rank, or why it cannot start, which all ranks will learn when they meet."""
+    try:
+        check_group(config, world)
+        return rank_facts(config, world)
+    except Exception as error:
+        # Where torchrun has all ranks on one machine, the others end with it.
+        if not world.has_store or (world.rank == 0 and world.local_size == world.size):
+            raise
+        return {FAILURE: words_of(error)}
 
 
 def _begin_to_join(config: ExecutorConfig) -> JoinTime:

@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 # How long a thread spins at a barrier before it sleeps: most of what a step does between two parallel loops takes less.
@@ -18,6 +19,8 @@ SPIN_S = 100e-6
 DEFAULT_SPINS = 4000
 # Turns in a round of measuring, and rounds: half a millisecond in all.
 PAUSES, PAUSE_ROUNDS = 1000, 16
+# Of errors of torch where it gets no memory, which have no type of their own.
+_NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|unable to mmap")
 
 
 def shorten_spinning() -> None:
@@ -57,6 +60,25 @@ def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cg
     """Bytes this process can still get: MemAvailable of the kernel, or less where a control group limits it."""
     found = kib_field(proc / "meminfo", "MemAvailable")
     return max(0, min([found, *_cgroup_rooms(proc, cgroups)]))
+
+
+class TooLittleMemory(MemoryError):
+    """Some work needs more memory than there is; the message says for what, how much there is, and what to do."""
+
+
+@contextmanager
+def memory_for(work: str, remedy: str) -> Iterator[None]:
+    """Raises TooLittleMemory where what is done within gets no memory, from Python, numpy, torch or the kernel."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, TooLittleMemory) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
+            raise
+        said = str(error).partition("\n")[0] or type(error).__name__
+        raise TooLittleMemory(
+            f"{work} needs more memory than there is; {available_bytes() / 2**30:.2f} GiB are available ({said}): "
+            f"{remedy}"
+        ) from error
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:

@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING
 # gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
-from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.loopback import is_local
-from pagekv.common.models import ModelNotFound
 from pagekv.common.phases import phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
@@ -28,7 +26,8 @@ from pagekv.executor.config import ExecutorConfig, parse_config
 from pagekv.executor.fresh_process import faults_before, start_anew
 from pagekv.executor.group import Load, follow, lead, settled
 from pagekv.executor.ranks.leader import GroupBackend, Leader
-from pagekv.executor.ranks.watch import EXIT_LOST
+from pagekv.executor.ranks.start_errors import CannotStart, expected_words
+from pagekv.executor.ranks.watch import EXIT_LOST, end_torchrun
 from pagekv.executor.rpc.only_manager import only_manager
 from pagekv.executor.rpc.service import SERVICE_NAME, ExecutorService
 from pagekv.executor.session.session import Session
@@ -164,6 +163,8 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: Worl
         tls = _read_tls(config)
     except (ImportError, ValueError) as error:
         _say_why(error, config.port_file, listening=False)
+        if not world.anew:
+            end_torchrun(world)
         return 1
     executor = Executor(config, load, tls)
     try:
@@ -177,6 +178,9 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: Worl
             return EXIT_LOST
     except Exception as error:
         known = _say_why(error, config.port_file, listening=executor.listening)
+        # An address may still be held by a rank that was.
+        if isinstance(error, CannotStart) or not (executor.listening or world.anew):
+            end_torchrun(world)
         if not faults_before():
             if not known:
                 raise
@@ -189,18 +193,10 @@ def _say_why(error: Exception, port_file: str, *, listening: bool) -> bool:
     """Logs one line for an error that keeps an executor from starting, and tells it in the port file, beside the
     address where there is one; False, and neither, for an unexpected one.
     """
-    if isinstance(error, ModelNotFound):
-        what = "--model cannot be used"
-    elif isinstance(error, ImportError) and (missing := missing_modules("executor")):
-        what, error = "", ImportError(missing_words("executor", missing))
-    elif isinstance(error, ImportError):
-        what = "a package is missing; pip install 'pagekv[executor]'"
-    elif isinstance(error, (OSError, ValueError, MemoryError)):
-        what = ""
-    else:
+    reason = expected_words(error)
+    if not reason:
         return False
-    log.error(f"cannot start: {what}" if what else "cannot start", reason=error)
-    reason = f"{what}: {error}" if what else str(error)
+    log.error("cannot start", reason=reason)
     if listening:
         add_to_port_file(port_file, cannot_start=reason)
     else:
@@ -241,6 +237,8 @@ def _follow(config: ExecutorConfig, world: World, load: Load) -> int:
     except Exception as error:
         if not _say_why(error, "", listening=False):
             raise
+        if isinstance(error, CannotStart):
+            end_torchrun(world)
         return 1
 
 

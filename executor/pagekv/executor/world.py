@@ -17,7 +17,7 @@ _LAST_PORT = 65535
 class World:
     """A rank of a group of `size`, of which `local_size` are on this machine. `address` and `port` are those of the
     group's store; `has_store`: the process that started the ranks keeps it, else rank 0 does. `local_rank`: its number
-    among those on this machine, where it was told.
+    among those on this machine, where it was told. `anew`: ranks of that process have run before.
     """
 
     rank: int = 0
@@ -27,6 +27,7 @@ class World:
     port: int = 0
     has_store: bool = False
     local_rank: int | None = None
+    anew: bool = False
 
 
 ALONE = World()
@@ -52,6 +53,7 @@ def read_world(env: Mapping[str, str]) -> World:
         port=_number(env, "MASTER_PORT", 1, _LAST_PORT),
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         local_rank=_number(env, "LOCAL_RANK", 0, local_size - 1) if env.get("LOCAL_RANK") else None,
+        anew=env.get("TORCHELASTIC_RESTART_COUNT", "0") != "0",
     )
 
 

@@ -1,8 +1,8 @@
-"""A rank of a group on the cpu backend that fails once, in the middle of what ranks compute together: the real one but
-for that. A script with the executor's flags.
+"""A rank of a group on the cpu backend that fails in the middle of what ranks compute together: the real one but for
+that. A script with the executor's flags.
 
-FAILS: the rank, and what it fails in (load, describe, allocate), such as `1 describe`. FAILED: path of a file that it
-writes then; a rank that finds it fails no more.
+FAILS: the rank, and what it fails in (load, describe, allocate), such as `1 describe`. FAILING: path of a file, while
+which is there it fails.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ WHY = "no memory for activations"
 
 
 def failing(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, but for its first call in the life of a group."""
+    """The function, but for while it fails."""
 
     def call(*args: Any, **options: Any) -> Any:
-        if not Path(os.environ["FAILED"]).exists():
-            Path(os.environ["FAILED"]).write_text("")
+        if Path(os.environ["FAILING"]).exists():
             raise MemoryError(WHY) if function.__name__ == "load_forward" else RuntimeError(WHY)
         return function(*args, **options)
 

@@ -6,13 +6,17 @@ from typing import Any
 
 import pytest
 
+from pagekv.common.models import ModelNotFound
 from pagekv.executor import group
 from pagekv.executor.config import parse_config
 from pagekv.executor.cuda import preflight
 from pagekv.executor.cuda.preflight import Builds, Gpu, UnusableGpu
 from pagekv.executor.group import check_group, rank_facts, rank_threads, settled
 from pagekv.executor.machine import usable_cores
-from pagekv.executor.ranks.gathering import JoinTime, Meeting
+from pagekv.executor.ranks.agreement import FAILURE
+from pagekv.executor.ranks.gathering import JoinTime, Meeting, NoGroup
+from pagekv.executor.ranks.link import Kind
+from pagekv.executor.ranks.start_errors import CannotStart
 from pagekv.executor.world import World
 
 TIME = ("seconds", 300.0)
@@ -142,3 +146,46 @@ def test_ranks_on_gpus_connect_them_behind_their_group(
     world = World(3, 4, 2, "one", 29500, local_rank=1)
     group._join_collectives(parse_config(["--backend", backend], {}), store, world, Meeting("", 0, "x"), JoinTime(1.0))
     assert found == done
+
+
+@pytest.mark.parametrize(
+    ("error", "served", "told", "raised"),
+    [
+        (MemoryError("too little"), False, ("rank 1: too little", Kind.CANNOT_START), CannotStart),
+        (CannotStart("rank 0: too little"), False, ("rank 0: too little", Kind.CANNOT_START), CannotStart),
+        (RuntimeError("a\nb"), False, ("rank 1: RuntimeError: a", Kind.CANNOT_START), CannotStart),
+        # The memory was there once.
+        (MemoryError("too little"), True, ("too little", Kind.ENDS), NoGroup),
+        (CannotStart("rank 0: too little"), True, ("rank 0: too little", Kind.ENDS), NoGroup),
+        (NoGroup("rank 0 is missing"), False, ("rank 0 is missing", Kind.ENDS), NoGroup),
+        (ConnectionResetError("reset"), False, ("reset", Kind.ENDS), ConnectionResetError),
+    ],
+)
+def test_an_error_of_a_start_ends_it_for_all_unless_it_can_pass(
+    error: Exception, served: bool, told: tuple[str, Kind], raised: type[Exception]
+) -> None:
+    found: list[tuple[str, Kind]] = []
+    with pytest.raises(raised) as caught, group._start(WORLD, served, lambda *words: found.append(words)):
+        raise error
+    assert type(caught.value) is raised
+    assert found == [told]
+    assert str(caught.value) == told[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "met"),
+    [
+        (World(1, 2, 2, has_store=True), True),
+        (World(0, 2, 1, has_store=True), True),
+        # Others end with torchrun, or nobody starts this rank anew.
+        (World(0, 2, 2, has_store=True), False),
+        (World(1, 2, 2), False),
+    ],
+)
+def test_other_ranks_are_met_to_be_told_why_this_one_cannot_start(world: World, met: bool) -> None:
+    config = parse_config(["--backend", "cpu", "--model", "/nowhere"], {})
+    if met:
+        assert "--model cannot be used: " in group._facts_or_failure(config, world)[FAILURE]
+    else:
+        with pytest.raises(ModelNotFound):
+            group._facts_or_failure(config, world)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pagekv.executor import machine as machine_module
-from pagekv.executor.machine import available_bytes, shorten_spinning, usable_cores
+from pagekv.executor.machine import TooLittleMemory, available_bytes, memory_for, shorten_spinning, usable_cores
 
 MIB = 2**20
 
@@ -137,3 +137,30 @@ def test_where_no_memory_may_be_run_nothing_is_measured(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("mmap.mmap", refuse)
     assert machine_module._pause_s() == 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "MemoryError"),
+        (MemoryError("Unable to allocate 3.81 GiB for an array"), "Unable to allocate 3.81 GiB for an array"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried\nat"),
+            "DefaultCPUAllocator: can't .*tried",
+        ),
+    ],
+)
+def test_too_little_memory_is_told_with_what_there_is_and_what_to_do(error: Exception, said: str) -> None:
+    words = rf"^a step needs more memory than there is; \d+\.\d\d GiB are available \({said}\): lower the budget$"
+    # Told once, by who knows most of it.
+    with (
+        pytest.raises(TooLittleMemory, match=words),
+        memory_for("all", "buy"),
+        memory_for("a step", "lower the budget"),
+    ):
+        raise error
+
+
+def test_another_error_than_of_memory_stays_as_it_is() -> None:
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), memory_for("a step", "lower the budget"):
+        raise RuntimeError("shapes differ")

@@ -19,6 +19,8 @@ SET = {
 def test_the_variables_of_torchrun() -> None:
     assert read_world(SET) == World(3, 4, 2, "one", 29500, local_rank=1)
     assert read_world({**SET, "TORCHELASTIC_USE_AGENT_STORE": "True"}).has_store
+    assert read_world({**SET, "TORCHELASTIC_RESTART_COUNT": "2"}).anew
+    assert not read_world({**SET, "TORCHELASTIC_RESTART_COUNT": "0"}).anew
     # Started by hand, all ranks are taken to be here.
     assert read_world({name: value for name, value in SET.items() if name != "LOCAL_WORLD_SIZE"}).local_size == 4
     assert read_world({**SET, "LOCAL_RANK": ""}).local_rank is None

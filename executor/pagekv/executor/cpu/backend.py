@@ -26,7 +26,7 @@ from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.cpu.threads import Way, WayChooser, ways
-from pagekv.executor.machine import available_bytes, usable_cores
+from pagekv.executor.machine import available_bytes, memory_for, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.start_check import check_cpu_dtype
@@ -73,7 +73,8 @@ class CpuBackend:
         self._use(self._all_threads)
         log.info("computing", instructions=instruction_set(DTYPES[dtype]), dtype=DTYPES[dtype], threads=most)
         fingerprint = model_fingerprint(model_path)
-        loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
+        with memory_for(f"{model_path}: loading it", "use a smaller model, or a machine with more memory"):
+            loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
         self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None
@@ -92,12 +93,16 @@ class CpuBackend:
         self._swap_rates: dict[int, tuple[int, int]] = {}
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Raises InvalidRequest when --kv-memory holds no block of this size."""
+        """Raises InvalidRequest when --kv-memory holds no block of this size, and MemoryError."""
         self._use(self._all_threads)
         info, key = self._info, (block_size, token_budget)
         info.check_block_fits(block_size)
         if key not in info.profiles:
-            with phase(f"profiling a step of {token_budget} tokens"):
+            memory = memory_for(
+                f"a step of {token_budget} tokens",
+                "lower the manager's --max-batch-tokens, or use a smaller model or a machine with more memory",
+            )
+            with phase(f"profiling a step of {token_budget} tokens"), memory:
                 info.add_profile(key, profile_step(self._forward, self._loaded, block_size, token_budget, self._shards))
         if block_size not in self._swap_rates:
             self._swap_rates[block_size] = measure_swap_rates(info.geometry, block_size)
@@ -112,7 +117,8 @@ class CpuBackend:
         if size > available:
             raise MemoryError(
                 f"{num_device_blocks} device and {num_host_blocks} host blocks need {size} bytes; "
-                f"{available} are available"
+                f"{available} are available: lower --kv-memory, or the manager's --num-device-blocks and "
+                "--num-host-blocks"
             )
         self._cache = KvCache(self._loaded.geometry, block_size, num_device_blocks, num_host_blocks)
 

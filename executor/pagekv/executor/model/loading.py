@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from transformers.utils import logging as transformers_logging
 
 from pagekv.common.phases import Phase, phase
+from pagekv.executor.machine import memory_for
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
 from pagekv.executor.model.files import tensors
 from pagekv.executor.model.kv_scales import scales_alone
@@ -98,22 +99,13 @@ def _progress_of(loading: Phase) -> Iterator[None]:
         set_hook(before)
 
 
-@contextmanager
-def _mapped(directory: Path) -> Iterator[None]:
-    """Raises MemoryError where the kernel refuses to map a file, as one that is larger than the machine's memory."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "unable to mmap" not in str(error):
-            raise
-        raise MemoryError(f"{directory}: {error}; use a smaller model, or a machine with more memory") from error
-
-
 def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shards: Shards | None) -> LoadedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
     # torch marks functions that initialise weights, too, when they are first called.
-    with without_compiler(), _mapped(directory), nullcontext() if shards is None else _kept_on(torch.device(device)):
+    # The kernel may refuse to map a file, as one that is larger than the machine's memory.
+    memory = memory_for(f"{directory}: loading it", "use a smaller model, or a machine with more memory")
+    with without_compiler(), memory, nullcontext() if shards is None else _kept_on(torch.device(device)):
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,

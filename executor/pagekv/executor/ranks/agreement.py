@@ -7,7 +7,10 @@ from dataclasses import asdict, fields, replace
 from typing import Any
 
 from pagekv.executor.backend.interface import BackendDescription, BackendFeature
+from pagekv.executor.ranks.start_errors import CannotStart
 
+# In the place of a fact: why this rank cannot start.
+FAILURE = "why it cannot start"
 # Fields of a description that may differ: memory and speed, which are measured.
 _MEASURED = {
     "device_kv_bytes",
@@ -21,12 +24,17 @@ _MEASURED = {
 _WORD = 96
 
 
-class RanksDisagree(ValueError):
+class RanksDisagree(CannotStart):
     """Two ranks have something that has to be equal and is not; the message names both, and what each has."""
 
 
 def check_facts(facts: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises RanksDisagree, where ranks differ from rank 0 in one of their facts. By rank, then by name."""
+    """Raises CannotStart, where a rank has a failure instead, and RanksDisagree, where ranks differ from rank 0 in one
+    of their facts. By rank, then by name.
+    """
+    for rank, own in sorted(facts.items()):
+        if FAILURE in own:
+            raise CannotStart(f"rank {rank}: {own[FAILURE]}")
     first = facts[0]
     for rank, others in sorted(facts.items()):
         for name in sorted({*first, *others}):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
+from pagekv.executor.ranks.start_errors import words_of
 from pagekv.executor.world import OTHERS_S
 
 _OWN = 0
@@ -22,7 +23,7 @@ def failure(error: Exception) -> dict[str, str]:
     """The answer of a rank that failed."""
     if isinstance(error, InvalidRequest):
         return {"error": error.description, "field": error.field}
-    return {"error": f"{type(error).__name__}: {error}"}
+    return {"error": words_of(error)}
 
 
 class Call:

@@ -22,6 +22,7 @@ from pagekv.executor.session.collector import Collector
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, is_lost
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step_check import EpochLimits
+from pagekv.executor.world import OTHERS_S
 
 log = Log(__name__)
 _LEADER = 0
@@ -31,15 +32,24 @@ class Follower:
     """States: connected from the beginning, over when `run` returns."""
 
     def __init__(
-        self, link: RankLink, timeout_s: float, lost: Callable[[str], None] = end_process, *, with_parent: bool = False
+        self,
+        link: RankLink,
+        timeout_s: float,
+        lost: Callable[[str], None] = end_process,
+        *,
+        cannot_start: Callable[[str], None] | None = None,
+        with_parent: bool = False,
     ) -> None:
-        """`lost` is called with the reason when rank 0 is lost, or this rank cannot go on."""
+        """`lost` is called with the reason when rank 0 is lost, or this rank cannot go on; `cannot_start` as
+        `RankWatch` does.
+        """
         self._link = link
-        self._watch = RankWatch({_LEADER: link}, timeout_s, lost, with_parent=with_parent)
+        self._watch = RankWatch({_LEADER: link}, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
         self._epoch: Epoch | None = None
         self._collector = Collector()
-        threading.Thread(target=self._read, name="rank 0", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="rank 0", daemon=True)
+        self._reader.start()
         self._watch.start()
 
     @property
@@ -69,6 +79,11 @@ class Follower:
                 self._epoch = None
                 self._send(Kind.ANSWER, _answer(_allocated, backend, message.content))
 
+    def end(self, reason: str, kind: Kind) -> None:
+        """This rank ends: tells rank 0, and gives it the time to end first, by what it is told."""
+        self._watch.end(reason, kind=kind)
+        self._reader.join(OTHERS_S)
+
     def close(self) -> None:
         """Ends the connection. Idempotent."""
         self._watch.stop()
@@ -80,6 +95,8 @@ class Follower:
                 self._watch.heard(_LEADER)
                 if message.kind is Kind.ENDS:
                     self._watch.lose(f"rank 0 ends: {message.content}")
+                elif message.kind is Kind.CANNOT_START:
+                    self._watch.give_up(message.content)
                 elif message.kind is not Kind.BEAT:
                     self._messages.put(message)
             self._watch.stop()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from pagekv.executor.ranks.agreement import check_facts
 from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
+from pagekv.executor.ranks.start_errors import CannotStart, MayPass
 from pagekv.executor.world import World
 
 # Seconds for a greeting, which is there at once.
@@ -21,8 +22,8 @@ _GREETING_S = 5.0
 _AGAIN_S = 0.2
 
 
-class NoGroup(ValueError):
-    """The ranks do not come together; the message says why, in one line."""
+class NoGroup(MayPass, ValueError):
+    """The ranks do not come together now; the message says why, in one line."""
 
 
 class JoinTime:
@@ -64,16 +65,16 @@ class Gathering:
         self._links: dict[int, RankLink] = {}
 
     def gather(self, joining: JoinTime) -> dict[int, RankLink]:
-        """The links to all other ranks, by rank. Raises NoGroup, or RanksDisagree, which the others are told too."""
+        """The links to all other ranks, by rank. Raises NoGroup, or CannotStart, which the others are told too."""
         try:
             while not self._all_there():
                 self._wait(joining)
                 connection, _ = self._listener.accept()
                 self._greet(RankLink(connection))
             check_facts(self._facts)
-        except ValueError as error:
+        except (NoGroup, CannotStart) as error:
             for link in self._links.values():
-                _refuse(link, str(error))
+                _refuse(link, str(error), Kind.CANNOT_START if isinstance(error, CannotStart) else Kind.REFUSED)
             raise
         finally:
             self._listener.close()
@@ -134,17 +135,17 @@ def _pid_here(content: Mapping[str, Any]) -> int:
     return int(content.get("pid", 0)) if content.get("group_rank") == own["group_rank"] else 0
 
 
-def _refuse(link: RankLink, reason: str) -> None:
+def _refuse(link: RankLink, reason: str, kind: Kind = Kind.REFUSED) -> None:
     with suppress(LinkLost):
-        link.send_json(Kind.REFUSED, reason)
+        link.send_json(kind, reason)
 
 
 def join(
     find: Callable[[], Meeting], world: World, facts: Mapping[str, Any], joining: JoinTime
 ) -> tuple[RankLink, Meeting]:
     """The link of this rank to rank 0, and where that was met, once all are there. `find` says where
-    rank 0 is, which may be another one than it was, and raises NoGroup when nobody knows. Raises NoGroup, also for what
-    rank 0 says.
+    rank 0 is, which may be another one than it was, and raises NoGroup when nobody knows. Raises NoGroup or
+    CannotStart, also for what rank 0 says.
     """
     while joining.left_s:
         meeting = find()
@@ -163,7 +164,7 @@ def join(
                     link.peer_pid = _pid_here(answer.content)
                     return link, meeting
                 link.close()
-                raise NoGroup(str(answer.content))
+                raise (CannotStart if answer.kind is Kind.CANNOT_START else NoGroup)(str(answer.content))
         time.sleep(_AGAIN_S)
     raise NoGroup(f"rank 0 is missing: it did not answer rank {world.rank} {joining}")
 

@@ -19,8 +19,8 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.ranks.agreement import description_from_json, group_description
-from pagekv.executor.ranks.calls import Call, failure
+from pagekv.executor.ranks.agreement import RanksDisagree, description_from_json, group_description
+from pagekv.executor.ranks.calls import Call, CallBroken, failure
 from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
 from pagekv.executor.ranks.reports import RankReport, RankReports, RanksLate
 from pagekv.executor.ranks.watch import RankWatch, end_process
@@ -40,14 +40,20 @@ class Leader:
         timeout_s: float,
         lost: Callable[[str], None] = end_process,
         *,
+        cannot_start: Callable[[str], None] | None = None,
+        serves: Callable[[], None] | None = None,
         with_parent: bool = False,
     ) -> None:
-        """`links` by rank, 1 and up; `lost` is called with the reason when one of them is lost."""
+        """`links` by rank, 1 and up; `lost` is called with the reason when one of them is lost, `cannot_start` as
+        `RankWatch` does. `serves` is called once all ranks have pools, which ends their start; None: a group of these
+        ranks has served before.
+        """
         self._links = links
-        self._watch = RankWatch(links, timeout_s, lost, with_parent=with_parent)
+        self._watch = RankWatch(links, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
+        self._serves = serves
         self._reports = RankReports(links, timeout_s)
         # The latest call of the backend.
-        self._call = Call("", links, self._watch.lose)
+        self._call = Call("", links, self._break)
         self._epoch = 0
         for rank, link in links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"rank {rank}", daemon=True).start()
@@ -72,7 +78,7 @@ class Leader:
         """Has all ranks do it at once, this one by `own`; what that returns, and the answers of the others. Once all
         have answered raises as `own` does. Raises CallBroken where that cannot be: the group is lost.
         """
-        call = self._call = Call(kind.name.lower(), self._links, self._watch.lose)
+        call = self._call = Call(kind.name.lower(), self._links, self._break)
         self._tell(kind, content)
         try:
             found = own()
@@ -82,6 +88,21 @@ class Leader:
             raise
         call.answer(0, {})
         return found, call.wait()
+
+    def started(self) -> None:
+        """All ranks have pools: a call that fails from now on may be made good by another start."""
+        if self._serves is not None:
+            self._serves()
+            self._serves = None
+
+    def failed(self, reason: str) -> None:
+        """A rank has failed in a call. While they start, the group ends by it for good."""
+        if self._serves is not None:
+            self._watch.give_up(reason)
+
+    def _break(self, reason: str) -> None:
+        self.failed(reason)
+        self._watch.lose(reason)
 
     def hand_on(self, epoch: int, limits: EpochLimits, step: Step) -> None:
         if epoch != self._epoch:
@@ -131,6 +152,8 @@ class Leader:
                     self._call.answer(rank, message.content)
                 elif message.kind is Kind.ENDS:
                     self._watch.lose(f"rank {rank} ends: {message.content}")
+                elif message.kind is Kind.CANNOT_START:
+                    self._watch.give_up(message.content)
         except (LinkLost, struct.error, KeyError, TypeError) as error:
             self._watch.lose(f"rank {rank} was lost: {error}", rank)
 
@@ -155,16 +178,13 @@ class GroupBackend:
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises InvalidRequest where a rank does, and RanksDisagree."""
         content = {"block_size": block_size, "token_budget": token_budget}
-        description, answers = self._leader.call(
-            Kind.DESCRIBE, content, lambda: self._own.describe(block_size, token_budget)
-        )
-        for rank, answer in answers.items():
-            if "field" in answer:
-                raise InvalidRequest(answer["field"], f"{answer['error']} (rank {rank})")
-            if "error" in answer:
-                raise RuntimeError(f"rank {rank} failed to describe: {answer['error']}")
+        description, answers = self._call(Kind.DESCRIBE, content, lambda: self._own.describe(block_size, token_budget))
         others = {rank: description_from_json(answer["description"]) for rank, answer in answers.items()}
-        found = group_description({0: description, **others})
+        try:
+            found = group_description({0: description, **others})
+        except RanksDisagree as error:
+            self._leader.failed(str(error))
+            raise
         return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
@@ -179,14 +199,31 @@ class GroupBackend:
                 short[0] = str(error)
                 return None
 
-        counts, answers = self._leader.call(Kind.ALLOCATE, order, allocate)
-        for rank, answer in answers.items():
-            if "error" in answer:
-                raise RuntimeError(f"rank {rank} failed to allocate: {answer['error']}")
+        counts, answers = self._call(Kind.ALLOCATE, order, allocate)
         short |= {rank: answer["short"] for rank, answer in answers.items() if "short" in answer}
         if short:
             raise PoolsDoNotFit("; ".join(f"rank {rank}: {error}" for rank, error in short.items()))
+        self._leader.started()
         return counts
+
+    def _call(self, kind: Kind, content: Any, own: Callable[[], T]) -> tuple[T, dict[int, Any]]:
+        """As the leader's, but that a rank that failed is an error."""
+        words = f"failed to {kind.name.lower()}"
+        try:
+            found, answers = self._leader.call(kind, content, own)
+        except (PageKVError, CallBroken):
+            raise
+        except Exception as error:
+            self._leader.failed(f"rank 0 {words}: {failure(error)['error']}")
+            raise
+        for rank, answer in answers.items():
+            if "field" in answer:
+                raise InvalidRequest(answer["field"], f"{answer['error']} (rank {rank})")
+            if "error" in answer:
+                reason = f"rank {rank} {words}: {answer['error']}"
+                self._leader.failed(reason)
+                raise RuntimeError(reason)
+        return found, answers
 
     def copy_blocks(self, copies: BlockCopies) -> None:
         self._own.copy_blocks(copies)

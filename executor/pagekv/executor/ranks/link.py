@@ -41,6 +41,8 @@ class Kind(IntEnum):
     BYE = 12
     # Both ways: this rank ends, and why.
     ENDS = 13
+    # Both ways: the group ends, and would find the same if it were started anew.
+    CANNOT_START = 14
 
 
 _KINDS = {int(kind): kind for kind in Kind}
@@ -98,13 +100,13 @@ class RankLink:
             finally:
                 self._sending.release()
 
-    def say_last(self, reason: str) -> None:
-        """Sends ENDS if that can be done at once."""
+    def say_last(self, reason: str, kind: Kind = Kind.ENDS) -> None:
+        """Sends ENDS or CANNOT_START if that can be done at once."""
         if self._sending.acquire(timeout=LAST_WORDS_S):
             try:
                 with suppress(LinkLost, OSError):
                     self.limit_sends(LAST_WORDS_S)
-                    self._send(Kind.ENDS, json.dumps(reason).encode())
+                    self._send(kind, json.dumps(reason).encode())
             finally:
                 self._sending.release()
 

@@ -20,6 +20,8 @@ log = Log(__name__)
 
 # In the store; the latest rank 0 has it.
 _KEY = "pagekv/rank0"
+# There from the first time on that ranks have served.
+_SERVED = "pagekv/served"
 # Seconds between two looks for a store that is not there yet; for an answer of one that is; and to connect, however
 # late this rank has met the others.
 _AGAIN_S, _ANSWER_S, _CONNECT_S = 0.2, 5.0, 5.0
@@ -83,6 +85,20 @@ def find_leader(store: Store, joining: JoinTime) -> Meeting:
         return _read(store)
     except RuntimeError as error:
         raise NoGroup(f"rank 0 is missing: it did not come to the ranks' store {joining}") from error
+
+
+def has_served(store: Store) -> bool:
+    """Whether ranks of this store have served before; False where rank 0 keeps the store, since nobody starts those
+    anew.
+    """
+    found: bool = store.check([_SERVED])
+    return found
+
+
+def tell_served(store: Store) -> None:
+    """Tells ranks that are started anew that these have served."""
+    with suppress(RuntimeError):
+        store.set(_SERVED, "")
 
 
 def join_process_group(store: Store, world: World, meeting: Meeting, joining: JoinTime, *, gpus: bool = False) -> None:

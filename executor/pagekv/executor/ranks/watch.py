@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pagekv.common.logs import Log
-from pagekv.executor.ranks.link import LinkLost, RankLink
+from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
+from pagekv.executor.world import World
 
 log = Log(__name__)
 
@@ -26,6 +27,22 @@ def end_process(reason: str) -> None:
     log.error("the group of ranks is broken: this rank ends, to be started anew", reason=reason)
     logging.shutdown()
     os._exit(EXIT_LOST)
+
+
+def end_start(reason: str, world: World) -> None:
+    """The same of a rank, and with it of the torchrun that would start it anew for ever."""
+    log.error("cannot start", reason=reason)
+    end_torchrun(world)
+    logging.shutdown()
+    os._exit(1)
+
+
+def end_torchrun(world: World) -> None:
+    """Has the torchrun that started this process end, instead of starting its ranks anew: for that it knows no exit
+    status, but SIGTERM. From the first of its ranks, since a second one would disturb it. Nothing without torchrun.
+    """
+    if world.has_store and world.local_rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
 
 
 def end_sibling(pid: int, parent: int) -> None:
@@ -55,17 +72,19 @@ class RankWatch:
         timeout_s: float,
         lost: Callable[[str], None] = end_process,
         *,
+        cannot_start: Callable[[str], None] | None = None,
         with_parent: bool = False,
     ) -> None:
-        """`links` by the rank at their other end. Watches from `start` on. `with_parent`: torchrun has started this
-        process, so its end is a loss too, and a rank of its that is lost, but hangs, is ended.
+        """`links` by the rank at their other end. Watches from `start` on. `cannot_start` is called instead of `lost`
+        where the group would find the same if it were started anew. `with_parent`: torchrun has started this process,
+        so its end is a loss too, and a rank of its that is lost, but hangs, is ended.
         """
         self._links = links
         for link in links.values():
             link.limit_sends(timeout_s)
         self._interval_s = timeout_s / BEATS
         self._timeout_s = timeout_s
-        self._lost = lost
+        self._lost, self._cannot_start = lost, cannot_start or lost
         # Beats of our own since something came, by rank: a machine that slept does not count its sleep.
         self._silent = dict.fromkeys(links, 0)
         self._parent = os.getppid() if with_parent else 0
@@ -90,12 +109,18 @@ class RankWatch:
                 end_sibling(pid, self._parent)
             self._lost(reason)
 
-    def end(self, reason: str, *lost: int) -> None:
+    def give_up(self, reason: str) -> None:
+        """The group cannot start: tells the others; nothing once the watch is over."""
+        if not self._over.is_set() and self._losing.acquire(blocking=False):
+            self.end(reason, kind=Kind.CANNOT_START)
+            self._cannot_start(reason)
+
+    def end(self, reason: str, *lost: int, kind: Kind = Kind.ENDS) -> None:
         """The group ends, since this rank does: tells so the ranks that are not lost."""
         self._over.set()
         for rank, link in self._links.items():
             if rank not in lost:
-                link.say_last(reason)
+                link.say_last(reason, kind)
 
     def stop(self) -> None:
         """The group ends in order: connections may end. Idempotent."""

@@ -66,7 +66,9 @@ def test_weights_that_cannot_be_mapped(llama: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError(said)
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", refused)
-    with pytest.raises(MemoryError, match=r"unable to mmap 9 bytes .*; use a smaller model, or a machine"):
+    with pytest.raises(
+        MemoryError, match=r"are available \(unable to mmap 9 bytes .*\): use a smaller model, or a machine"
+    ):
         load_model(llama, torch.float32)
     said = "another error"
     with pytest.raises(RuntimeError, match=r"^another error$"):

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from pagekv.executor.ranks.agreement import RanksDisagree
+from pagekv.executor.ranks.agreement import FAILURE, RanksDisagree
 from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, NoGroup, _own_pid, _pid_here, join, meeting_at
 from pagekv.executor.ranks.link import Kind, RankLink
+from pagekv.executor.ranks.start_errors import CannotStart
 from pagekv.executor.world import World
 
 FACTS = {"torch": "2"}
@@ -96,8 +97,15 @@ def test_a_rank_that_was_started_anew_meanwhile_is_one_rank(last: int) -> None:
 def test_a_rank_with_another_model() -> None:
     found = gathering(2, [(World(1, 2), {"torch": "3"})])
     assert isinstance(found[0].exception(), RanksDisagree)
+    assert isinstance(found[1].exception(), CannotStart)
     words = "rank 0 and rank 1 differ in torch: 2 and 3; start all ranks with the same flags, packages and model"
     assert reasons(found) == [words, words]
+
+
+def test_a_rank_that_cannot_start_ends_the_start_of_all_by_its_own_words() -> None:
+    found = gathering(3, [(World(1, 3), {"torch": "3"}), (World(2, 3), {FAILURE: "no GPU has number 2"})])
+    assert reasons(found) == ["rank 2: no GPU has number 2"] * 3
+    assert all(type(each.exception()) is CannotStart for each in found)
 
 
 def test_strangers_are_sent_away_and_no_hindrance() -> None:

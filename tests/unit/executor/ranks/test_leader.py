@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
 from contextlib import suppress
 from unittest import mock
@@ -16,6 +17,9 @@ from pagekv.common.errors import InvalidRequest, OutOfMemory
 from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.ranks import calls
+from pagekv.executor.ranks.follower import Follower
+from pagekv.executor.ranks.leader import GroupBackend, Leader
+from pagekv.executor.ranks.link import RankLink
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, RanksDiffer
@@ -164,6 +168,45 @@ def test_a_rank_that_fails_alone_is_named_and_ends_the_group(
     why = f"rank {failing} failed to {call}: RuntimeError: CUDA out of memory"
     why += f"; left waiting for it: rank {', '.join(left)}"
     assert sorted(group.lost) == sorted([why, f"rank 0 ends: {why}", f"rank 0 ends: {why}"])
+
+
+def test_a_call_that_fails_gives_a_start_up_and_later_ones_do_not() -> None:
+    """Up to the first pools."""
+
+    class Failing(OracleBackend):
+        fails = True
+
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            if self.fails:
+                raise RuntimeError("out of order")
+            return super().describe(block_size, token_budget)
+
+    served: list[str] = []
+    given_up: list[str] = []
+    near, far = socket.socketpair()
+    leader = Leader(
+        {1: RankLink(near)}, TIMEOUT_S, cannot_start=given_up.append, serves=lambda: served.append("served")
+    )
+    follower = Follower(RankLink(far), TIMEOUT_S, cannot_start=given_up.append)
+    other = Failing(MODEL)
+    threading.Thread(target=follower.run, args=(other,), daemon=True).start()
+    backend = GroupBackend(OracleBackend(MODEL), leader)
+    words = "rank 1 failed to describe: RuntimeError: out of order"
+    with pytest.raises(RuntimeError, match=words):
+        backend.describe(4, 64)
+    wait_until(lambda: len(given_up) == 2)
+    assert given_up == [words] * 2
+    other.fails = False
+    backend.describe(4, 64)
+    assert served == []
+    for _ in range(2):
+        backend.allocate(4, 20, 0)
+    assert served == ["served"]
+    other.fails = True
+    with pytest.raises(RuntimeError, match=words):
+        backend.describe(4, 64)
+    assert len(given_up) == 2
+    leader.stop()
 
 
 def test_a_rank_that_ends_says_why() -> None:

@@ -13,9 +13,11 @@ from pagekv.executor.ranks.rendezvous import (
     connect_gpus,
     end_meeting,
     find_leader,
+    has_served,
     join_process_group,
     listen_as_leader,
     open_store,
+    tell_served,
 )
 from pagekv.executor.world import World
 
@@ -69,6 +71,14 @@ def test_a_store_that_is_not_there_and_two_that_keep_it() -> None:
         open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     with pytest.raises(NoGroup, match="rank 0 is missing"):
         find_leader(kept, JoinTime(0.5))
+
+
+def test_that_ranks_have_served_is_told_to_those_that_come_after_them() -> None:
+    store = open_store(World(0, 2, 2, "127.0.0.1", port := free_port()), JoinTime(WAIT_S))
+    later = open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
+    assert not has_served(later)
+    tell_served(store)
+    assert has_served(later)
 
 
 def test_on_several_machines_rank_0_warns_that_nothing_is_encrypted(caplog: pytest.LogCaptureFixture) -> None:

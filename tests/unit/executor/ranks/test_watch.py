@@ -16,6 +16,7 @@ from support.clients.stack import environment
 
 from pagekv.executor.ranks.link import Kind, RankLink
 from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch, end_sibling
+from pagekv.executor.world import World
 
 PATIENCE_S = 120.0
 
@@ -64,6 +65,47 @@ def test_others_are_told_why_a_rank_ends() -> None:
     ends[1][1].setblocking(False)
     with pytest.raises(BlockingIOError):
         ends[1][1].recv(1)
+
+
+def test_a_group_that_cannot_start_ends_otherwise_than_one_that_lost_a_rank() -> None:
+    ends = [socket.socketpair() for _ in range(2)]
+    lost: list[str] = []
+    given_up: list[str] = []
+    links = {rank: RankLink(one) for rank, (one, _) in enumerate(ends, 1)}
+    watch = RankWatch(links, 60.0, lost.append, cannot_start=given_up.append)
+    watch.give_up("rank 2: too little memory")
+    watch.lose("rank 2 was lost")
+    for _, other in ends:
+        told = RankLink(other).receive(PATIENCE_S)
+        assert (told.kind, told.content) == (Kind.CANNOT_START, "rank 2: too little memory")
+    assert (given_up, lost) == (["rank 2: too little memory"], [])
+
+
+@pytest.mark.parametrize(
+    ("world", "ended"),
+    [
+        (World(1, 2, 1, has_store=True, local_rank=0), True),
+        (World(1, 2, 2, has_store=True, local_rank=1), False),
+        (World(0, 2, 2), False),
+    ],
+)
+def test_the_first_rank_of_a_machine_ends_the_torchrun_that_started_it(world: World, ended: bool) -> None:
+    code = (
+        "from pagekv.common.logs import setup_logs\n"
+        "from pagekv.executor.ranks.watch import end_start\n"
+        "from pagekv.executor.world import World\n"
+        "setup_logs('rank 1', 'info', 'text')\n"
+        f"end_start('too little memory', {world!r})\n"
+    )
+    # In torchrun's place.
+    parent = "import subprocess, sys; print(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    command = [sys.executable, "-c", parent, code]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    if ended:
+        assert done.returncode == -signal.SIGTERM
+    else:
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "1")
+        assert 'cannot start reason="too little memory"' in done.stdout + done.stderr
 
 
 def test_the_process_ends_at_once_whatever_its_threads_do() -> None:
