@@ -15,7 +15,8 @@ from grpc_health.v1 import health_pb2
 from support.clients.scripted_server import Fails, ScriptedServer, chunk, complete
 
 from pagekv.client import PageKVClient
-from pagekv.client.cli.commands import demo, up
+from pagekv.client.cli import stack_announcement
+from pagekv.client.cli.commands import demo
 from pagekv.client.cli.main import GROUPS, main, make_parser
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.launcher.stack import Stack, StackConfig
@@ -108,9 +109,9 @@ def _of_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack, "listening", listening.__getitem__)
     # As with --certs.
     files = {name: Path(name) for name in ("ca", "client_cert", "client_key")}
-    monkeypatch.setattr(up, "_client_files", lambda stack: files)
+    monkeypatch.setattr(stack_announcement, "_client_files", lambda stack: files)
     server.expect("GetModelInfo", INFO)
-    up._announce(stack, make_parser().parse(["up", "--json"]), Terminal())
+    stack_announcement.announce(stack, make_parser().parse(["up", "--json"]), Terminal())
 
 
 def _of_demo(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 from pagekv.client.aio import AsyncPageKVClient
-from pagekv.client.cli.commands.up import describe
 from pagekv.client.cli.connection_flags import add_connection, client_of_flags
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
+from pagekv.client.cli.stack_announcement import describe
 from pagekv.client.cli.terminal import Terminal, milliseconds, table
 from pagekv.client.errors import PageKVError
 from pagekv.client.planning.load_test import (

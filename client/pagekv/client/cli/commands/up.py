@@ -12,18 +12,16 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.identities_file import GATEWAY, list_identities
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
-from pagekv.client.cli.terminal import Terminal, pagekv_command
-from pagekv.client.errors import InvalidRequest, PermissionDenied, Unauthenticated
+from pagekv.client.cli.stack_announcement import announce
+from pagekv.client.cli.terminal import Terminal
+from pagekv.client.errors import InvalidRequest
 from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.child_flags import flag_value, is_bare_oracle, tokenizer_name, vocabulary_args
 from pagekv.client.launcher.gateway import DEFAULT_PORT, POLICIES, GatewayConfig
-from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import LOOPBACK, Stack, StackConfig
 from pagekv.client.launcher.stop_signals import StopSignals
-from pagekv.client.types import ModelInfo
 from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, is_true, listening_host, number, variable_of
 from pagekv.common.logs import is_error
@@ -275,7 +273,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         stack.start()
         if wait_ready(stack, args, terminal, signals.wait):
             serving.set()
-            _announce(stack, args, terminal)
+            announce(stack, args, terminal)
             while not signals.wait(_WATCH_S):
                 for report in stack.new_deaths():
                     terminal.note(f"{report}\nthe other pairs go on")
@@ -334,85 +332,3 @@ def wait_ready(
     if ready:
         say("ready")
     return ready
-
-
-def describe(info: ModelInfo) -> str:
-    """One line about what is served."""
-    tokens = info.num_device_blocks * info.block_size
-    return (
-        f"model {info.model_id or 'none'}, backend {info.backend}, "
-        f"{info.num_device_blocks} blocks of {info.block_size} tokens ({tokens} tokens of KV cache)"
-    )
-
-
-def _model_info(stack: Stack) -> ModelInfo | None:
-    """None where the manager does not know this command as a caller, or does not let it ask."""
-    with client_of(stack.target, stack.certificates) as client:
-        try:
-            return client.model_info()
-        except (Unauthenticated, PermissionDenied):
-            return None
-
-
-def _client_files(stack: Stack) -> dict[str, Path]:
-    return {} if stack.certificates is None else stack.certificates.client_files()
-
-
-def _reached_at(stack: Stack, address: str) -> str:
-    """The address for a client on this machine: no certificate bears the one of every interface."""
-    host, _, port = address.rpartition(":")
-    return f"localhost:{port}" if stack.certificates is not None and host in ("0.0.0.0", "[::]") else address
-
-
-def _announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
-    info = _model_info(stack)
-    scheme = "http" if stack.certificates is None else "https"
-    # An HTTP address that the manager's own flags set may be for metrics alone.
-    served = [_reached_at(stack, address) for address in stack.listening("http")] if stack.has_page else []
-    pages = [f"{scheme}://{address}/" for address in served]
-    events: list[dict[str, str]] = stack.listening("kv_events")
-    recordings = [path for paths in stack.listening("recordings") for path in paths]
-    listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
-    listeners += [endpoint for at in events for endpoint in at.values()]
-    reached = [address for address in listeners if address and not is_local(address)]
-    if reached and stack.certificates is None:
-        terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
-    openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
-    if args.json:
-        found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
-        found |= {"openai": openai, "targets": stack.targets} if openai else {}
-        # The first manager's, and those of all.
-        found |= {name: str(path) for name, path in _client_files(stack).items()}
-        found |= {"page": pages[0], "pages": pages} if pages else {}
-        found |= {"kv_events": events} if events else {}
-        found |= {"recordings": recordings} if recordings else {}
-        terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
-        return
-    where = "" if stack.target == DEFAULT_TARGET else f" --target {_reached_at(stack, stack.target)}"
-    where += "".join(
-        f" --{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in _client_files(stack).items()
-    )
-    name = pagekv_command()
-    if info is None and "client_cert" not in _client_files(stack):
-        # A key that the file of identities has; where this command has one, the one to show is known.
-        name = f"PAGEKV_API_KEY=KEY {name}"
-    what = '"In the beginning"' if info is None or info.has_tokenizer else "--token-ids 1,2,3"
-    lines = [
-        f"PageKV is ready at {terminal.bold(stack.target)}",
-        *([] if info is None else [f"  {describe(info)}"]),
-        f"  try: {terminal.bold(f'{name} generate{where} {what}')}",
-        f"  or:  {name} stats{where}",
-    ]
-    if openai:
-        lines.append(f"  OpenAI endpoint: {terminal.bold(openai)}")
-    if len(stack.targets) > 1:
-        lines.append(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
-    if pages:
-        if stack.page_moved:
-            terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
-        lines.append(f"  watch the blocks: {terminal.bold('  '.join(pages))}")
-    for at in events:
-        again = f", again at {at['replay_endpoint']}" if at["replay_endpoint"] else ""
-        lines.append(f"  KV events at {at['endpoint']}{again}")
-    lines += [f"  recording to {path}" for path in recordings]
-    terminal.print("\n".join([*lines, "Ctrl-C stops it."]))
