@@ -68,6 +68,8 @@ MMA_WINDOW = check(Variant("float16", "float16", 64, True), Features(window=60))
 MMA_TABLE_END = check(Variant("float16", "float16", 64, True), FEATURES, lengths=(70, 300))
 FMA = check(Variant("float32", "float32", 64, True), FEATURES)
 FP8 = check(Variant("bfloat16", "float8_e4m3fn", 64, True), FEATURES)
+# A ring of two stages with the queries behind it.
+FP8_128 = check(Variant("bfloat16", "float8_e4m3fn", 128), Features())
 UNFUSED = check(Variant("float16", "float16", 64, True), FEATURES, fused=False)
 MMA_SINKS = check(Variant("float16", "float16", 64, True), SINKS)
 UNFUSED_SINKS = check(Variant("float16", "float16", 64, True), SINKS, fused=False)
@@ -107,6 +109,10 @@ FAULTS = [
     fault("a wait for one tile too few", MMA, WAIT, WAIT.replace("- 2", "- 1")),
     fault("no barrier between copying and using a tile", MMA, WAIT, WAIT.replace("__syncthreads();", "")),
     fault("a stage is filled again before the barrier", FMA, WAIT, START_TOO_EARLY),
+    fault("a stage of two is filled again before the barrier", FP8_128, WAIT, START_TOO_EARLY),
+    fault("a wait for one tile too few of two", FP8_128, WAIT, WAIT.replace("- 2", "- 1")),
+    fault("tiles overwrite queries in use", FP8_128, "QUERY_IN_RING = QUERY_IN_REGISTERS && ", "QUERY_IN_RING = "),
+    fault("dims of queries in another order than those of fp8 keys", FP8_128, "0x5410u", "0x7610u"),
     fault("results overwrite a tile in use", MMA, "__syncthreads();  // the ring is free"),
     fault("no barrier after the block ids, mma", MMA, "__syncthreads();  // the row indices are there"),
     fault("no barrier after the block ids, fma", FMA, "__syncthreads();  // the row indices are there"),

@@ -58,12 +58,15 @@ def decode_tile(variant: Variant, *, wide: bool = False) -> KernelTile:
     warps = 4 if fp32 else tokens // 16 * row_tiles
     rows = 16 * row_tiles
     tile_bytes = 2 * tokens * padded_row(row_bytes)
-    stages = min(65536 // (2 * tokens * row_bytes), 4)
+    short_rows = row_bytes <= 128 and not wide
+    ring_space = 65536 if not short_rows else 49152 if head_size <= 64 else 40960
+    stages = min(ring_space // (2 * tokens * row_bytes), 4)
     if fp32:
         behind_ring = rows * (head_size + tokens) * 4
     else:
-        behind_ring = rows * padded_row(head_size * 2)
-        if head_size <= 128 and not wide and behind_ring <= tile_bytes:
+        fp8 = variant.kv_element_bytes == 1
+        behind_ring = rows * ((head_size * 2 // 32 | 1) * 32 if fp8 else padded_row(head_size * 2))
+        if head_size <= (64 if short_rows else 128) and not wide and behind_ring <= tile_bytes:
             behind_ring = 0  # queries are in the ring until they are in registers
     before_ring = 2 * LEAST_SPLIT * 4 + (MOST_MEMBERS * 16 if wide else 0)
     return KernelTile(tokens, rows, warps * 32, before_ring + stages * tile_bytes + behind_ring)

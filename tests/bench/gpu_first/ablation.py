@@ -46,12 +46,20 @@ ABLATIONS = {
     "merge_apart": Ablation(constant=(attention, "MOST_FUSED_PARTIALS", 0)),
     "copies_awaited": Ablation(START_NEXT, f"{START_NEXT} cp_async_wait<0>();"),
     "copies_across_rows": Ablation(COPY_OF_THREAD, ACROSS_ROWS),
+    "three_blocks": Ablation("SHORT_ROWS ? 4 :", "SHORT_ROWS ? 3 :"),
 }
 
 
 def ablation_cases() -> list[AttentionCase]:
-    """One sequence, a few, and enough to fill a GPU; each context is a whole number of long splits."""
-    return [AttentionCase(GQA4, batch, context) for batch in (1, 8, 64) for context in (1024, 4096)]
+    """One sequence, a few, and enough to fill a GPU; each context is a whole number of long splits. Beside bf16 keys,
+    which have three thread blocks a multiprocessor, fp8 keys, which have four."""
+    of_both = (("bfloat16", (1, 8, 64)), ("float8_e4m3fn", (8, 64)))
+    return [
+        AttentionCase(GQA4, batch, context, kv_dtype=kv_dtype)
+        for kv_dtype, batches in of_both
+        for batch in batches
+        for context in (1024, 4096)
+    ]
 
 
 @contextmanager

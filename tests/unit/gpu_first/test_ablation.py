@@ -67,4 +67,4 @@ def test_a_kernel_that_has_changed_is_noticed() -> None:
 
 
 def test_contexts_are_whole_numbers_of_long_splits() -> None:
-    assert [case.context % 1024 for case in ablation_cases()] == [0] * 6
+    assert {case.context % 1024 for case in ablation_cases()} == {0}

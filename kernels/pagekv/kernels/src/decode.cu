@@ -3,7 +3,8 @@
 // Floor. Every visible key and value is read once: 2 * context * kv_heads * HEAD_SIZE * bytes per row, at memory speed;
 // nothing else counts. To keep a memory of B bytes/s with a latency of t busy, B * t bytes must be on their way: 4.8 TB/s
 // and a loaded microsecond are 36 KB on each of an H200's 132 SMs. Three thread blocks share an SM (72 KB of shared memory
-// each) and each keeps a tile of 64 tokens on its way, 32 KB of bf16 at head size 128, while it works on another.
+// each) and each keeps a tile of 64 tokens on its way, 32 KB of bf16 at head size 128, while it works on another. Where a
+// key has at most 128 bytes (fp8, and head size 64) four do, each with 16 KB on its way, or twice 16 KB.
 //
 // Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
 // Work: one (row, split, KV head); a split is 256 keys, more of long rows (decode_plan.py). All query heads of the KV head

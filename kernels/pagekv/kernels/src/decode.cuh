@@ -8,8 +8,13 @@ constexpr int LEAST_SPLIT_LOG2 = 8;  // as in decode_plan.py: a row's keys are c
 constexpr int SEGMENT = 256;         // keys whose blocks are looked up at a time
 constexpr int TILE = KV_ROW_BYTES <= 256 ? 64 : KV_ROW_BYTES <= 512 ? 32 : 16;
 constexpr int TILE_BYTES = TILE * KV_ROW_STRIDE;
-constexpr int MAX_STAGES = 65536 / (2 * TILE * KV_ROW_BYTES);
-constexpr int STAGES = MAX_STAGES > 4 ? 4 : MAX_STAGES;  // a ring of about 64 KiB, so that three blocks share an SM
+// Nothing of a block is on its way while it ends an item and begins the next one. The other blocks of its SM fill that
+// time: two where 256 keys and values are 80 KiB or more, three where they are 64 KiB or less. With a ring of about 64 KiB three
+// blocks share an SM. Four have 56 KiB each: beside a ring of 48 KiB there is no room for queries.
+constexpr bool SHORT_ROWS = !WIDE && KV_ROW_BYTES <= 128;
+constexpr int RING_SPACE = !SHORT_ROWS ? 65536 : HEAD_SIZE <= 64 ? 49152 : 40960;  // without the padding of rows
+constexpr int MAX_STAGES = RING_SPACE / (2 * TILE * KV_ROW_BYTES);
+constexpr int STAGES = MAX_STAGES > 4 ? 4 : MAX_STAGES;
 constexpr int SEGMENT_TILES = SEGMENT / TILE;
 static_assert(STAGES >= 2 && SEGMENT % TILE == 0, "one tile in flight while one is used");
 static_assert(STAGES <= SEGMENT_TILES, "tiles on their way are of two segments at most");

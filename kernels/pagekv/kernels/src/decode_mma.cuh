@@ -4,7 +4,8 @@
 // as many warps as a tile has slices, and these wait for each other only at the tile's barrier. A thread block has one row
 // tile, or (WIDE) up to four over the same keys and values. Each warp has a softmax state; at the end the states of the
 // slices are merged in order, through shared memory, one row tile after the other.
-// Queries lie in the ring's last stage until they are in registers, or behind the ring where either has no room.
+// Queries lie in the ring's last stage until they are in registers, or behind the ring where either has no room: with four
+// thread blocks a multiprocessor a thread has 128 registers.
 #pragma once
 #include "decode.cuh"
 #include "fragments.cuh"
@@ -14,8 +15,8 @@ constexpr int ROW_TILES = !WIDE ? 1 : HEAD_SIZE <= 128 ? 4 : 2;  // long heads: 
 constexpr int WARPS = SLICES * ROW_TILES;
 constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK_ROWS = ROW_TILES * 16;
-constexpr int BLOCKS_PER_SM = WIDE ? 1 : HEAD_SIZE <= 128 ? 3 : 2;
-constexpr bool QUERY_IN_REGISTERS = !WIDE && HEAD_SIZE <= 128;
+constexpr int BLOCKS_PER_SM = WIDE ? 1 : SHORT_ROWS ? 4 : HEAD_SIZE <= 128 ? 3 : 2;
+constexpr bool QUERY_IN_REGISTERS = !WIDE && HEAD_SIZE <= (SHORT_ROWS ? 64 : 128);
 constexpr int QUERY_BYTES = BLOCK_ROWS * Q_ROW_STRIDE;
 constexpr bool QUERY_IN_RING = QUERY_IN_REGISTERS && QUERY_BYTES <= 2 * TILE_BYTES;
 constexpr int SHARED_BYTES = RING + RING_BYTES + (QUERY_IN_RING ? 0 : QUERY_BYTES);

@@ -24,7 +24,8 @@ typedef WeightOf<!FP8_KV>::type Weight;  // of the second product's operands
 
 constexpr int K_STEPS = HEAD_SIZE / 16;       // of the scores' product
 constexpr int OUT_FRAGMENTS = HEAD_SIZE / 8;  // accumulators of 16 rows
-constexpr int Q_ROW_STRIDE = padded_row(HEAD_SIZE * 2);
+// An odd number of 16-byte chunks for ldmatrix, and of 32 bytes for the 8-byte loads beside fp8 keys.
+constexpr int Q_ROW_STRIDE = FP8_KV ? (HEAD_SIZE * 2 / 32 | 1) * 32 : padded_row(HEAD_SIZE * 2);
 
 // Factors of products over stored fp8 bytes, beside the layer's scale.
 constexpr float STORED_KEY_SCALE = FP8_KV && !BF16 ? E4m3Widening<f16>::scale : 1.0f;
@@ -58,10 +59,9 @@ __device__ __forceinline__ void load_query(const u8* tile, int step, u32 (&a)[4]
         const u8* source = tile + (lane / 4) * Q_ROW_STRIDE + step * 32 + (lane % 4) * 8;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            u32 low = *(const u32*)(source + half * 8 * Q_ROW_STRIDE);
-            u32 high = *(const u32*)(source + half * 8 * Q_ROW_STRIDE + 4);
-            a[half] = (low & 0xffffu) | (high << 16);
-            a[half + 2] = (low >> 16) | (high & 0xffff0000u);
+            const Bytes8 four = *(const Bytes8*)(source + half * 8 * Q_ROW_STRIDE);
+            a[half] = byte_permute(four.word[0], four.word[1], 0x5410u);
+            a[half + 2] = byte_permute(four.word[0], four.word[1], 0x7632u);
         }
     }
 }
