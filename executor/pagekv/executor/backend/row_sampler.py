@@ -7,6 +7,7 @@ id**: logits that differ by rounding, as they do from one batch to another, then
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -24,6 +25,8 @@ FEW = 256
 # Weights are at most 1. Bins for them: each a 64th of a power of two wide, with one for all below 2^-64.
 BIN_SHIFT = 52 - 6
 LEAST_BIN = (1023 - 64) << 6
+# Above 0.
+LEAST_WEIGHT = math.ulp(0.0)
 
 
 def sample_row(raw: Floats, state: SequenceState) -> Sampled:
@@ -92,7 +95,8 @@ def _only(kept: Ids, token_ids: Ids | None, weights: Float64s) -> tuple[Ids, Flo
 def _nucleus(weights: Float64s, top_p: float) -> Ids:
     """Where the fewest largest weights are whose sum is at least `top_p` of all, in order."""
     goal = top_p * weights.cumsum()[-1]
-    held, places = 0.0, np.flatnonzero(weights >= _reached_by(weights, FEW))
+    # At low temperatures fewer have any weight.
+    held, places = 0.0, np.flatnonzero(weights >= max(_reached_by(weights, FEW), LEAST_WEIGHT))
     falling = np.sort(weights[places])[::-1]
     if falling.cumsum()[-1] < goal:
         held, places = _border(weights, goal)
@@ -115,7 +119,8 @@ def _border(weights: Float64s, goal: float) -> tuple[float, Ids]:
     np.maximum(bins, 0, out=bins)
     sums = np.bincount(bins, weights)
     cumulative = sums[::-1].cumsum()
-    place = min(int(np.searchsorted(cumulative, goal)), len(sums) - 1)
+    # Added in another order than the goal, they may not reach it.
+    place = int(np.searchsorted(cumulative, min(goal, cumulative[-1])))
     held = float(cumulative[place - 1]) if place else 0.0
     return held, np.flatnonzero(bins == len(sums) - 1 - place)
 

@@ -87,8 +87,11 @@ def test_of_large_vocabularies_the_same_tokens_are_left(size: int, spread: float
         logits = logits.round(1)
     if kind == "ruled out":
         logits[rng.random(size) < 0.4] = -math.inf
-    for top_k, top_p, min_p in itertools.product((0, 1, 50, 700), (1.0, 0.99, 0.5, 1e-9), (0.0, 0.1)):
-        sampling = Sampling(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p)
+    # At the lowest temperature nearly all weights are 0.
+    for temperature, top_k, top_p, min_p in itertools.product(
+        (0.7, 1e-3), (0, 1, 50, 700), (1.0, 0.99, 0.5, 1e-9), (0.0, 0.1)
+    ):
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
         token_ids, weights = candidates(logits, sampling)
         kept = np.arange(size) if token_ids is None else token_ids
         expected = plainly_left(logits, sampling)
@@ -96,6 +99,28 @@ def test_of_large_vocabularies_the_same_tokens_are_left(size: int, spread: float
         assert kept[weights > 0].tolist() == np.flatnonzero(expected).tolist()
         assert weights[weights > 0].tolist() == expected[expected > 0].tolist()
     assert largest(logits, 300).tolist() == np.argsort(-logits, kind="stable")[:300].tolist()
+
+
+def test_a_nucleus_of_nearly_all_holds_all_where_rounding_keeps_the_sum_below_it() -> None:
+    for seed in range(8):
+        logits = (0.5 * np.random.default_rng(seed).standard_normal(5000)).astype(np.float32)
+        token_ids, _ = candidates(logits, Sampling(temperature=1.0, top_p=math.nextafter(1, 0)))
+        assert token_ids is not None
+        assert len(token_ids) >= 4990
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_row_of_a_larger_array_is_read_alone(dtype: type[np.float32 | np.float64]) -> None:
+    rows = np.random.default_rng(5).standard_normal((3, 9000)).astype(dtype)
+    rows.flags.writeable = False
+    kinds = [
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_p=0.999, min_p=0.01, logprobs=3),
+        Sampling(temperature=0.7, top_k=50, logprobs=3, presence_penalty=1.0, bias_token_ids=(5,), biases=(40.0,)),
+    ]
+    for kind in kinds:
+        state = SequenceState(1, [1, 2], 1, [], 0, kind)
+        assert sample_row(rows[1], state) == sample_row(rows[1].copy(), state)
 
 
 def plainly_left(logits: npt.NDArray[np.float32], sampling: Sampling) -> npt.NDArray[np.float64]:
