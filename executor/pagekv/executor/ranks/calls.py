@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.executor.ranks.start_errors import words_of
+from pagekv.executor.ranks.start_errors import can_pass, words_of
 from pagekv.executor.world import OTHERS_S
 
 _OWN = 0
@@ -19,11 +19,11 @@ class CallBroken(RuntimeError):
     """A rank failed, and others did not come to the end of the call."""
 
 
-def failure(error: Exception) -> dict[str, str]:
-    """The answer of a rank that failed."""
+def failure(error: Exception) -> dict[str, Any]:
+    """The answer of a rank that failed; with `passes` where others, or the network, may have caused it."""
     if isinstance(error, InvalidRequest):
         return {"error": error.description, "field": error.field}
-    return {"error": words_of(error)}
+    return {"error": words_of(error)} | ({"passes": True} if can_pass(error) else {})
 
 
 class Call:
@@ -36,6 +36,13 @@ class Call:
         self._missing = {_OWN, *others}
         self._answers: dict[int, Any] = {}
         self._reason = ""
+
+    @property
+    def can_pass(self) -> bool:
+        """Whether some rank has failed, and each that has by an error that can pass."""
+        with self._changed:
+            failures = [each for each in self._answers.values() if "error" in each]
+        return bool(failures) and all("passes" in each for each in failures)
 
     def answer(self, rank: int, answer: Mapping[str, Any]) -> None:
         """A rank has come to the end; an answer with `error` says that it failed."""

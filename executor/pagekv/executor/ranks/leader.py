@@ -96,8 +96,8 @@ class Leader:
             self._serves = None
 
     def failed(self, reason: str) -> None:
-        """A rank has failed in a call. While they start, the group ends by it for good."""
-        if self._serves is not None:
+        """A rank has failed in a call. While they start, the group ends by it for good, unless it can pass."""
+        if self._serves is not None and not self._call.can_pass:
             self._watch.give_up(reason)
 
     def _break(self, reason: str) -> None:

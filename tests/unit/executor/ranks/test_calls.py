@@ -36,5 +36,19 @@ def test_a_failure_that_all_come_to_breaks_nothing(monkeypatch: pytest.MonkeyPat
         never.wait()
 
 
+GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
+
+
+def test_a_failure_can_pass_where_all_of_it_can() -> None:
+    call = Call("describe", [1, 2], pytest.fail)
+    assert not call.can_pass
+    call.answer(0, {})
+    assert not call.can_pass
+    call.answer(1, failure(GLOO))
+    assert call.can_pass
+    call.answer(2, failure(MemoryError("too little")))
+    assert not call.can_pass
+
+
 def test_a_refusal_keeps_its_field() -> None:
     assert failure(InvalidRequest("block_size", "too large")) == {"error": "too large", "field": "block_size"}

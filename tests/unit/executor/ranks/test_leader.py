@@ -171,14 +171,15 @@ def test_a_rank_that_fails_alone_is_named_and_ends_the_group(
 
 
 def test_a_call_that_fails_gives_a_start_up_and_later_ones_do_not() -> None:
-    """Up to the first pools."""
+    """Up to the first pools, and unless it can pass."""
 
     class Failing(OracleBackend):
         fails = True
+        why = "out of order"
 
         def describe(self, block_size: int, token_budget: int) -> BackendDescription:
             if self.fails:
-                raise RuntimeError("out of order")
+                raise RuntimeError(self.why)
             return super().describe(block_size, token_budget)
 
     served: list[str] = []
@@ -192,6 +193,11 @@ def test_a_call_that_fails_gives_a_start_up_and_later_ones_do_not() -> None:
     threading.Thread(target=follower.run, args=(other,), daemon=True).start()
     backend = GroupBackend(OracleBackend(MODEL), leader)
     words = "rank 1 failed to describe: RuntimeError: out of order"
+    other.why = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer"
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        backend.describe(4, 64)
+    assert given_up == []
+    other.why = "out of order"
     with pytest.raises(RuntimeError, match=words):
         backend.describe(4, 64)
     wait_until(lambda: len(given_up) == 2)
