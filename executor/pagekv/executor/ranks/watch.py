@@ -20,6 +20,8 @@ log = Log(__name__)
 EXIT_LOST = 75
 # Beats in the time that a rank may be silent.
 BEATS = 5
+# Of this process when it started; another one has it once that has ended.
+_PARENT = os.getppid()
 
 
 def end_process(reason: str) -> None:
@@ -39,10 +41,11 @@ def end_start(reason: str, world: World) -> None:
 
 def end_torchrun(world: World) -> None:
     """Has the torchrun that started this process end, instead of starting its ranks anew: for that it knows no exit
-    status, but SIGTERM. From the first of its ranks, since a second one would disturb it. Nothing without torchrun.
+    status, but SIGTERM. From the first of its ranks, since a second one would disturb it. Nothing without torchrun, or
+    where that is gone.
     """
-    if world.has_store and world.local_rank == 0:
-        os.kill(os.getppid(), signal.SIGTERM)
+    if world.has_store and world.local_rank == 0 and os.getppid() == _PARENT:
+        os.kill(_PARENT, signal.SIGTERM)
 
 
 def end_sibling(pid: int, parent: int) -> None:

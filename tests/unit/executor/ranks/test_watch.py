@@ -15,7 +15,7 @@ import pytest
 from support.clients.stack import environment
 
 from pagekv.executor.ranks.link import Kind, RankLink
-from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch, end_sibling
+from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch, end_sibling, end_torchrun
 from pagekv.executor.world import World
 
 PATIENCE_S = 120.0
@@ -106,6 +106,17 @@ def test_the_first_rank_of_a_machine_ends_the_torchrun_that_started_it(world: Wo
     else:
         assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "1")
         assert 'cannot start reason="too little memory"' in done.stdout + done.stderr
+
+
+def test_a_process_that_is_no_torchrun_has_nothing_to_fear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the one that takes the ranks of a torchrun that was killed: init, or a session's."""
+    ended: list[int] = []
+    monkeypatch.setattr("os.kill", lambda pid, _: ended.append(pid))
+    world, parent = World(0, 2, 2, has_store=True, local_rank=0), os.getppid()
+    end_torchrun(world)
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    end_torchrun(world)
+    assert ended == [parent]
 
 
 def test_the_process_ends_at_once_whatever_its_threads_do() -> None:
