@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +34,7 @@ from support.clients.stack import (
 from support.executor.differing_rank import WRONG_STEP
 from support.waiting import wait_until
 
+from pagekv.common.models import resolve_model
 from pagekv.common.port_file import read_port_file
 from pagekv.v1 import inference_service_pb2 as pb
 
@@ -236,6 +238,23 @@ def test_a_group_that_has_served_is_started_anew_until_it_serves_again(
         kill_last(executor.rank_pids())
         wait_until(lambda: executor.log.read_text().count(WHY) > 1, WAIT_S, executor.tail)
         failing.unlink()
+        assert asyncio.run(answer(stack)).tokens == found.tokens
+
+
+@pytest.mark.long
+def test_a_group_that_has_served_waits_for_the_files_of_its_model(tmp_path: Path) -> None:
+    """As where they are on a network drive. No rank comes so far as to load it."""
+    model, away = tmp_path / "model", tmp_path / "away"
+    model.mkdir()
+    shutil.copy(resolve_model("demo", weights=False) / "config.json", model)
+    words = "rank 0: --model cannot be used"
+    oracle = ("--backend", "oracle", "--model", str(model))
+    with running_executor(oracle, tmp_path, ranks=2) as executor, running_manager(executor) as stack:
+        found = asyncio.run(answer(stack))
+        model.rename(away)
+        kill_last(executor.rank_pids())
+        wait_until(lambda: executor.log.read_text().count(words) > 2, WAIT_S, executor.tail)
+        away.rename(model)
         assert asyncio.run(answer(stack)).tokens == found.tokens
 
 

@@ -110,11 +110,7 @@ def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
     """Rank 0's backend, once all ranks are there and it has loaded its own by `load`. `config` is `settled`. Raises
     CannotStart, or what may pass.
     """
-    with _start(world):
-        facts = _facts_or_failure(config, world)
-        joining = _begin_to_join(config)
-        store = open_store(world, joining)
-    served = has_served(store)
+    facts, joining, store, served = _prepared(config, world)
     with _start(world, served):
         listener, meeting = listen_as_leader(store, world)
         try:
@@ -143,11 +139,7 @@ def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
 
 def follow(config: ExecutorConfig, world: World, load: Load) -> int:
     """The life of another rank than rank 0; returns its exit status. Raises as `lead`."""
-    with _start(world):
-        facts = _facts_or_failure(config, world)
-        joining = _begin_to_join(config)
-        store = open_store(world, joining)
-    served = has_served(store)
+    facts, joining, store, served = _prepared(config, world)
     with _start(world, served):
         link, meeting = join(lambda: find_leader(store, joining), world, facts, joining)
     # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
@@ -191,14 +183,27 @@ def _start(world: World, served: bool = False, tell: Callable[[str, Kind], None]
         raise CannotStart(reason) from error
 
 
+def _prepared(config: ExecutorConfig, world: World) -> tuple[dict[str, Any], JoinTime, Store, bool]:
+    """Facts of this rank, and the time and the store in which it meets the others; True where ranks of this store have
+    served before.
+    """
+    # Where ranks have run before, they may have served; only the store will tell.
+    with _start(world, world.anew):
+        facts = _facts_or_failure(config, world)
+        joining = _begin_to_join(config)
+        store = open_store(world, joining)
+        return facts, joining, store, has_served(store)
+
+
 def _facts_or_failure(config: ExecutorConfig, world: World) -> dict[str, Any]:
     """The facts of this rank, or why it cannot start, which all ranks will learn when they meet."""
     try:
         check_group(config, world)
         return rank_facts(config, world)
     except Exception as error:
-        # Where torchrun has all ranks on one machine, the others end with it.
-        if not world.has_store or (world.rank == 0 and world.local_size == world.size):
+        # Where torchrun has all ranks on one machine, the others end with it. Of ranks that ran before the store tells
+        # whether they have served.
+        if not world.has_store or (world.rank == 0 and world.local_size == world.size and not world.anew):
             raise
         return {FAILURE: words_of(error)}
 

@@ -177,6 +177,8 @@ def test_an_error_of_a_start_ends_it_for_all_unless_it_can_pass(
     [
         (World(1, 2, 2, has_store=True), True),
         (World(0, 2, 1, has_store=True), True),
+        # Ranks before it may have served, which the store tells.
+        (World(0, 2, 2, has_store=True, anew=True), True),
         # Others end with torchrun, or nobody starts this rank anew.
         (World(0, 2, 2, has_store=True), False),
         (World(1, 2, 2), False),
