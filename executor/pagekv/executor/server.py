@@ -9,6 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -206,7 +207,14 @@ def _say_why(error: Exception, port_file: str, *, listening: bool) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `pagekv-executor`: an executor of one process, or a rank of a group where torchrun started it."""
-    config = parse_config(argv)
+    try:
+        config = parse_config(argv)
+    except SystemExit as end:
+        # Wrong flags of the ranks that torchrun starts are no better the next time.
+        with suppress(ValueError):
+            if end.code:
+                end_torchrun(read_world(os.environ))
+        raise
     try:
         world = read_world(os.environ)
     except ValueError as error:

@@ -21,6 +21,7 @@ from support.waiting import wait_until
 from pagekv.common.port_file import read_port_file, write_port_file
 from pagekv.executor import server
 from pagekv.executor.backend.interface import LAYOUT
+from pagekv.executor.world import World
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -175,6 +176,20 @@ def test_a_rank_ends_without_the_interpreter(rank: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("logging.shutdown", lambda: None)
     with pytest.raises(Ended, match="7"):
         server.main(["--backend", "oracle"])
+
+
+@pytest.mark.parametrize(("flag", "status", "asked"), [("--no-such-flag", 2, 1), ("--version", 0, 0)])
+def test_flags_that_no_start_can_have_end_the_start_of_all_ranks(
+    flag: str, status: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torchrun would start them for ever."""
+    ended: list[World] = []
+    monkeypatch.setattr(server, "end_torchrun", ended.append)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match=str(status)):
+        server.main([flag])
+    assert [world.size for world in ended] == [2] * asked
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ from pagekv.common.parent import ENDS_WITH_PARENT
 from pagekv.common.port_file import read_port_file
 
 # Lines of each child's log that are kept for the report of its death.
-KEPT_LINES = 40
+KEPT_LINES = 60
+# In what torchrun says where a rank ended it; a traceback of its own follows, of 40 lines.
+_ENDED_BY_RANK = "Received 15 death signal"
 # Exit status of a process whose command line is wrong.
 USAGE = 2
 
@@ -98,7 +101,8 @@ class Child:
 
     def tail(self) -> str:
         """The last lines of the log, as the end of a sentence about the process."""
-        return "; its last lines:" + "".join(f"\n  {line}" for line in self.lines)
+        lines = [*takewhile(lambda line: _ENDED_BY_RANK not in line, self.lines)]
+        return "; its last lines:" + "".join(f"\n  {line}" for line in lines or self.lines)
 
 
 def _signal_name(number: int) -> str:

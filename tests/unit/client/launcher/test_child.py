@@ -27,6 +27,13 @@ def test_the_end_of_the_log_is_told_with_a_death(tmp_path: Path) -> None:
     assert told.endswith("line 99")
 
 
+def test_of_a_torchrun_that_a_rank_ended_the_words_of_the_rank_are_told(tmp_path: Path) -> None:
+    script = "print('no such flag', 'W1128 Received 15 death signal, shutting down', 'Traceback', sep='\\n'); exit(1)"
+    child = Child("executor", [sys.executable, "-c", script], lambda: False, tmp_path / "port", None)
+    child.wait_until(time.monotonic() + 120)
+    assert str(child.death()) == "the executor exited with status 1; its last lines:\n  no such flag"
+
+
 @pytest.mark.parametrize(
     ("number", "name"),
     [(int(signal.SIGKILL), "SIGKILL"), (signal.SIGRTMIN + 1, f"signal {signal.SIGRTMIN + 1}")],
