@@ -151,7 +151,7 @@ def test_where_no_memory_may_be_run_nothing_is_measured(monkeypatch: pytest.Monk
     ],
 )
 def test_too_little_memory_is_told_with_what_there_is_and_what_to_do(error: Exception, said: str) -> None:
-    words = rf"^a step needs more memory than there is; \d+\.\d\d GiB are available \({said}\): lower the budget$"
+    words = rf"^a step needs more memory than there is; \d+\.\d GiB are available \({said}\): lower the budget$"
     # Told once, by who knows most of it.
     with (
         pytest.raises(TooLittleMemory, match=words),

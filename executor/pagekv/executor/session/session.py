@@ -96,12 +96,15 @@ class Session:
         self._backend, self._ranks = backend, ranks
 
     async def describe(self, block_size: int, token_budget: int, contract_revision: int = 0) -> BackendDescription:
-        """The loaded model and measured memory, whatever the manager's revision. Raises InvalidRequest, or Unavailable
-        while loading.
+        """The loaded model and measured memory, whatever the manager's revision. Raises InvalidRequest, OutOfMemory
+        where a step has too little to be profiled, or Unavailable while loading.
         """
         backend = self._serving()
         check_describe(block_size, token_budget, contract_revision)
-        description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
+        try:
+            description = await self._ask(backend, lambda: backend.describe(block_size, token_budget))
+        except MemoryError as error:
+            raise OutOfMemory(str(error)) from error
         self._descriptions[block_size] = description
         return description
 

@@ -58,7 +58,8 @@ class ExecutorServiceServicer(object):
 
     def Describe(self, request, context):
         """The model that is loaded and the KV memory measured. May run a profiling forward pass: allow it five minutes.
-        Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded).
+        Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded),
+        RESOURCE_EXHAUSTED (too little memory for that pass).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

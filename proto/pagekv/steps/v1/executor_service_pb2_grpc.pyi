@@ -136,7 +136,8 @@ class ExecutorServiceStub:
         pagekv.steps.v1.executor_service_pb2.DescribeResponse,
     ]
     """The model that is loaded and the KV memory measured. May run a profiling forward pass: allow it five minutes.
-    Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded).
+    Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded),
+    RESOURCE_EXHAUSTED (too little memory for that pass).
     """
 
     Attach: grpc.UnaryUnaryMultiCallable[
@@ -174,7 +175,8 @@ class ExecutorServiceAsyncStub:
         pagekv.steps.v1.executor_service_pb2.DescribeResponse,
     ]
     """The model that is loaded and the KV memory measured. May run a profiling forward pass: allow it five minutes.
-    Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded).
+    Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded),
+    RESOURCE_EXHAUSTED (too little memory for that pass).
     """
 
     Attach: grpc.aio.UnaryUnaryMultiCallable[
@@ -214,7 +216,8 @@ class ExecutorServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[pagekv.steps.v1.executor_service_pb2.DescribeResponse, collections.abc.Awaitable[pagekv.steps.v1.executor_service_pb2.DescribeResponse]]:
         """The model that is loaded and the KV memory measured. May run a profiling forward pass: allow it five minutes.
-        Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded).
+        Errors: INVALID_ARGUMENT (block size, token budget), UNAVAILABLE (the model is still being loaded),
+        RESOURCE_EXHAUSTED (too little memory for that pass).
         """
 
     @abc.abstractmethod

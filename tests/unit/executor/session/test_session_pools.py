@@ -11,7 +11,7 @@ import pytest
 from support.executor.executor_steps import attach_order, new_sequence
 
 from pagekv.common.errors import OutOfMemory
-from pagekv.executor.backend.interface import Launch, Scheduled
+from pagekv.executor.backend.interface import BackendDescription, Launch, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 from pagekv.executor.session.session import Session, StepFailed
 from pagekv.executor.session.step import ExecutedStep, Step
@@ -73,6 +73,21 @@ def _serve(backend: OnePool, test: Callable[[Session], Awaitable[None]]) -> None
 
 async def _rest(reports: AsyncIterator[ExecutedStep]) -> list[ExecutedStep]:
     return [report async for report in reports]
+
+
+def test_too_little_memory_for_a_profile_is_told_as_it_is() -> None:
+    """And not as an error inside, with a traceback in the log at each look of a manager."""
+
+    class Small(OnePool):
+        def describe(self, block_size: int, token_budget: int) -> BackendDescription:
+            raise MemoryError("a step of 64 tokens needs more memory than there is: lower --max-batch-tokens")
+
+    async def test(session: Session) -> None:
+        for _ in range(2):
+            with pytest.raises(OutOfMemory, match=r"^a step of 64 tokens needs .*: lower --max-batch-tokens$"):
+                await session.describe(16, 64)
+
+    _serve(Small(), test)
 
 
 @pytest.mark.parametrize("step_time_s", [0.0, 0.02])
