@@ -90,7 +90,7 @@ FAULTS = [
         "M16",
         "repetition counts output alone",
         row_sampler.adjust,
-        ("np.unique(state.token_ids)", "np.unique(state.token_ids[state.num_prompt_tokens :]).astype(int)"),
+        ("asarray(state.token_ids,", "asarray(state.token_ids[state.num_prompt_tokens :],"),
         (row_sampler,),
     ),
 ]

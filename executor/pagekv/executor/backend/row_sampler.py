@@ -8,7 +8,6 @@ id**: logits that differ by rounding, as they do from one batch to another, then
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import numpy as np
 import numpy.typing as npt
@@ -56,13 +55,16 @@ def adjust(raw: Floats, state: SequenceState) -> Float64s:
     for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
         logits[token_id] += bias
     logits[list(banned_tokens(state, len(logits)))] = -np.inf
+    # A token that is there twice is given the same value twice. To make sets of tokens, or count them in Python, takes
+    # milliseconds for a long text, in each step.
     if sampling.repetition_penalty != 1:
-        seen = np.unique(state.token_ids)
+        seen = np.asarray(state.token_ids, np.int64)
         values = logits[seen]
         logits[seen] = np.where(values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty)
     if sampling.presence_penalty or sampling.frequency_penalty:
-        for token_id, count in Counter(state.token_ids[state.num_prompt_tokens :]).items():
-            logits[token_id] -= sampling.presence_penalty + count * sampling.frequency_penalty
+        outputs = np.asarray(state.token_ids[state.num_prompt_tokens :], np.int64)
+        count = np.bincount(outputs)[outputs]
+        logits[outputs] -= sampling.presence_penalty + count * sampling.frequency_penalty
     return logits
 
 

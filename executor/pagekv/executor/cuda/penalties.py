@@ -67,30 +67,33 @@ class StepPenalties:
 
     def __init__(self, table: PenaltyTable) -> None:
         self._table = table
-        # Rows that begin in this step, and (row, token, times generated).
+        # Rows that begin in this step, and of each (row, token, times generated) of its tokens, [n, 3].
         self._fresh: list[int] = []
-        self._past: list[tuple[int, int, int]] = []
+        self._past: list[Ints] = []
 
     def row_of(self, entry: Penalised) -> int:
         """The sequence's row. Raises RuntimeError where it begins with a token that the host does not know."""
         if entry.penalty_row is None:
             state = entry.state
-            if UNKNOWN_TOKEN in state.token_ids:
+            tokens = np.asarray(state.token_ids, np.int32)
+            if (tokens == UNKNOWN_TOKEN).any():
                 raise RuntimeError(f"sequence {state.seq_id} entered with a token that is not known yet")
             row = entry.penalty_row = self._table.allocate()
             self._fresh.append(row)
-            prompt = state.num_prompt_tokens
-            self._past += [(row, token, int(at >= prompt)) for at, token in enumerate(state.token_ids)]
+            past = np.empty((len(tokens), 3), np.int32)
+            past[:, 0], past[:, 1] = row, tokens
+            past[:, 2] = np.arange(len(tokens)) >= state.num_prompt_tokens
+            self._past.append(past)
         return entry.penalty_row
 
     def sections(self) -> dict[str, Ints]:
         """The arrays to upload."""
         if not self._fresh:
             return {}
-        return {"fresh": np.array(self._fresh, np.int32), "past": np.array(self._past, np.int32)}
+        return {"fresh": np.array(self._fresh, np.int32), "past": np.concatenate(self._past)}
 
     def begin(self, find: Find) -> None:
         """Enqueues the beginning of fresh rows."""
         if self._fresh:
-            past = find("past", (len(self._past), 3)).long()
+            past = find("past", (sum(map(len, self._past)), 3)).long()
             self._table.begin(find("fresh", (len(self._fresh),)).long(), past[:, 0], past[:, 1], past[:, 2].int())

@@ -6,6 +6,8 @@ import itertools
 import math
 import subprocess
 import sys
+from array import array
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +17,7 @@ from support.clients.stack import environment
 from support.executor.sampler_vectors import LOGITS, draws
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
-from pagekv.executor.backend.row_sampler import candidates, draw, largest, sample_row
+from pagekv.executor.backend.row_sampler import adjust, candidates, draw, largest, sample_row
 from pagekv.executor.backend.sampling import uniform
 
 
@@ -135,6 +137,23 @@ def plainly_left(logits: npt.NDArray[np.float32], sampling: Sampling) -> npt.NDA
         weights[falling[int((held < sampling.top_p * weights.cumsum()[-1]).sum()) + 1 :]] = 0.0
     weights[weights < sampling.min_p] = 0.0
     return weights
+
+
+@pytest.mark.parametrize("num_prompt", [1, 4000, 9000])
+def test_penalties_of_long_texts_are_those_of_each_token(num_prompt: int) -> None:
+    """To the last bit: tokens that are there often, once and never, also where nothing has been generated."""
+    rng = np.random.default_rng(num_prompt)
+    logits = rng.standard_normal(5000).astype(np.float32)
+    logits[7], logits[8] = -math.inf, 0.0
+    tokens = array("i", [7, 8, *np.minimum(rng.geometric(0.002, 8998) - 1, 4999).tolist()])
+    sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=-0.11)
+    expected = logits.astype(np.float64).tolist()
+    for token_id in set(tokens):
+        value = expected[token_id]
+        expected[token_id] = value / 1.3 if value > 0 else value * 1.3
+    for token_id, count in Counter(tokens[num_prompt:]).items():
+        expected[token_id] -= 0.7 + count * -0.11
+    assert adjust(logits, SequenceState(1, tokens, num_prompt, [], 0, sampling)).tolist() == expected
 
 
 def test_no_torch_is_loaded() -> None:
