@@ -16,6 +16,7 @@ class StopStrings:
         """Each of `stops` is at least one character; they may overlap and repeat."""
         # Longest first, so that of several matches that end together the one that begins first wins.
         self.patterns = [(stop, _overlaps(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
+        self.beginnings = frozenset(stop[0] for stop in stops)
 
 
 def _overlaps(pattern: str) -> list[int]:
@@ -35,7 +36,7 @@ class StopMatcher:
     """Watches the text of one sequence. After a match it must not be fed again."""
 
     def __init__(self, stops: StopStrings) -> None:
-        self._patterns = stops.patterns
+        self._patterns, self._beginnings = stops.patterns, stops.beginnings
         # Per pattern: how many of its characters the text fed so far ends with.
         self._matched = [0] * len(self._patterns)
         # The end of the text fed so far that may be the beginning of a stop string: max(self._matched) characters.
@@ -47,7 +48,8 @@ class StopMatcher:
         The match that ends first wins; the text stops before it. With `may_stop` False a stop string completed by this
         text is ordinary text (min_tokens not reached), but its beginning may still be completed by later text.
         """
-        if not self._patterns:
+        # In most texts no stop string begins, and none has begun before.
+        if not self._patterns or (not self._held and self._beginnings.isdisjoint(text)):
             return text, None
         buffer = self._held + text
         for position, character in enumerate(text, start=len(self._held) + 1):

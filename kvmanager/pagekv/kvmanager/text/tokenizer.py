@@ -56,7 +56,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         # Never part of decoded text.
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        kinds = set(_decoder_kinds(json.loads(backend.to_str()).get("decoder")))
+        kinds = set(_decoder_kinds(_decoder_of(backend)))
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._bytes: dict[int, bytes | None] = {}
@@ -158,6 +158,18 @@ class Tokenizer:
         if previous is None:
             return self.decode([token_id])
         return self.decode([previous, token_id])[len(self.decode([previous])) :]
+
+
+def _decoder_of(backend: tokenizers.Tokenizer) -> Mapping[str, Any] | None:
+    """The decoder as tokenizer.json has it. Written without the vocabulary: to write 150,000 tokens and read them again
+    takes as long as to load them, and 50 MB.
+    """
+    if backend.decoder is None:
+        return None
+    alone = tokenizers.Tokenizer(tokenizers.models.BPE())
+    alone.decoder = backend.decoder
+    found: Mapping[str, Any] = json.loads(alone.to_str())["decoder"]
+    return found
 
 
 def _decoder_kinds(decoder: Mapping[str, Any] | None) -> list[str]:

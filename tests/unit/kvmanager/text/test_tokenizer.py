@@ -10,11 +10,12 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from support.engine import small_tokenizers
 
-from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError, TooManyTokens
+from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError, TooManyTokens, _decoder_of
 
 HELLO = [{"role": "user", "content": "  Hello <b> "}]
 
@@ -50,6 +51,17 @@ def test_truncation_and_padding_of_the_file_are_ignored(tmp_path: Path) -> None:
     backend.enable_padding(length=64)
     backend.save(str(tmp_path / "tokenizer.json"))
     assert 2 < len(Tokenizer.load(tmp_path).encode("void" * 5, special_tokens=False, limit=99)) < 64
+
+
+def test_the_decoder_is_known_without_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
+    for make in (small_tokenizers.byte_level, small_tokenizers.sentencepiece, small_tokenizers.metaspace):
+        backend = make()
+        assert _decoder_of(backend) == json.loads(backend.to_str())["decoder"]
+    loads = mock.Mock(side_effect=json.loads)
+    monkeypatch.setattr("pagekv.kvmanager.text.tokenizer.json.loads", loads)
+    backend = small_tokenizers.byte_level()
+    Tokenizer(backend)
+    assert 0 < sum(len(call.args[0]) for call in loads.call_args_list) < len(backend.to_str()) / 4
 
 
 def test_more_tokens_than_the_limit_are_counted_and_refused(tmp_path: Path) -> None:
