@@ -103,7 +103,10 @@ class CpuBackend:
                 "lower the manager's --max-batch-tokens, or use a smaller model or a machine with more memory",
             )
             with phase(f"profiling a step of {token_budget} tokens"), memory:
-                info.add_profile(key, profile_step(self._forward, self._loaded, block_size, token_budget, self._shards))
+                profile = profile_step(
+                    self._forward, self._loaded, block_size, token_budget, info.max_sequences, self._shards
+                )
+            info.add_profile(key, profile)
         if block_size not in self._swap_rates:
             self._swap_rates[block_size] = measure_swap_rates(info.geometry, block_size)
         host_bytes = max(0, min(info.device_kv_bytes, int(MAX_MEMORY_SHARE * info.left) - info.device_kv_bytes))

@@ -42,9 +42,17 @@ def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, i
 
 
 def profile_step(
-    forward: StepForward, loaded: LoadedModel, block_size: int, token_budget: int, shards: Shards | None = None
+    forward: StepForward,
+    loaded: LoadedModel,
+    block_size: int,
+    token_budget: int,
+    max_sequences: int,
+    shards: Shards | None = None,
 ) -> StepProfile:
-    """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call."""
+    """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call.
+    The logits of a step in which as many sequences sample as can are added: with a large vocabulary they are most of
+    what such a step takes, and to compute them would take a second and more.
+    """
     # First calls set things up; they are not what is measured.
     _run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)
     # VmHWM starts again from here; where that is refused, the peak of loading counts, which errs on caution.
@@ -56,7 +64,8 @@ def profile_step(
     pool_bytes = _run_prompts(forward, loaded, block_size, token_budget, shards)
     seconds = time.perf_counter() - begin
     growth = max(0, kib_field(status, "VmHWM") - before - pool_bytes)
-    return StepProfile(growth, int(token_budget / seconds))
+    logits = min(token_budget, max_sequences) * loaded.vocab_size * loaded.geometry.dtype.itemsize
+    return StepProfile(growth + logits, int(token_budget / seconds))
 
 
 def _run_prompts(

@@ -1,4 +1,4 @@
-"""Chooses the tokens of a step: the plain ones in NumPy, all at once, the others row by row."""
+"""Chooses the tokens of a step: the plain ones in NumPy, many at once, the others row by row."""
 
 from __future__ import annotations
 
@@ -11,13 +11,23 @@ from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, SequenceSta
 from pagekv.executor.backend.row_sampler import sample_row
 from pagekv.executor.backend.sampling import is_plain
 
+# Rows that are looked at together. NumPy has no bfloat16, and float32 of all rows would take twice the memory of the
+# logits: 620 MB for a thousand rows of 152,000 tokens.
+ROWS_AT_ONCE = 32
+
 
 def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
     """The next token of each state, from its row of `logits` `[len(states), vocab_size]`; NOT_A_NUMBER for a row that
     has a NaN.
     """
-    if not states:
-        return []
+    found: list[Sampled] = []
+    for first in range(0, len(states), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        found += _sample(logits[rows], states[rows])
+    return found
+
+
+def _sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
     # Of equals the first, and a NaN where there is one. NumPy takes a tenth of torch's time; it has no bfloat16.
     numbers = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy()
     best = numbers.argmax(axis=-1)

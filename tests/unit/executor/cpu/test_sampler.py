@@ -14,7 +14,7 @@ from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
 from pagekv.executor.backend.sampling import uniform
-from pagekv.executor.cpu.sampler import sample
+from pagekv.executor.cpu.sampler import ROWS_AT_ONCE, sample
 
 VOCAB = 12
 
@@ -128,6 +128,18 @@ def test_bans_end_with_min_tokens() -> None:
 def test_a_ban_of_everything_is_none() -> None:
     sampling = Sampling(min_tokens=2, banned_until_min=tuple(range(VOCAB)), temperature=1.0)
     assert 0 <= sample(torch.zeros(1, VOCAB), [state_of(sampling, [1], 1)])[0].token_id < VOCAB
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_many_rows_each_is_its_own(dtype: torch.dtype) -> None:
+    count = 2 * ROWS_AT_ONCE + 3
+    rows = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(1)).to(dtype)
+    rows[ROWS_AT_ONCE + 1, 4] = math.nan
+    kinds = (Sampling(), Sampling(temperature=1.0, top_k=5), Sampling(logprobs=2, presence_penalty=1.0))
+    states = [state_of(kinds[index % 3], [index % VOCAB, 3], 1, seq_id=index) for index in range(count)]
+    sampled = sample(rows, states)
+    assert sampled == [sample(row[None], [state])[0] for row, state in zip(rows, states, strict=True)]
+    assert [index for index, one in enumerate(sampled) if one == NOT_A_NUMBER] == [ROWS_AT_ONCE + 1]
 
 
 def test_nothing_to_sample() -> None:
