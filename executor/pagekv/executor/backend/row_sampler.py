@@ -8,6 +8,7 @@ id**: logits that differ by rounding, as they do from one batch to another, then
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,8 @@ Float64s = npt.NDArray[np.float64]
 # Logits as a model gives them.
 Floats = npt.NDArray[np.float32 | np.float64]
 Ids = npt.NDArray[np.int64]
+# Sums of weights from the first on, each that of the one before and one weight, as `np.cumsum` gives them.
+Sums = Callable[[Float64s], Float64s]
 # A nucleus is nearly always found among so many of the largest weights.
 FEW = 256
 # Weights are at most 1. Bins for them: each a 64th of a power of two wide, with one for all below 2^-64.
@@ -28,9 +31,10 @@ LEAST_BIN = (1023 - 64) << 6
 LEAST_WEIGHT = math.ulp(0.0)
 
 
-def sample_row(raw: Floats, state: SequenceState) -> Sampled:
+def sample_row(raw: Floats, state: SequenceState, sums: Sums = np.cumsum) -> Sampled:
     """The next token of a sequence from its logits `[vocab_size]`, which are not changed; NOT_A_NUMBER where one of
-    them is NaN. A backend that samples all its rows so has every feature of sampling, and SAMPLER for its name.
+    them is NaN. A backend that samples all its rows so has every feature of sampling, and SAMPLER for its name. `sums`:
+    for one that has what is faster.
     """
     # Of logits with NaN argmax finds the first NaN.
     if np.isnan(raw[raw.argmax()]):
@@ -41,7 +45,7 @@ def sample_row(raw: Floats, state: SequenceState) -> Sampled:
         token_id = int(logits.argmax())
     else:
         number = uniform(sampling.seed, sampling.sequence_index, len(state.token_ids))
-        token_id = draw(*candidates(logits, sampling), number)
+        token_id = draw(*candidates(logits, sampling, sums), number, sums)
     if sampling.logprobs is None:
         return Sampled(token_id)
     top = largest(raw, sampling.logprobs)
@@ -68,7 +72,7 @@ def adjust(raw: Floats, state: SequenceState) -> Float64s:
     return logits
 
 
-def candidates(logits: Floats, sampling: Sampling) -> tuple[Ids | None, Float64s]:
+def candidates(logits: Floats, sampling: Sampling, sums: Sums = np.cumsum) -> tuple[Ids | None, Float64s]:
     """Tokens that top-k, top-p and min-p leave at this temperature (above 0), in order of their ids, None for all; and
     their unnormalised probabilities.
 
@@ -83,7 +87,7 @@ def candidates(logits: Floats, sampling: Sampling) -> tuple[Ids | None, Float64s
     weights /= sampling.temperature
     np.exp(weights, out=weights)
     if sampling.top_p < 1:
-        token_ids, weights = _only(_nucleus(weights, sampling.top_p), token_ids, weights)
+        token_ids, weights = _only(_nucleus(weights, sampling.top_p, sums), token_ids, weights)
     if sampling.min_p > 0:
         # The likeliest token has weight 1.
         token_ids, weights = _only(np.flatnonzero(weights >= sampling.min_p), token_ids, weights)
@@ -94,9 +98,9 @@ def _only(kept: Ids, token_ids: Ids | None, weights: Float64s) -> tuple[Ids, Flo
     return kept if token_ids is None else token_ids[kept], weights[kept]
 
 
-def _nucleus(weights: Float64s, top_p: float) -> Ids:
+def _nucleus(weights: Float64s, top_p: float, sums: Sums) -> Ids:
     """Where the fewest largest weights are whose sum is at least `top_p` of all, in order."""
-    goal = top_p * weights.cumsum()[-1]
+    goal = top_p * float(sums(weights)[-1])
     # At low temperatures fewer have any weight.
     held, places = 0.0, np.flatnonzero(weights >= max(_reached_by(weights, FEW), LEAST_WEIGHT))
     falling = np.sort(weights[places])[::-1]
@@ -127,9 +131,9 @@ def _border(weights: Float64s, goal: float) -> tuple[float, Ids]:
     return held, np.flatnonzero(bins == len(sums) - 1 - place)
 
 
-def draw(token_ids: Ids | None, weights: Float64s, number: float) -> int:
+def draw(token_ids: Ids | None, weights: Float64s, number: float, sums: Sums = np.cumsum) -> int:
     """The token at `number`, in [0, 1), of the distribution that `weights` of `token_ids` (None: of all) describe."""
-    cumulative = weights.cumsum()
+    cumulative = sums(weights)
     place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
     if place == len(weights):
         # Rounding may take the product up to the total.

@@ -14,7 +14,7 @@ from support.executor.samplings import samplings
 
 from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampling, SequenceState
 from pagekv.executor.backend.sampling import uniform
-from pagekv.executor.cpu.sampler import ROWS_AT_ONCE, sample
+from pagekv.executor.cpu.sampler import ROWS_AT_ONCE, _sums, sample
 
 VOCAB = 12
 
@@ -140,6 +140,15 @@ def test_of_many_rows_each_is_its_own(dtype: torch.dtype) -> None:
     sampled = sample(rows, states)
     assert sampled == [sample(row[None], [state])[0] for row, state in zip(rows, states, strict=True)]
     assert [index for index, one in enumerate(sampled) if one == NOT_A_NUMBER] == [ROWS_AT_ONCE + 1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 17, 4099, 152_000])
+def test_sums_are_numpys_to_the_last_bit(size: int) -> None:
+    """Otherwise other backends that sample by rows would not draw the same tokens."""
+    rng = np.random.default_rng(size)
+    for spread in (0.1, 1.0, 8.0):
+        weights = np.exp(spread * rng.standard_normal(size))
+        assert _sums(weights).tolist() == np.cumsum(weights).tolist()
 
 
 def test_nothing_to_sample() -> None:
