@@ -22,34 +22,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 import uvloop
+from peers.models import write_model
 from support.clients.calls import Caller, request_for
 from support.clients.stack import Stack, running_stack
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from transformers.utils import logging as transformers_logging
 
 Prompts = list[list[int]]
 
 
 def make_model(path: Path) -> LlamaForCausalLM:
-    """33.6M parameters in float32: hidden 512, 8 layers, 8/4 heads, vocabulary 8192; random weights."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        vocab_size=8192,
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        initializer_range=0.06,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    model = LlamaForCausalLM(config).eval()
-    model.save_pretrained(path)
-    return model
+    """The small one, 33.6M parameters in float32: hidden 512, 8 layers, 8/4 heads, vocabulary 8192; random weights."""
+    return write_model("small", path)
 
 
 def mixed_prompts(rng: random.Random, count: int) -> Prompts:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 MODELS: Mapping[str, Mapping[str, object]] = {
     # 33.6M parameters: what is not products of large matrices shows.
@@ -31,14 +35,20 @@ MODELS: Mapping[str, Mapping[str, object]] = {
 }
 
 
+def write_model(name: str, directory: Path) -> LlamaForCausalLM:
+    """The model of this name, which is written there, too."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+    model = LlamaForCausalLM(LlamaConfig(**MODELS[name], max_position_embeddings=2048, **ends)).eval()
+    model.save_pretrained(directory)
+    return model
+
+
 def model_directory(name: str, directory: Path) -> Path:
     """`directory`, with the model of this name in it."""
     if not (directory / "model.safetensors").is_file():
-        import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        torch.manual_seed(0)
-        ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-        config = LlamaConfig(**MODELS[name], max_position_embeddings=2048, **ends)
-        LlamaForCausalLM(config).eval().save_pretrained(directory)
+        write_model(name, directory)
     return directory
