@@ -28,6 +28,7 @@ from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.cpu.threads import Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, memory_for, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
+from pagekv.executor.model.loading import memory_to_load
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.start_check import check_cpu_dtype
 
@@ -73,7 +74,7 @@ class CpuBackend:
         self._use(self._all_threads)
         log.info("computing", instructions=instruction_set(DTYPES[dtype]), dtype=DTYPES[dtype], threads=most)
         fingerprint = model_fingerprint(model_path)
-        with memory_for(f"{model_path}: loading it", "use a smaller model, or a machine with more memory"):
+        with memory_to_load(model_path):
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
         self._shards = shards
         self._loaded = loaded

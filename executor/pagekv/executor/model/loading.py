@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,13 +99,18 @@ def _progress_of(loading: Phase) -> Iterator[None]:
         set_hook(before)
 
 
+def memory_to_load(directory: Path) -> AbstractContextManager[None]:
+    """Raises TooLittleMemory where loading the model, or laying its weights out anew, gets no memory."""
+    return memory_for(f"{directory}: loading it", "use a smaller model, or a machine with more memory")
+
+
 def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shards: Shards | None) -> LoadedModel:
     config = AutoConfig.from_pretrained(directory, local_files_only=True)
     _refuse_unsupported(directory, config)
     # torch marks functions that initialise weights, too, when they are first called.
     # The kernel may refuse to map a file, as one that is larger than the machine's memory.
-    memory = memory_for(f"{directory}: loading it", "use a smaller model, or a machine with more memory")
-    with without_compiler(), memory, nullcontext() if shards is None else _kept_on(torch.device(device)):
+    placed = nullcontext() if shards is None else _kept_on(torch.device(device))
+    with without_compiler(), memory_to_load(directory), placed:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
