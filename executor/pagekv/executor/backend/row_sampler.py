@@ -73,10 +73,10 @@ def adjust(raw: Floats, state: SequenceState) -> Float64s:
 
 
 def candidates(logits: Floats, sampling: Sampling, sums: Sums = np.cumsum) -> tuple[Ids | None, Float64s]:
-    """Tokens that top-k, top-p and min-p leave at this temperature (above 0), in order of their ids, None for all; and
+    """Tokens that top-k, top-p and min-p keep at this temperature (above 0), in order of their ids, None for all; and
     their unnormalised probabilities.
 
-    Of equally likely tokens, those with the lower ids are left.
+    Of equally likely tokens, those with the lower ids are kept.
     """
     token_ids, peak = None, float(logits.max())
     if 0 < sampling.top_k < len(logits):
@@ -123,12 +123,12 @@ def _border(weights: Float64s, goal: float) -> tuple[float, Ids]:
     # Bits of numbers that are not negative order as these do.
     bins = (weights.view(np.int64) >> BIN_SHIFT) - LEAST_BIN
     np.maximum(bins, 0, out=bins)
-    sums = np.bincount(bins, weights)
-    cumulative = sums[::-1].cumsum()
+    totals = np.bincount(bins, weights)
+    cumulative = totals[::-1].cumsum()
     # Added in another order than the goal, they may not reach it.
     place = int(np.searchsorted(cumulative, min(goal, cumulative[-1])))
     held = float(cumulative[place - 1]) if place else 0.0
-    return held, np.flatnonzero(bins == len(sums) - 1 - place)
+    return held, np.flatnonzero(bins == len(totals) - 1 - place)
 
 
 def draw(token_ids: Ids | None, weights: Float64s, number: float, sums: Sums = np.cumsum) -> int:
