@@ -56,7 +56,7 @@ def runs(folder: Path, names: list[str], **options: Any) -> tuple[list[SplitRun]
         pytest.param(4, {}, marks=pytest.mark.long),
         pytest.param(2, {"fused": False}, marks=pytest.mark.long),
         pytest.param(2, {"dtype": "float64"}, marks=pytest.mark.long),
-        pytest.param(4, {"dtype": "float64"}, marks=pytest.mark.nightly),
+        pytest.param(4, {"dtype": "float64"}, marks=pytest.mark.nightly),  # two ranks show the same
     ],
 )
 def test_answers_are_those_of_generate(tmp_path: Path, ranks: int, options: dict[str, Any]) -> None:
