@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from numba import carray
 
+from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
 from pagekv.executor.cpu.native.intrinsics import pointer, take_ticket
 from pagekv.executor.cpu.native.matrix_unit import (
     COLUMNS,
@@ -41,7 +42,6 @@ from pagekv.executor.cpu.native.tile import (
     BFLOAT16_MATRIX,
     BFLOAT16_WIDENED,
     FLOAT32,
-    bfloat16_sums,
     most_rows,
     panel_vectors,
     tile,

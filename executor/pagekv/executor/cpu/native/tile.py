@@ -14,19 +14,12 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from pagekv.executor.cpu.native.matrix_unit import ROWS, has_matrix_unit, matrix_tile
-from pagekv.executor.cpu.native.vectors import BFLOAT16, F32, I32, I64, features, fetch, load, spread, vector_lanes
+from pagekv.executor.cpu.native.matrix_unit import ROWS, matrix_tile
+from pagekv.executor.cpu.native.vectors import BFLOAT16, F32, I32, I64, fetch, load, spread
 
 # How products are summed: of float32; of two neighbours in bfloat16 by one instruction; of them made float32 first, of
 # rows before the tile and of columns within; or of bfloat16 by the matrix unit.
 FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED, BFLOAT16_MATRIX = 0, 1, 2, 3
-
-
-def bfloat16_sums() -> int:
-    """How this processor sums products of bfloat16."""
-    if vector_lanes() == 16 and has_matrix_unit():
-        return BFLOAT16_MATRIX
-    return BFLOAT16_DOT if vector_lanes() == 16 and "avx512bf16" in features() else BFLOAT16_WIDENED
 
 
 def panel_vectors(lanes: int) -> int:

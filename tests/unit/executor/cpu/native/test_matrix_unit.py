@@ -10,6 +10,7 @@ import torch
 from numba import njit
 
 from pagekv.executor.cpu.native import matrix_unit
+from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
 from pagekv.executor.cpu.native.matrix_unit import (
     PAIRS,
     ROWS,
@@ -20,7 +21,7 @@ from pagekv.executor.cpu.native.matrix_unit import (
     set_shapes,
 )
 from pagekv.executor.cpu.native.product import Product
-from pagekv.executor.cpu.native.tile import BFLOAT16_MATRIX, bfloat16_sums
+from pagekv.executor.cpu.native.tile import BFLOAT16_MATRIX
 from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.products import TorchProduct
 

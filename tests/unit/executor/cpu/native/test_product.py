@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pagekv.executor.cpu.native import product as product_module
+from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
 from pagekv.executor.cpu.native.product import CHUNK_ROWS, Product
-from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_MATRIX, BFLOAT16_WIDENED, bfloat16_sums
-from pagekv.executor.cpu.native.vectors import vector_lanes
+from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_WIDENED
+from pagekv.executor.cpu.native.vectors import features, vector_lanes
 
 pytestmark = pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
 
@@ -35,8 +36,8 @@ def threads() -> Iterator[int]:
 
 # Lanes, and how bfloat16 is summed, of other processors whose code runs here. Each takes some seconds to compile.
 OTHERS = [(8, BFLOAT16_WIDENED), (4, BFLOAT16_WIDENED)]
-if bfloat16_sums() == BFLOAT16_MATRIX:
-    OTHERS.insert(0, (16, BFLOAT16_DOT))
+if "avx512bf16" in features():
+    OTHERS += [(16, sums) for sums in (BFLOAT16_DOT, BFLOAT16_WIDENED) if sums != bfloat16_sums()]
 
 
 @pytest.fixture(params=[None, *(pytest.param(other, marks=pytest.mark.long) for other in OTHERS)], ids=str)
