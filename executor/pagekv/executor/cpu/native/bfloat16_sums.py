@@ -80,6 +80,6 @@ def _tiles(lanes: int, sums: int) -> int:
     def work(raw: Any) -> None:
         args = carray(raw, 8, np.int64)
         for _ in range(args[1]):
-            tile(lanes, sums, args[2], args[3], args[4], args[5], args[6], args[7], args[6], 0)
+            tile(lanes, sums, args[2], args[3], args[4], args[5], args[6], args[7], args[6], 0, 0)
 
     return address_of(work)

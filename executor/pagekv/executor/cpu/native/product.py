@@ -2,8 +2,8 @@
 
 A thread takes a panel at a time, multiplies it with one tile of rows after the other, and calls the panel that it will
 likely take next into its cache meanwhile; of a panel that meets a single tile, what comes 4 KiB later (1 to 6 rows take
-0.65 to 1.0 of the time on an Intel Xeon of family 6, model 207). A row's numbers do not depend on how many others
-there are.
+0.65 to 1.0 of the time on an Intel Xeon of family 6, model 207, without its matrix unit). A row's numbers do not depend
+on how many others there are.
 
 Measured on a 2-core AMD EPYC (Zen 4) that others kept busy, one thread, 25 M weights of 8 layers (hidden 512), against
 oneDNN with its own layout in turns, ms of this thread: float32, 8 rows 7 against 12, 32 rows 20 against 25, 256 rows
@@ -12,8 +12,10 @@ oneDNN with its own layout in turns, ms of this thread: float32, 8 rows 7 agains
 (family 6, model 167): 8 rows 1.9 against 2.4, 32 rows 2.2 against 2.7, 256 rows 8.4 against 8.2, and 11.2 where
 columns of all tiles lay side by side and were let push rows out of the first level of the cache.
 
-Processors that do not multiply bfloat16 get float32 rows, widened once by each thread: on an AMD EPYC with AVX2 alone
-(family 25, model 1) 32 rows take 0.8 and 256 rows 0.82 of the time with tiles that widen their rows for each panel.
+Processors that multiply float32 faster than bfloat16 get float32 rows, widened once by each thread: on an AMD EPYC
+with AVX2 alone (family 25, model 1) 32 rows take 0.8 and 256 rows 0.82 of the time with tiles that widen their rows for
+each panel. Where many tiles meet a panel, it is widened once as well: on the Xeon of model 207 64 to 512 rows take 0.9
+to 1.0 of the time.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from pagekv.executor.cpu.native.tile import (
     most_rows,
     panel_vectors,
     tile,
+    widen_steps,
 )
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
@@ -54,6 +57,9 @@ from pagekv.executor.cpu.native.vectors import vector_lanes
 CHUNK_ROWS = 256
 # Float32 numbers of rows that a thread widens at a time.
 WIDENED_NUMBERS = 2**19
+# Steps of a panel that a thread widens at a time, which stay in the first level, for so many tiles at least: fewer gain
+# less than that costs.
+WIDENED_STEPS, WIDENED_TILES = 64, 8
 # How far ahead of itself a single tile fetches: where memory has answered by the time it gets there.
 AHEAD_BYTES = 4096
 # Multiplications that one thread does while the others would still be waking.
@@ -94,6 +100,8 @@ class Product:
         self._chunk_rows = CHUNK_ROWS
         if self._widens:
             self._chunk_rows = max(self._most, min(CHUNK_ROWS, WIDENED_NUMBERS // (2 * self._depth)))
+            # Sums of a chunk, and steps of a panel.
+            self._tile_numbers += (self._chunk_rows + 2 * WIDENED_STEPS) * wide
         self._finish = _FINISHES[activation]
         self._function = _compiled(STORED[weight.dtype], lanes, sums)
 
@@ -121,7 +129,7 @@ class Product:
                 *(count, self._columns, self._depth, chunks, panels, threads),
                 *(rows.data_ptr(), self._panels.data_ptr(), out.data_ptr()),
                 0 if self._bias is None else self._bias.data_ptr(),
-                *(scratch.data_ptr(), 4 * own, self._finish),
+                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows),
             ),
             alone=threads == 1,
             held=(rows, self._panels, out, scratch),
@@ -139,7 +147,7 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
     outer, inner = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 
     def work(raw: Any) -> None:
-        args = carray(raw, 14, np.int64)
+        args = carray(raw, 15, np.int64)
         count, columns, depth, chunks, panels, threads = args[1], args[2], args[3], args[4], args[5], args[6]
         finish = args[13]
         kept = wide if finish == plain else half
@@ -148,7 +156,9 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
         panel_bytes = depth * wide * 4
         row_bytes = depth * (8 if widens else 4)
         shapes, shaped = scratch + most * wide * 4, 0
-        widened, widened_chunk = shapes + 2 * SHAPES_BYTES, -1
+        steps_at = shapes + 2 * SHAPES_BYTES
+        sums_at = steps_at + 2 * WIDENED_STEPS * wide * 4
+        widened, widened_chunk = sums_at + args[14] * wide * 4, -1
         if matrix:
             keep_shapes(shapes)
         while True:
@@ -180,35 +190,62 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
             share = wide * 4 // tiles
             following = at + panel_bytes * threads if tiles > 1 else at + AHEAD_BYTES
             here = min(kept, columns - panel * kept)
-            for index in range(tiles):
-                first = members * index // tiles
-                rows = members * (index + 1) // tiles - first
-                ahead = following + share * depth * index
-                if matrix:
-                    # All of the height that shapes are set for: the last tile has rows of the one before.
-                    first, rows = min(index * height, members - height), height
-                tile(lanes, sums, rows, depth, left + first * row_bytes, row_bytes, at, scratch, ahead, share)
-                if args[10] != 0 or finish != plain:
-                    for row in range(rows):
-                        found = carray(pointer(scratch + row * wide * 4), wide, np.float32)
-                        if args[10] != 0:
-                            bias = carray(pointer(args[10] + panel * wide * 4), wide, np.float32)
-                            for i in range(wide):
-                                found[i] += bias[i]
-                        if finish != plain:
-                            for i in range(half):
-                                x = found[i]
-                                z = x if finish == silu else outer * (x + inner * x * x * x)
-                                found[i] = x / (np.float32(1) + exp(-z)) * found[i + half]
-                place = args[9] + ((begin + first) * columns + panel * kept) * width
-                if here % lanes == 0:
-                    store_rows(lanes, width, rows, here, scratch, wide * 4, place, columns * width)
-                else:
-                    for row in range(rows):
-                        found = carray(pointer(scratch + row * wide * 4), here, np.float32)
-                        out = carray(pointer(place + row * columns * width), here, stored)
-                        for i in range(here):
-                            out[i] = narrow(found[i], out[i])
+            widens_steps = widens and tiles >= WIDENED_TILES
+            at_once = WIDENED_STEPS if widens_steps else depth
+            for low in range(0, depth, at_once):
+                steps = min(at_once, depth - low)
+                if widens_steps:
+                    widen_steps(lanes, steps, at + low * wide * 4, steps_at)
+                for index in range(tiles):
+                    first = members * index // tiles
+                    rows = members * (index + 1) // tiles - first
+                    ahead = following + low * wide * 4 + share * steps * index
+                    found_at = scratch
+                    if matrix:
+                        # All of the height that shapes are set for: the last tile has rows of the one before.
+                        first, rows = min(index * height, members - height), height
+                    row_at = left + first * row_bytes
+                    if widens_steps:
+                        found_at = sums_at + first * wide * 4
+                        row_at += low * 8
+                        tile(
+                            lanes,
+                            FLOAT32,
+                            rows,
+                            2 * steps,
+                            row_at,
+                            row_bytes,
+                            steps_at,
+                            found_at,
+                            ahead,
+                            share // 2,
+                            low,
+                        )
+                        if low + steps < depth:
+                            continue
+                    else:
+                        tile(lanes, sums, rows, depth, row_at, row_bytes, at, found_at, ahead, share, 0)
+                    if args[10] != 0 or finish != plain:
+                        for row in range(rows):
+                            found = carray(pointer(found_at + row * wide * 4), wide, np.float32)
+                            if args[10] != 0:
+                                bias = carray(pointer(args[10] + panel * wide * 4), wide, np.float32)
+                                for i in range(wide):
+                                    found[i] += bias[i]
+                            if finish != plain:
+                                for i in range(half):
+                                    x = found[i]
+                                    z = x if finish == silu else outer * (x + inner * x * x * x)
+                                    found[i] = x / (np.float32(1) + exp(-z)) * found[i + half]
+                    place = args[9] + ((begin + first) * columns + panel * kept) * width
+                    if here % lanes == 0:
+                        store_rows(lanes, width, rows, here, found_at, wide * 4, place, columns * width)
+                    else:
+                        for row in range(rows):
+                            found = carray(pointer(found_at + row * wide * 4), here, np.float32)
+                            out = carray(pointer(place + row * columns * width), here, stored)
+                            for i in range(here):
+                                out[i] = narrow(found[i], out[i])
         if matrix:
             restore_shapes(shapes)
 

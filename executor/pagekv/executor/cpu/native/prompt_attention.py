@@ -196,6 +196,7 @@ def _compiled(stored: Any, lanes: int) -> int:
                             scores_at + panel * tile_rows * wide * 4,
                             keys_at,
                             0,
+                            0,
                         )
                     if cap != 0:
                         for panel in range(KEYS // wide):
@@ -237,6 +238,7 @@ def _compiled(stored: Any, lanes: int) -> int:
                             values_at + part * KEYS * wide * 4,
                             products_at + part * tile_rows * wide * 4,
                             values_at,
+                            0,
                             0,
                         )
                         for row in range(height):

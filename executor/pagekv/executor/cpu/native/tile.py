@@ -47,6 +47,7 @@ def tile(
     out: Any,
     ahead: Any,
     ahead_step: Any,
+    added: Any,
 ) -> Any:
     """`out = left @ panel` for `rows` rows, from 1 to `most_rows(lanes, sums)`; `lanes` and `sums` are literals.
 
@@ -54,14 +55,15 @@ def tile(
     `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row and
     of each column, one float32 or two bfloat16; rows of BFLOAT16_WIDENED are float32, of which it takes two. `out`:
     address of float32 `[rows, columns]`. `panel` and `out` are aligned to vectors. Step s calls memory at
-    `ahead + s * ahead_step` into the cache. Of BFLOAT16_MATRIX: as `matrix_tile`.
+    `ahead + s * ahead_step` into the cache. `added`: not 0 where sums begin with what is in `out`, and not with 0. Of
+    BFLOAT16_MATRIX: as `matrix_tile`, which always begins with 0.
     """
     lane_count, kind = lanes.literal_value, sums.literal_value
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _, _, row_count, *others = args
         if kind == BFLOAT16_MATRIX:
-            matrix_tile(builder, [row_count, *others])
+            matrix_tile(builder, [row_count, *others[:-1]])
             return context.get_dummy_value()
         done = builder.append_basic_block("done")
         switch = builder.switch(row_count, done)
@@ -73,12 +75,12 @@ def tile(
         builder.position_at_end(done)
         return context.get_dummy_value()
 
-    return types.void(lanes, sums, *(types.int64 for _ in range(8))), generate
+    return types.void(lanes, sums, *(types.int64 for _ in range(9))), generate
 
 
 def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     """The loop for `count` rows."""
-    depth, left, left_row, panel, out, ahead, ahead_step = args
+    depth, left, left_row, panel, out, ahead, ahead_step, added = args
     vectors = panel_vectors(lanes)
     vector = ir.VectorType(F32, lanes)
     word = vector if kind == FLOAT32 else ir.VectorType(I32, lanes)
@@ -89,16 +91,26 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
         for row in range(count)
     ]
     columns = builder.inttoptr(panel, word.as_pointer())
+    places = builder.inttoptr(out, vector.as_pointer())
     before = builder.block
+    kept = builder.append_basic_block("kept")
     loop = builder.append_basic_block("step")
     after = builder.append_basic_block("sums")
+    builder.cbranch(builder.icmp_signed("!=", added, I64(0)), kept, loop)
+
+    builder.position_at_end(kept)
+    found = [load(builder, builder.gep(places, [I64(index)]), lanes * 4) for index in range(count * vectors)]
     builder.branch(loop)
 
     builder.position_at_end(loop)
     step, fetched = builder.phi(I64), builder.phi(I64)
     sums = [builder.phi(vector) for _ in range(count * vectors)]
-    for changing, first in ((step, I64(0)), (fetched, ahead), *((total, vector([0.0] * lanes)) for total in sums)):
+    for changing, first in ((step, I64(0)), (fetched, ahead)):
         changing.add_incoming(first, before)
+        changing.add_incoming(first, kept)
+    for total, first in zip(sums, found, strict=True):
+        total.add_incoming(vector([0.0] * lanes), before)
+        total.add_incoming(first, kept)
     parts = [
         load(builder, builder.gep(columns, [builder.add(builder.mul(step, I64(vectors)), I64(at))]), lanes * 4)
         for at in range(vectors)
@@ -122,7 +134,6 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
 
     builder.position_at_end(after)
-    places = builder.inttoptr(out, vector.as_pointer())
     for index, total in enumerate(grown):
         builder.store(total, builder.gep(places, [I64(index)])).align = lanes * 4
 
@@ -140,6 +151,37 @@ def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> 
         builder.module, ir.FunctionType(vector, [vector, vector, vector]), f"llvm.fma.v{vector.count}f32"
     )
     return builder.call(fma, [left, right, total])
+
+
+@intrinsic(prefer_literal=True)
+def widen_steps(_typing: Any, lanes: Any, steps: Any, panel: Any, out: Any) -> Any:
+    """Steps of a panel for BFLOAT16_WIDENED as twice as many of one for FLOAT32, at `out`. `lanes` is a literal, all
+    others are int64; addresses are aligned to vectors.
+    """
+    lane_count = lanes.literal_value
+
+    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        _, count, *addresses = args
+        vectors, vector, words = (
+            panel_vectors(lane_count),
+            ir.VectorType(F32, lane_count),
+            ir.VectorType(I32, lane_count),
+        )
+        source, target = (
+            builder.inttoptr(address, kind.as_pointer())
+            for address, kind in zip(addresses, (words, vector), strict=True)
+        )
+        with cgutils.for_range(builder, count) as loop:
+            first = builder.mul(loop.index, I64(vectors))
+            for at in range(vectors):
+                pairs = load(builder, builder.gep(source, [builder.add(first, I64(at))]), lane_count * 4)
+                for place in range(2):
+                    index = builder.add(builder.mul(first, I64(2)), I64(place * vectors + at))
+                    stored = builder.store(_half(builder, pairs, vector, place), builder.gep(target, [index]))
+                    stored.align = lane_count * 4
+        return context.get_dummy_value()
+
+    return types.void(lanes, *(types.int64 for _ in range(3))), generate
 
 
 def _half(builder: Any, pairs: Any, vector: Any, place: int) -> Any:

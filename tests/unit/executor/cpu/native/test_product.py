@@ -10,7 +10,7 @@ import torch
 
 from pagekv.executor.cpu.native import product as product_module
 from pagekv.executor.cpu.native.bfloat16_sums import bfloat16_sums
-from pagekv.executor.cpu.native.product import CHUNK_ROWS, Product
+from pagekv.executor.cpu.native.product import CHUNK_ROWS, WIDENED_STEPS, Product
 from pagekv.executor.cpu.native.tile import BFLOAT16_DOT, BFLOAT16_WIDENED
 from pagekv.executor.cpu.native.vectors import features, vector_lanes
 
@@ -117,13 +117,16 @@ def test_a_thread_widens_no_more_rows_at_a_time_than_fit(monkeypatch: pytest.Mon
     assert torch.equal(Product(weight, bias)(rows), whole)
 
 
-# Of the matrix unit's tiles the largest are for whole runs of pairs alone: the second.
-@pytest.mark.parametrize("inner", [100, 96])
-def test_a_row_is_the_same_whatever_the_others_are(dtype: torch.dtype, inner: int) -> None:
+# Of the matrix unit's tiles the largest are for whole runs of pairs alone: the second. The third is several times as
+# much as is widened at a time, and the last of it less.
+@pytest.mark.parametrize("inner", [100, 96, 2 * (2 * WIDENED_STEPS + 5)])
+def test_a_row_is_the_same_whatever_the_others_are(dtype: torch.dtype, inner: int, lanes: int | None) -> None:
     torch.manual_seed(0)
-    multiply = Product(*weights(inner, 70, dtype))
+    weight, bias = weights(inner, 70, dtype)
+    multiply = Product(weight, bias)
     rows = torch.randn(300, inner).to(dtype)
     whole = multiply(rows)
+    assert near(whole, plain(rows, weight, bias))
     for begin, end in ((0, 1), (5, 12), (17, 50), (200, 300)):
         assert torch.equal(multiply(rows[begin:end]), whole[begin:end])
 

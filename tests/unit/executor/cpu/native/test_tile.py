@@ -14,7 +14,7 @@ DEPTH = 5
 
 @njit
 def multiply(rows: int, left: int, panel: int, out: int) -> None:
-    tile(4, FLOAT32, rows, DEPTH, left, 4 * DEPTH, panel, out, panel, 0)
+    tile(4, FLOAT32, rows, DEPTH, left, 4 * DEPTH, panel, out, panel, 0, 0)
 
 
 @pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
