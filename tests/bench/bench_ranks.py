@@ -115,14 +115,15 @@ async def decode(stack: Stack) -> tuple[float, float]:
 
 
 def manager_and_idle(rounds: int, ranks: Sequence[int]) -> None:
+    from compare_with_transformers import make_model
+
     rows: dict[int, list[tuple[float, float]]] = {count: [] for count in ranks}
-    with ExitStack() as stacks:
-        running = {
-            count: stacks.enter_context(
-                running_stack([*ORACLE, "--step-time-ms", str(STEP_MS)], ["--num-device-blocks", "8192"], ranks=count)
-            )
-            for count in ranks
-        }
+    with tempfile.TemporaryDirectory() as directory, ExitStack() as stacks:
+        # The demo model has fewer query heads than there are ranks.
+        make_model(Path(directory))
+        executor = ["--backend", "oracle", "--model", directory, "--step-time-ms", str(STEP_MS)]
+        manager = ["--num-device-blocks", "8192", "--tokenizer", "none"]
+        running = {count: stacks.enter_context(running_stack(executor, manager, ranks=count)) for count in ranks}
         keep_apart(running)
         # One that is not counted: first calls of everything.
         for turn in [[*ranks], *in_turn(rounds, ranks)]:
