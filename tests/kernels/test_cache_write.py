@@ -24,12 +24,13 @@ from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 Array = npt.NDArray[Any]
 PAIRS = [(dtype, kv_dtype) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes]
 # Least steps between two stored elements of this size, relative: what one rounding may differ by.
+NORM_EPS = 0.3
 STEP = {"float32": 2.0**-22, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float8_e4m3fn": 2.0**-3}
 
 
 @dataclass
 class Case:
-    """One launch: geometry, slots and how keys are rotated."""
+    """One launch: geometry, slots, and whether keys and queries are normed and rotated."""
 
     variant: Variant
     num_tokens: int
@@ -40,6 +41,7 @@ class Case:
     num_layers: int = 2
     layer: int = 1
     rotary_dim: int = 0
+    normed: bool = False
     k_scale: float = 1.0
     v_scale: float = 1.0
     seed: int = 0
@@ -70,7 +72,9 @@ class Case:
         # Every head has half the scale of the one before it.
         halves = 0.5 ** np.arange(self.num_kv_heads)
         scales = np.stack([self.k_scale * halves, self.v_scale * halves]).astype(np.float32)
-        shape_ = launch_config.cache_write(self.num_tokens)
+        of_keys_and_queries = self.num_heads + self.num_kv_heads
+        norm_weight = rng.uniform(0.5, 2, size=(of_keys_and_queries, size)).astype(np.float32)
+        shape_ = launch_config.cache_write(self.variant, self.num_tokens, of_keys_and_queries)
         kv_stride = self.block_size * self.num_kv_heads * size
         params = fill(
             CACHE_WRITE,
@@ -92,37 +96,49 @@ class Case:
             layer=self.layer,
             rotary_dim=self.rotary_dim,
             kv_scales=address(scales),
+            norm_weight=address(norm_weight) if self.normed else 0,
+            norm_eps=NORM_EPS,
         )
         owned = np.unique(slots[slots >= 0] // self.block_size)
         foreign = [pool[block] for block in range(self.num_blocks) if block not in owned]
         with launcher.forbidden(*foreign):
             launcher.launch("pagekv_cache_write", self.variant, shape_, params)
 
+        if self.normed:
+            exact_query, exact_key = (
+                twin.decode(twin.encode(twin.norm(heads, weight, NORM_EPS), dtype), dtype)
+                for heads, weight in zip((exact_query, exact_key), np.split(norm_weight, [self.num_heads]), strict=True)
+            )
         if self.rotary_dim:
             exact_key = twin.rotate(exact_key, rope, positions)
             exact_query = twin.rotate(exact_query, rope, positions)
         of_heads = scales.astype(np.float64)[:, :, None] if kv_dtype == "float8_e4m3fn" else np.ones((2, 1, 1))
         twin.write(expected, self.layer, exact_key / of_heads[0], exact_value / of_heads[1], slots, kv_dtype=kv_dtype)
-        # Only rotation and inexact scales compute in float32 before the rounding.
+        # Only norms, rotation and inexact scales compute in float32 before the rounding.
         powers_of_two = np.frexp([self.k_scale, self.v_scale])[0].tolist() == [0.5, 0.5]
-        exact = not self.rotary_dim and (kv_dtype != "float8_e4m3fn" or powers_of_two)
-        assert_stored_alike(pool, expected, kv_dtype, exact=exact)
+        unchanged = not self.rotary_dim and not self.normed
+        exact = unchanged and (kv_dtype != "float8_e4m3fn" or powers_of_two)
+        # What was rounded the other way between norm and rotation is a step of its size off, which rotation may cancel.
+        twice = 16 * STEP[dtype] if self.normed and self.rotary_dim else 0.0
+        assert_stored_alike(pool, expected, kv_dtype, exact=exact, beside=twice)
         kept = slots >= 0
         after = twin.decode(rows, dtype)
         np.testing.assert_array_equal(after[:, self.num_heads :], before[:, self.num_heads :], "keys, values: as given")
         np.testing.assert_array_equal(after[~kept], before[~kept], "rows without a slot are left alone")
         wanted = twin.encode(exact_query[kept], dtype)
-        assert_stored_alike(rows[kept, : self.num_heads], wanted, dtype, exact=not self.rotary_dim)
+        assert_stored_alike(rows[kept, : self.num_heads], wanted, dtype, exact=unchanged, beside=twice)
 
 
-def assert_stored_alike(actual: Array, expected: Array, dtype: str, *, exact: bool) -> None:
-    """Bit for bit, or to one step of the type where float32 arithmetic came before the rounding; NaN only for NaN."""
+def assert_stored_alike(actual: Array, expected: Array, dtype: str, *, exact: bool, beside: float = 0.0) -> None:
+    """Bit for bit, or to one step of the type where float32 arithmetic came before the rounding, and `beside`; NaN only
+    for NaN.
+    """
     if exact:
         np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
         return
     left, right = twin.decode(actual, dtype), twin.decode(expected, dtype)
     # Sums of two products of opposite signs have the error of what they cancel: values of up to about 16.
-    smallest = 2.0**-9 if dtype == "float8_e4m3fn" else 2e-6
+    smallest = (2.0**-9 if dtype == "float8_e4m3fn" else 2e-6) + beside
     np.testing.assert_allclose(left, right, rtol=STEP[dtype], atol=smallest)
     if dtype != "float32":
         differ = np.count_nonzero((left != right) & ~np.isnan(right))
@@ -137,9 +153,11 @@ def test_keys_and_values_land_in_their_slots(launcher: HostLauncher, dtype: str,
     Case(variant, 13, num_kv_heads=3, skipped=(0, 7), k_scale=0.5, v_scale=2.0).run(launcher)
 
 
+@pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
-def test_every_head_size(launcher: HostLauncher, head_size: int) -> None:
-    Case(Variant("float16", "float16", head_size), 5, num_heads=7, num_kv_heads=5, rotary_dim=head_size).run(launcher)
+def test_every_head_size(launcher: HostLauncher, head_size: int, normed: bool) -> None:
+    variant = Variant("float16", "float16", head_size)
+    Case(variant, 5, num_heads=7, num_kv_heads=5, rotary_dim=head_size, normed=normed).run(launcher)
 
 
 @st.composite
@@ -161,6 +179,7 @@ def cases(draw: st.DrawFn) -> Case:
         num_layers=num_layers,
         layer=draw(st.integers(0, num_layers - 1)),
         rotary_dim=2 * draw(st.integers(0, variant.head_size // 2)),
+        normed=draw(st.booleans()),
         k_scale=draw(st.sampled_from([1.0, 0.25, 0.0123])),
         v_scale=draw(st.sampled_from([1.0, 3.7])),
         seed=draw(st.integers(0, 100)),
@@ -183,27 +202,35 @@ def check_rotation(launcher: HostLauncher) -> None:
     Case(Variant("float16", "float16", 128), 7, 6, 3, rotary_dim=96, skipped=(2,), num_blocks=3).run(launcher)
 
 
+def check_norm(launcher: HostLauncher) -> None:
+    Case(Variant("float16", "float16", 80), 5, 13, 3, normed=True, rotary_dim=80, num_blocks=3).run(launcher)
+
+
 def check_fp8(launcher: HostLauncher) -> None:
     Case(Variant("float16", "float8_e4m3fn", 64), 7, num_blocks=3, k_scale=0.25, v_scale=2.0).run(launcher)
 
 
 NAME = "pagekv_cache_write"
 FAULTS = [
-    Fault("no barrier before queries are overwritten", NAME, "__syncthreads();  // partners", "//", check_rotation),
+    Fault("no barrier before partners", NAME, "__syncthreads();  // every partner", "//", check_rotation),
     Fault("the next block", NAME, "= slot >> p.block_size_log2", "= 1 + (slot >> p.block_size_log2)", check_rotation),
     Fault("the next slot", NAME, "= slot & (", "= (slot + 1) & (", check_rotation),
     Fault("another layer", NAME, "p.layer * 2 * p.kv_stride", "p.layer * p.kv_stride", check_rotation),
-    Fault("one head too many", NAME, "head < p.num_kv_heads;", "head <= p.num_kv_heads;", check_rotation),
-    Fault("one head too few", NAME, "head < p.num_kv_heads;", "head < p.num_kv_heads - 1;", check_rotation),
+    Fault("one head too many", NAME, "head < num_queries + p", "head <= num_queries + p", check_rotation),
+    Fault("one head too few", NAME, "head < num_queries + p", "head + 1 < num_queries + p", check_rotation),
+    Fault("a key taken for a query", NAME, "is_query = head < num", "is_query = head <= num", check_rotation),
+    Fault("no barrier before sums", NAME, "__syncthreads();  // every chunk", "//", check_norm),
+    Fault("a sum without its last chunk", NAME, "i < kChunks; ++i) total", "i < kChunks - 1; ++i) total", check_norm),
+    Fault("a norm without eps", NAME, "/ kHeadSize + eps", "/ kHeadSize", check_norm),
     Fault(
-        "one query too many", NAME, "at_work && head < p.num_heads", "at_work && head <= p.num_heads", check_rotation
+        "the first chunk's weights", NAME, "kHeadSize + chunk * kChunk, p.norm_eps", "kHeadSize, p.norm_eps", check_norm
     ),
     Fault("turned the other way", NAME, "second ? s : -s", "second ? -s : s", check_rotation),
     Fault(
         "one element too many turned", NAME, "p.rotary_dim - first, 0", "p.rotary_dim + 1 - first, 0", check_rotation
     ),
     Fault("fp8 scaled the wrong way", NAME, "1.0f / scale", "scale", check_fp8),
-    Fault("values with the keys' scale", NAME, "value_scale = kv_scale(p, 1", "value_scale = kv_scale(p, 0", check_fp8),
+    Fault("values with the keys' scale", NAME, "values, kv_scale(p, 1", "values, kv_scale(p, 0", check_fp8),
     Fault("fp8 truncated", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "", check_fp8),
     Fault("fp8 ties upwards", NAME, "+ 0x7ffffu + ((magnitude >> 20) & 1u)", "+ 0x80000u", check_fp8),
     Fault("skipped rows written", NAME, "if (slot < 0) return;", "", check_rotation, sanitizer=True),

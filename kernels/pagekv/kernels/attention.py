@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypedDict
 
 from pagekv.kernels import launch_config
@@ -33,6 +32,7 @@ from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, fill
 from pagekv.kernels.prefill_launch import launch_prefill
 from pagekv.kernels.prefill_plan import PrefillWork
 from pagekv.kernels.prefill_splits import MOST_PARTIAL_BYTES, SPLIT_RULE, partial_bytes
+from pagekv.kernels.rows import Norm
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.tensors import Tensor, dtype_name
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
@@ -40,10 +40,6 @@ from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, ch
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_POOL_ROWS = 2**32
 """Row indices of the decode kernel have 32 bits; at 256 bytes a row that is a terabyte."""
-
-
-NO_ROPE = dict.fromkeys(("query", "rope", "query_stride", "rotary_dim"), 0)
-"""Fields of the cache write with which it rotates nothing."""
 
 
 class _Planned(TypedDict):
@@ -54,16 +50,6 @@ class _Planned(TypedDict):
     num_kv_heads: int
     variant: Variant
     window: int
-
-
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """The rotation of a step's queries and keys by RoPE, pairs being half of the rotated elements apart."""
-
-    query: Tensor
-    """[rows, num_heads, head_size]; rows may be apart."""
-    table: Tensor
-    """float32 [positions, rotated elements of a head], contiguous: cosines, then sines, of each position."""
 
 
 class PagedAttention:
@@ -213,32 +199,53 @@ class PagedAttention:
         return min(num_rows * one_row, max(MOST_PARTIAL_BYTES, one_row))
 
     def write(
-        self, layer: int, key: Tensor, value: Tensor, plan: AttentionPlan, rotation: Rotation | None = None
+        self,
+        layer: int,
+        key: Tensor,
+        value: Tensor,
+        plan: AttentionPlan,
+        *,
+        query: Tensor | None = None,
+        norm: Norm | None = None,
+        rope: Tensor | None = None,
     ) -> None:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
-        With a rotation, keys are rotated on the way and queries in place; else models have done so themselves.
+
+        `norm`: heads of keys are normed on the way and those of queries in place; weights of both, queries first,
+        [num_heads + num_kv_heads, head_size]. `rope`: so they are rotated, pairs being half of the rotated elements
+        apart: float32 [positions, rotated elements of a head], contiguous: cosines, then sines, of each position.
+        Either needs `query` ([rows, num_heads, head_size]; rows may be apart). Raises ValueError for other shapes.
         """
         self._check_layer(layer)
         if not plan.num_rows:
             return
         self._check_rows("key", key, plan, self.num_kv_heads)
         self._check_rows("value", value, plan, self.num_kv_heads)
-        rope = NO_ROPE if rotation is None else self._rope(rotation, plan)
+        changes = norm is not None or rope is not None
+        if changes != (query is not None):
+            raise ValueError("query: needed with a norm or a rope, and with them alone")
+        if query is not None:
+            self._check_rows("query", query, plan, self.num_heads)
         self._launcher.launch(
             "pagekv_cache_write",
             self.variant,
-            launch_config.cache_write(plan.num_rows),
+            launch_config.cache_write(
+                self.variant, plan.num_rows, self.num_kv_heads + (0 if query is None else self.num_heads)
+            ),
             fill(
                 CACHE_WRITE,
                 key=key.data_ptr(),
                 value=value.data_ptr(),
+                query=0 if query is None else query.data_ptr(),
                 slots=plan.at["slots"],
                 positions=plan.at["positions"],
                 key_stride=key.stride()[0],
                 value_stride=value.stride()[0],
+                query_stride=0 if query is None else query.stride()[0],
                 layer=layer,
                 kv_scales=self._kv_scales_of(layer),
-                **rope,
+                **self._norm(norm),
+                **self._rope(rope),
                 **self._fields,
             ),
         )
@@ -247,20 +254,26 @@ class PagedAttention:
         """The address of a layer's scales; 0: all are 1."""
         return 0 if self._kv_scales is None else self._kv_scales.data_ptr() + 8 * layer * self.num_kv_heads
 
-    def _rope(self, rotation: Rotation, plan: AttentionPlan) -> dict[str, int]:
-        self._check_rows("query", rotation.query, plan, self.num_heads)
-        rotary_dim = int(rotation.table.shape[-1])
-        if dtype_name(rotation.table) != "float32" or rotary_dim % 2 or rotary_dim > self.variant.head_size:
+    def _norm(self, norm: Norm | None) -> dict[str, float]:
+        if norm is None:
+            return {"norm_weight": 0, "norm_eps": 0.0}
+        shape = (self.num_heads + self.num_kv_heads, self.variant.head_size)
+        if tuple(norm.weight.shape) != shape or dtype_name(norm.weight) != "float32":
             raise ValueError(
-                f"table: must be float32 with an even number of columns, at most {self.variant.head_size}, got "
-                f"{dtype_name(rotation.table)} {tuple(rotation.table.shape)}"
+                f"norm: needs a weight float32 {shape}, got {dtype_name(norm.weight)} {tuple(norm.weight.shape)}"
             )
-        return {
-            "query": rotation.query.data_ptr(),
-            "rope": rotation.table.data_ptr(),
-            "query_stride": rotation.query.stride()[0],
-            "rotary_dim": rotary_dim,
-        }
+        return {"norm_weight": norm.weight.data_ptr(), "norm_eps": norm.eps}
+
+    def _rope(self, rope: Tensor | None) -> dict[str, float]:
+        if rope is None:
+            return {"rope": 0, "rotary_dim": 0}
+        rotary_dim = int(rope.shape[-1])
+        if dtype_name(rope) != "float32" or rotary_dim % 2 or rotary_dim > self.variant.head_size:
+            raise ValueError(
+                f"rope: must be float32 with an even number of columns, at most {self.variant.head_size}, got "
+                f"{dtype_name(rope)} {tuple(rope.shape)}"
+            )
+        return {"rope": rope.data_ptr(), "rotary_dim": rotary_dim}
 
     def attend(self, layer: int, query: Tensor, out: Tensor, plan: AttentionPlan) -> None:
         """Attention of the plan's rows, generated tokens and prompts; `query`, `out`: [rows, num_heads, head_size]."""

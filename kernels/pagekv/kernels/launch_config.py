@@ -36,9 +36,11 @@ class Launcher(Protocol):
         ...
 
 
-def cache_write(num_tokens: int) -> LaunchConfig:
-    """One thread block a token."""
-    return LaunchConfig((num_tokens, 1, 1), 128, 0)
+def cache_write(variant: Variant, num_tokens: int, num_heads: int) -> LaunchConfig:
+    """A thread has 16 bytes of a head, a thread block whole heads of a token. `num_heads`: keys, and queries that
+    change."""
+    heads = 128 // (variant.head_size * variant.element_bytes // 16)
+    return LaunchConfig((num_tokens, -(-num_heads // heads), 1), 128, 0)
 
 
 def add_norm(num_rows: int, num_groups: int, group_bytes: int) -> LaunchConfig:

@@ -23,9 +23,10 @@ def _struct(*, pointers: str, i64: str = "", i32: str = "", f32: str = "") -> np
 
 
 CACHE_WRITE = _struct(
-    pointers="key value query pool slots rope positions kv_scales",
+    pointers="key value query pool slots rope positions kv_scales norm_weight",
     i64="block_stride kv_stride key_stride value_stride query_stride",
     i32="num_heads num_kv_heads block_size_log2 layer rotary_dim",
+    f32="norm_eps",
 )
 
 ADD_NORM = _struct(

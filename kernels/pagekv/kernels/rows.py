@@ -23,8 +23,8 @@ class Norm:
     """`x / sqrt(mean(x * x) + eps) * weight`."""
 
     weight: Tensor
-    """float32, contiguous: [size], [groups, size] where every group of a row's elements has its own, or [elements] of
-    two groups of any size."""
+    """float32, contiguous: [size]; [heads, size] where every head has its own; or [elements] of two groups of any
+    size."""
     eps: float
 
 
@@ -56,16 +56,6 @@ class RowKernels:
         if (norm is None) != (out is None) or any(tuple(each.weight.shape) != (size,) for each in norms):
             raise ValueError(f"norm: needs a weight of {size} elements and a place for what it gives")
         self._launch_add_norm(stream, added, out, factor, added_norm, norm, size)
-
-    def norm_heads(self, heads: Tensor, norm: Norm) -> None:
-        """Norms groups of each row in place: `heads` `[rows, groups, size]`, whose rows may be apart; `norm.weight`
-        `[groups, size]`. Raises ValueError for rows that the kernel cannot read.
-        """
-        rows, groups, size = map(int, heads.shape)
-        self._check("heads", heads, (rows, groups, size), (int(heads.stride()[0]), size, 1))
-        if tuple(norm.weight.shape) != (groups, size):
-            raise ValueError(f"norm: needs a weight {(groups, size)}, got {tuple(norm.weight.shape)}")
-        self._launch_add_norm(heads, None, heads, 1.0, None, norm, size, groups)
 
     def norm_parts(self, row_parts: Tensor, first_size: int, norm: Norm) -> None:
         """Norms two groups of each row in place, the first of `first_size` elements, the other of the rest: `row_parts`

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from gpu_first.machine import FirstMachine
-from pagekv.kernels.attention import Rotation
 from pagekv.kernels.bench.correctness import (
     ALLOWED,
     BF16,
@@ -19,6 +18,7 @@ from pagekv.kernels.bench.correctness import (
 )
 from pagekv.kernels.bench.scene import LAYER, Scene, Setup
 from pagekv.kernels.prefill_splits import SPLIT_RULE
+from pagekv.kernels.rows import Norm
 from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
@@ -65,12 +65,12 @@ def swap_checks(
     yield Check("swap: decode of a sequence that returned to other blocks", differing(after, before), 0)
 
 
-ROPE_BASE = 10_000.0
+ROPE_BASE, NORM_EPS = 10_000.0, 1e-6
 
 
-def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int) -> Iterator[Check]:
+def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, normed: bool = False) -> Iterator[Check]:
     """Cache writes that rotate the first `rotary_dim` elements of keys on the way and of queries in place, by Llama's
-    angles; values are stored as they are.
+    angles, behind norms of heads where `normed`; values are stored as they are.
     """
     scene = Scene(machine, setup)
     half = rotary_dim // 2
@@ -81,8 +81,15 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int) -> Iterato
     cosine, sine = table.double()[position][:, None].chunk(2, -1)
     first, second = slice(0, half), slice(half, rotary_dim)
 
-    def rotated(heads: torch.Tensor) -> torch.Tensor:
+    num_heads, num_kv_heads = scene.query.shape[1], scene.key.shape[1]
+    made = torch.Generator().manual_seed(12)
+    weight = 1 + torch.randn(num_heads + num_kv_heads, scene.query.shape[2], generator=made).to(machine.device) / 4
+
+    def rotated(heads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         before = heads.double()
+        if normed:
+            scale = (before.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+            before = (before * scale * weights).to(heads.dtype).double()
         after = before.clone()
         after[..., first] = before[..., first] * cosine - before[..., second] * sine
         after[..., second] = before[..., second] * cosine + before[..., first] * sine
@@ -90,15 +97,16 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int) -> Iterato
 
     query, everyone = scene.query.clone(), range(len(setup.lengths))
     plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
-    scene.attention.write(LAYER, scene.key, scene.value, plan, Rotation(query, table))
+    norm = Norm(weight, NORM_EPS) if normed else None
+    scene.attention.write(LAYER, scene.key, scene.value, plan, query=query, norm=norm, rope=table)
     machine.synchronize()
     del held
     stored = torch.cat([scene.stored(sequence) for sequence in everyone])
     # Numbers of size about 1, rounded to the pool's type.
     allowed = 4 * (2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22)
-    label = f"{setup}, RoPE of {rotary_dim}"
-    yield Check(f"{label}: keys rotated", largest(stored[:, 0], rotated(scene.key)), allowed)
-    yield Check(f"{label}: queries rotated", largest(query, rotated(scene.query)), allowed)
+    label = f"{setup}, RoPE of {rotary_dim}" + (" behind norms" if normed else "")
+    yield Check(f"{label}: keys rotated", largest(stored[:, 0], rotated(scene.key, weight[num_heads:])), allowed)
+    yield Check(f"{label}: queries rotated", largest(query, rotated(scene.query, weight[:num_heads])), allowed)
     values = scene.value.to(scene.kv_dtype).float()
     yield Check(f"{label}: values written", differing(stored[:, 1].float(), values), 0)
 

@@ -14,7 +14,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu_first.floors import SMALL, decode_floor, plain
 from gpu_first.machine import FirstMachine
-from pagekv.kernels.attention import Rotation
 from pagekv.kernels.bench import workload
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
 from pagekv.kernels.bench.speed import (
@@ -159,10 +158,10 @@ def rope_write(machine: CudaMachine, arena: Arena, case: RopeWriteCase) -> tuple
     batch = paged(machine, arena, AttentionCase(case.heads, case.tokens, BLOCK_SIZE))
     shape = (case.tokens, case.heads.num_kv_heads, HEAD_SIZE)
     key, value = (torch.randn(shape, device=machine.device).to(torch.bfloat16) for _ in range(2))
-    rotation = Rotation(batch.query, torch.ones(64, HEAD_SIZE, device=machine.device))
+    table = torch.ones(64, HEAD_SIZE, device=machine.device)
 
     def write(index: int) -> None:
-        batch.attention.write(index % batch.num_layers, key, value, batch.plan, rotation)
+        batch.attention.write(index % batch.num_layers, key, value, batch.plan, query=batch.query, rope=table)
 
     return write, batch.num_rounds
 

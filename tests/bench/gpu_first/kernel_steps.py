@@ -148,7 +148,7 @@ def step_smallest(context: Context) -> None:
 
 
 def step_correctness(context: Context) -> None:
-    """Every setup, one after the other; then RoPE in the cache write."""
+    """Every setup, one after the other; then RoPE and norms in the cache write."""
     machine = machine_of(context)
     small = [SMALL_SETUP, Setup(SMALL_VARIANT, (3, 20), block_size=1)]
 
@@ -160,8 +160,8 @@ def step_correctness(context: Context) -> None:
 
     measure(context, bench_of(machine, context, 64 * MIB), "correctness", small if context.small else setups(), row)
     setup, size = (SMALL_SETUP, 64) if context.small else (Setup(BF16, SHORT_LENGTHS), 128)
-    for rotary_dim in (size, size // 2):
-        tell(context, rope_checks(machine, setup, rotary_dim))
+    for rotary_dim, normed in ((size, False), (size // 2, False), (size, True)):
+        tell(context, rope_checks(machine, setup, rotary_dim, normed=normed))
 
 
 def step_replays(context: Context) -> None:

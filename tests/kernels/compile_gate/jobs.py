@@ -80,7 +80,7 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
     for group_size in GROUP_SIZES:
         match kernel.name:
             case "pagekv_cache_write":
-                shapes.append(launch_config.cache_write(1))
+                shapes.append(launch_config.cache_write(variant, 1, group_size + 1))
             case "pagekv_add_norm":
                 shapes.append(launch_config.add_norm(1, 1, 1 << 14))
             case "pagekv_gated":

@@ -75,6 +75,12 @@ def encode(values: npt.ArrayLike, dtype: str) -> Array:
 # --- cache write
 
 
+def norm(heads: Float64, weight: Array, eps: float) -> Float64:
+    """RMSNorm of each head of `heads` [T, any, D]; `weight` [any, D]."""
+    normed: Float64 = heads / np.sqrt(np.square(heads).mean(axis=-1, keepdims=True) + eps) * weight
+    return normed
+
+
 def rotate(heads: Float64, rope: Array, positions: Array) -> Float64:
     """Rotary embedding of `heads` [T, any, D].
 

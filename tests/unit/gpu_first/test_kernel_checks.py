@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from gpu_first.kernel_checks import replay_checks, rope_checks, smallest_checks, swap_checks
 from support.kernels.bench_machine import FakeStreams, HostMachine
 
-from pagekv.kernels.attention import Rotation
+from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.variants import Variant
 
@@ -27,14 +30,19 @@ def test_replays_swaps_and_smallest_launches_pass_on_the_emulated_kernels(machin
     assert len(found) == 6
 
 
-@pytest.mark.parametrize("rotary_dim", [64, 32])
+@pytest.mark.parametrize(("rotary_dim", "normed"), [(64, False), (32, False), (64, True)])
 def test_rope_in_the_cache_write_passes_and_a_wrong_angle_is_found(
-    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int
+    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int, normed: bool
 ) -> None:
     setup = Setup(HALF, (1, 17, 40))
-    assert [c.passed for c in rope_checks(machine, setup, rotary_dim)] == [True] * 3
-    monkeypatch.setattr("gpu_first.kernel_checks.Rotation", lambda query, table: Rotation(query, table * 1.1))
-    found = [c.passed for c in rope_checks(machine, setup, rotary_dim)]
+    assert [c.passed for c in rope_checks(machine, setup, rotary_dim, normed=normed)] == [True] * 3
+    write = PagedAttention.write
+
+    def write_turned(self: PagedAttention, *args: Any, rope: torch.Tensor | None = None, **kwargs: Any) -> None:
+        write(self, *args, rope=None if rope is None else rope * 1.1, **kwargs)
+
+    monkeypatch.setattr(PagedAttention, "write", write_turned)
+    found = [c.passed for c in rope_checks(machine, setup, rotary_dim, normed=normed)]
     assert found == [False, False, True]
 
 

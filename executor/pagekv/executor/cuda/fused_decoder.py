@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from pagekv.executor.model.attention_interface import LogitRows
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, GatedProducts, Linear, RmsNorm
 from pagekv.executor.model.loading import LoadedModel
-from pagekv.kernels.attention import PagedAttention, Rotation
+from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.rows import Norm, RowKernels
@@ -99,12 +99,15 @@ class FusedLayers:
         self, index: int, layer: _Layer, qkv: torch.Tensor, attention: PagedAttention, plan: AttentionPlan
     ) -> torch.Tensor:
         """`qkv` `[T, elements of queries, keys and values]` to `[T, num_heads * head_size]`."""
+        norm, queries = layer.heads, self._num_heads * self._head_size
+        if norm is not None and len(norm.weight.shape) == 1:
+            self._rows.norm_parts(qkv[:, : int(norm.weight.shape[0])], queries, norm)
+            norm = None
         heads = qkv.view(len(qkv), -1, self._head_size)
-        if layer.heads is not None:
-            self._norm_heads(heads, qkv, layer.heads)
         query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
-        rotation = None if layer.rope is None else Rotation(query, self._ropes[layer.rope])
-        attention.write(index, key, value, plan, rotation)
+        rope = None if layer.rope is None else self._ropes[layer.rope]
+        changed = None if norm is None and rope is None else query
+        attention.write(index, key, value, plan, query=changed, norm=norm, rope=rope)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attention.attend(index, query, out, plan)
         return out.view(len(qkv), -1)
@@ -144,14 +147,6 @@ class FusedLayers:
             out=layer.out,
             feed_forward=layer.feed_forward,
         )
-
-    def _norm_heads(self, heads: torch.Tensor, qkv: torch.Tensor, norm: Norm) -> None:
-        """Norms queries and keys, which come first, in place."""
-        normed = self._num_heads + self._num_kv_heads
-        if len(norm.weight.shape) == 2:
-            self._rows.norm_heads(heads[:, :normed], norm)
-        else:
-            self._rows.norm_parts(qkv[:, : normed * self._head_size], self._num_heads * self._head_size, norm)
 
     def _head_norms(self, query: RmsNorm | None, key: RmsNorm | None) -> Norm | None:
         if query is None or key is None:

@@ -9,16 +9,18 @@
 #pragma once
 #include "types.cuh"
 
-// K and V of the step's new tokens into their slots; with `rope` set, keys and queries are rotated on the way.
+// K and V of the step's new tokens into their slots; with `norm_weight` and `rope` set, keys and queries are normed and rotated
+// on the way.
 struct CacheWriteParams {
     const void* key;         // [T, G, D], rows key_stride apart
     const void* value;       // [T, G, D], rows value_stride apart
-    void* query;             // [T, H, D], rows query_stride apart, rotated in place; null: no RoPE for queries
+    void* query;             // [T, H, D], rows query_stride apart, changed in place; null: queries stay as they are
     void* pool;
     const i32* slots;        // [T] block * block_size + offset; negative: the row is skipped
     const float* rope;       // [positions, rotary_dim]: cosines, then sines, of each position; null: nothing is rotated
     const i32* positions;    // [T] row of `rope`
     const float* kv_scales;  // fp8 only: [2, G], of keys and of values: value = stored * scale; null: 1
+    const float* norm_weight;  // [H + G, D] of queries and of keys; null: nothing is normed
     i64 block_stride;
     i64 kv_stride;
     i64 key_stride;
@@ -29,6 +31,7 @@ struct CacheWriteParams {
     i32 block_size_log2;
     i32 layer;
     i32 rotary_dim;          // even, at most D: the first rotary_dim elements of a head, in pairs (i, i + rotary_dim / 2)
+    float norm_eps;
 };
 
 // Factor of the stored keys (`part` 0) or values (1) of a KV head.
