@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
@@ -25,7 +26,24 @@ class LongPrompts:
         self.turns = TenantTurns()
         # Sequences of the calls that have a turn or wait for it, and those of each tenant by its name.
         self.num_entering = 0
-        self.entering: Counter[str] = Counter()
+        self._entering: Counter[str] = Counter()
+
+    def num_entering_of(self, tenant: str) -> int:
+        """As `num_entering`, of one tenant."""
+        return self._entering[tenant]
+
+    @contextmanager
+    def entering(self, tenant: str, num_sequences: int) -> Iterator[None]:
+        """Counts so many sequences of a call among those that are entering."""
+        self.num_entering += num_sequences
+        self._entering[tenant] += num_sequences
+        try:
+            yield
+        finally:
+            self.num_entering -= num_sequences
+            self._entering[tenant] -= num_sequences
+            if not self._entering[tenant]:
+                del self._entering[tenant]
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

@@ -13,19 +13,16 @@ import os
 import socket
 import uuid
 from collections.abc import Callable
-from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from pagekv.common.errors import InvalidRequest, Overloaded, SequenceFailed, Unavailable
+from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.logs import Log
 from pagekv.kvmanager.engine.admission_control import check_admissible
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
-from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import check_description
 from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, NoExecutor, UnfitExecutor
 from pagekv.kvmanager.engine.executor_wire import pack_token_ids
-from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
@@ -46,7 +43,6 @@ from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepResult
 from pagekv.kvmanager.tenants.accounts import Accounts
 
@@ -60,7 +56,7 @@ class EngineLoop:
     """States: detached → attached ⇄ detached → stopped. Every method is called on the event loop that runs `run`.
 
     Requests end (`RequestEnds`) in `_drive` and `finish_sequence`, in `release`, `abort` and `stop`, and, where they
-    fail, in `_fail_misfits`, `_fail_sequence` and `_fail_after_attempts`.
+    fail, in `_drive`, `_attach` and `_fail_after_attempts`.
     """
 
     def __init__(
@@ -155,7 +151,7 @@ class EngineLoop:
             )
         limits = size_limits(description, config, model)
         pool, host = make_pools(model, config, self._state.cache.log)
-        self._fail_misfits(model, limits.max_running)
+        self._ends.fail_misfits(model, limits.max_running)
         self._in_flight.begin_epoch(model.vocab_size)
         self._pace.begin_epoch(limits.max_batch_tokens)
         if state.scheduler is None:
@@ -188,25 +184,6 @@ class EngineLoop:
             sampler=model.sampler,
         )
 
-    def _fail_misfits(self, model: EngineInfo, max_running: int) -> None:
-        """Fails requests that this executor cannot continue exactly: it may be another one than before."""
-        old = self._state.model or model
-        identity = attrgetter("model_fingerprint", "vocab_size", "eos_token_ids")
-        same = identity(old) == identity(model)
-        if old != model:
-            log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
-        for request in self._live.all():
-            width = request.command.sampling.beam_width
-            fits = total_tokens(request.command) <= longest_sequence(model, width)
-            if not (same and fits and width <= max_running):
-                what = "another model, a smaller pool, or room for fewer sequences"
-                self._ends.fail(request, Unavailable(f"the executor restarted with {what}"))
-                continue
-            try:
-                check_supported(request.command.sampling, model)
-            except InvalidRequest as error:
-                self._ends.fail(request, error)
-
     async def _drive(self, link: ExecutorLink) -> None:
         """Plans, sends and commits until the link is lost or the loop is stopped."""
         scheduler = self._state.serving()
@@ -228,7 +205,7 @@ class EngineLoop:
                     for sequence in ended:
                         self._ends.remove_if_finished(sequence.request, RequestEnd.FINISHED)
                     for request, reason in committed.failed:
-                        self._fail_sequence(request, reason)
+                        self._ends.give_up(request, reason)
                     self._work_left = len(self._live) > 0
                 wait_s = self._pace.wait_s(scheduler)
                 ahead = scheduler.schedule() if not wait_s else None
@@ -272,13 +249,6 @@ class EngineLoop:
                     raise ExecutorLost(f"no answer to a step for {timeout:g} s (--step-timeout-s)", Fault.STEP)
         finally:
             self._wake.set()
-
-    def _fail_sequence(self, request: LiveRequest, reason: str) -> None:
-        """Fails a request that the executor cannot go on with."""
-        self._totals.failed_requests_total += 1
-        error = SequenceFailed(f"request {request.command.request_id!r} could not be computed: {reason}")
-        log.error("the executor gave up a request", reason=error)
-        self._ends.fail(request, error)
 
     def _fail_after_attempts(self, fault: Fault) -> None:
         """Fails the requests whose step was lost too often; called when an epoch is lost."""
@@ -345,22 +315,15 @@ class EngineLoop:
         """`submit`, in the order of a tenant's calls, with a long prompt's work done before in slices. Raises as
         `submit` does. Until it returns nothing is known of the request: to cancel the call is to end it.
         """
-        prompts = self._long_prompts
+        prompts, tenant = self._long_prompts, command.tenant.name
         self._check_admissible(command)
         waits = prompts.num_entering > 0
-        prompts.num_entering += command.n
-        prompts.entering[command.tenant.name] += command.n
-        try:
-            async with prompts.turns.of(command.tenant.name):
+        with prompts.entering(tenant, command.n):
+            async with prompts.turns.of(tenant):
                 if waits:
                     self._check_admissible(command, counted=command.n)
                 table, media = self._state.serving().pool.table, command.identity.media
                 prepared = await prompts.prepare(command.prompt_ids, media, self._root(command), table)
-        finally:
-            prompts.num_entering -= command.n
-            prompts.entering[command.tenant.name] -= command.n
-            if not prompts.entering[command.tenant.name]:
-                del prompts.entering[command.tenant.name]
         # Before the next call runs, whose turn it is from now on.
         return self.submit(command, prepared)
 
@@ -383,8 +346,9 @@ class EngineLoop:
     def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
         """`counted`: sequences of this request that count as entering by now."""
         try:
-            own = self._long_prompts.entering[command.tenant.name]
-            check_admissible(command, self._state, self._long_prompts.num_entering - counted, own - counted)
+            prompts = self._long_prompts
+            own = prompts.num_entering_of(command.tenant.name)
+            check_admissible(command, self._state, prompts.num_entering - counted, own - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()

@@ -5,12 +5,20 @@ it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
+from pagekv.common.errors import InvalidRequest, SequenceFailed, Unavailable
+from pagekv.common.logs import Log
+from pagekv.kvmanager.engine.capacity import longest_sequence, total_tokens
+from pagekv.kvmanager.engine.features import check_supported
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver_abort
 from pagekv.kvmanager.engine.state import EngineState
 from pagekv.kvmanager.engine.tenant_books import TenantBooks
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
+
+log = Log(__name__)
 
 
 class RequestEnds:
@@ -19,7 +27,8 @@ class RequestEnds:
         FINISHED  every sequence ended, or the reader found a stop string
         ABORTED   the reader has gone or Abort: `abort`; the end of the grace time, for the reader an error, since the
                   next manager can go on: `end`
-        FAILED    another executor cannot continue it, the executor gave it up, or its step failed too often: `fail`
+        FAILED    another executor cannot continue it: `fail_misfits`; the executor gave it up: `give_up`; its step
+                  failed too often: `fail`
 
     Used by the engine loop alone.
     """
@@ -40,6 +49,32 @@ class RequestEnds:
         """Ends a request that cannot go on; its reader gets the error."""
         self.end(request, RequestEnd.FAILED)
         request.stream.fail(error)
+
+    def fail_misfits(self, model: EngineInfo, max_running: int) -> None:
+        """Fails requests that the executor that is being attached, with this model, cannot continue exactly."""
+        old = self._state.model or model
+        identity = attrgetter("model_fingerprint", "vocab_size", "eos_token_ids")
+        same = identity(old) == identity(model)
+        if old != model:
+            log.warning("the executor changed", same_model=same, blocks=model.num_device_blocks, model=model.model_id)
+        for request in self._state.live.all():
+            width = request.command.sampling.beam_width
+            fits = total_tokens(request.command) <= longest_sequence(model, width)
+            if not (same and fits and width <= max_running):
+                what = "another model, a smaller pool, or room for fewer sequences"
+                self.fail(request, Unavailable(f"the executor restarted with {what}"))
+                continue
+            try:
+                check_supported(request.command.sampling, model)
+            except InvalidRequest as error:
+                self.fail(request, error)
+
+    def give_up(self, request: LiveRequest, reason: str) -> None:
+        """Fails a request that the executor cannot go on with, for a reason that it gave."""
+        self._state.totals.failed_requests_total += 1
+        error = SequenceFailed(f"request {request.command.request_id!r} could not be computed: {reason}")
+        log.error("the executor gave up a request", reason=error)
+        self.fail(request, error)
 
     def end(self, request: LiveRequest, end: RequestEnd) -> None:
         """Ends what still runs of a request, and tells its reader nothing."""
