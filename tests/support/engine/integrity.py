@@ -172,9 +172,10 @@ def check_table(table: PrefixTable) -> None:
 
 def _check_twins(table: PrefixTable, held: dict[bytes, int]) -> None:
     """Twins, from their digests: held, private, and the block that has their entry is held, too."""
-    listed = {twin: digest for digest, twins in table._twins.items() for twin in twins}
-    if listed != table._twin_of or not all(table._twins.values()):
-        raise InvariantError(f"{len(listed)} twins are listed, {len(table._twin_of)} have digests")
+    twins = table._twins
+    listed = {twin: digest for digest, blocks in twins._blocks_of.items() for twin in blocks}
+    if listed != twins._digest_of or not all(twins._blocks_of.values()):
+        raise InvariantError(f"{len(listed)} twins are listed, {len(twins)} have digests")
     for twin, digest in listed.items():
         entry = held.get(digest)
         if entry is None or table.published[twin] or not (table._ref_count[twin] and table._ref_count[entry]):

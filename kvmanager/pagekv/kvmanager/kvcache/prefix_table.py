@@ -9,9 +9,7 @@ apart.
 A digest that stands for another content already is a collision: nothing enters under it and nothing after it, so even a
 bad hash function could not make one prefix pass for another.
 
-Blocks are never merged: of two with one content that are held, one has the entry and the other is its twin, private.
-When the first is let go, a twin takes the entry over, as vLLM returns any block of a hash. So whatever a sequence holds
-of a chain that it published stays in the table, and what it publishes next has its parent there.
+Blocks are never merged: of two with one content that are held, one has the entry and the other is its twin (`twins`).
 """
 
 from __future__ import annotations
@@ -28,6 +26,7 @@ from pagekv.kvmanager.kvcache.digest_map import DigestMap
 from pagekv.kvmanager.kvcache.fresh_memory import fresh_zeros
 from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 from pagekv.kvmanager.kvcache.retired_blocks import Note
+from pagekv.kvmanager.kvcache.twins import Twins
 
 Blocks = NDArray[np.int32]
 # Token ids of several blocks, [n, block_size].
@@ -88,10 +87,7 @@ class PrefixTable:
         self._trie = PrefixTrie(num_blocks, self._tokens)
         # Blocks from the first medium of their chain on.
         self._media: set[int] = set()
-        # Held blocks outside the table with the content of a held block in it, and which digest that has; and the same
-        # blocks by digest.
-        self._twin_of: dict[int, bytes] = {}
-        self._twins: dict[bytes, list[int]] = {}
+        self._twins = Twins()
         # Of blocks with a namespace or an adapter; one object for a chain, and nothing for all others.
         self._names: dict[int, Names] = {}
         self._clock = clock
@@ -119,7 +115,7 @@ class PrefixTable:
         """The table's own objects for digests of held blocks; the one given where a block is not entered."""
         found = list(map(self._digest.__getitem__, blocks.tolist()))
         for at in np.flatnonzero(~self.published[blocks]).tolist():
-            digest = self._twin_of.get(int(blocks[at]))
+            digest = self._twins.digest(int(blocks[at]))
             found[at] = digests[at] if digest is None else self._digest[self._block_of[digest]]
         return found  # type: ignore[return-value]  # none is None any more
 
@@ -210,7 +206,7 @@ class PrefixTable:
 
     def is_entered(self, block: int) -> bool:
         """Whether a held block, or one that it is a twin of, is in the table."""
-        return bool(self._published_at[block]) or block in self._twin_of
+        return bool(self._published_at[block]) or block in self._twins
 
     # -- changing
 
@@ -303,9 +299,8 @@ class PrefixTable:
                 added.superseded.append(present)
                 added.heirs.append(block)
                 present = block
-            elif present != block and block not in self._twin_of:
-                self._twin_of[block] = digests[position]
-                self._twins.setdefault(digests[position], []).append(block)
+            elif present != block:
+                self._twins.add(block, digests[position])
             position, before = position + 1, present
         return added
 
@@ -338,28 +333,22 @@ class PrefixTable:
         twin takes its entry over. Returns the blocks that lost their entries so, and those that have them now.
         """
         for block in blocks:
-            digest = self._twin_of.pop(block, None)
-            if digest is not None:
-                self._twins[digest].remove(block)
-                if not self._twins[digest]:
-                    del self._twins[digest]
-        superseded = [block for block in blocks if self._digest[block] in self._twins]
+            self._twins.remove(block)
+        superseded: list[int] = []
         heirs: list[int] = []
-        for block in superseded:
+        for block in blocks:
             digest = self._digest[block]
-            assert digest is not None
-            heir, *others = self._twins.pop(digest)
-            del self._twin_of[heir]
-            if others:
-                self._twins[digest] = others
-            self._supersede(block, heir)
-            heirs.append(heir)
+            heir = None if digest is None else self._twins.pop_oldest(digest)
+            if heir is not None:
+                self._supersede(block, heir)
+                superseded.append(block)
+                heirs.append(heir)
         return superseded, heirs
 
     @property
     def has_twins(self) -> bool:
         """Whether `let_go` must be told of blocks that nobody holds any more."""
-        return bool(self._twin_of)
+        return len(self._twins) > 0
 
     def _supersede(self, old: int, new: int) -> None:
         """Gives the entry of a block, with parent and children, to another copy of it."""
@@ -395,8 +384,7 @@ class PrefixTable:
             if names:
                 names.pop(block, None)
             if twins:
-                for twin in twins.pop(digest, ()):
-                    del self._twin_of[twin]
+                twins.pop_all(digest)
         if self._media:
             self._media.difference_update(removed.tolist())
         self.published[removed] = False
@@ -427,7 +415,6 @@ class PrefixTable:
             self._digest[block] = None
         self._block_of.clear()
         self._media.clear()
-        self._twin_of.clear()
         self._twins.clear()
         self._names.clear()
         self._trie.clear()

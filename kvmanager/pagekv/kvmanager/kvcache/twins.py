@@ -1,0 +1,58 @@
+"""Twins: held blocks outside the prefix table with the content of a held block in it.
+
+Blocks are never merged: of two with one content that are held, one has the entry and the other is its twin, private.
+When the first is let go, a twin takes the entry over, as vLLM returns any block of a hash. So whatever a sequence holds
+of a chain that it published stays in the table, and what it publishes next has its parent there.
+"""
+
+from __future__ import annotations
+
+
+class Twins:
+    """Twins by block and by the digest of their entry, of each digest in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._digest_of: dict[int, bytes] = {}
+        self._blocks_of: dict[bytes, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._digest_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._digest_of
+
+    def digest(self, block: int) -> bytes | None:
+        """The digest of the entry that the block is a twin of."""
+        return self._digest_of.get(block)
+
+    def add(self, block: int, digest: bytes) -> None:
+        """The block is a twin of the one with this digest; it may be so already."""
+        if block not in self._digest_of:
+            self._digest_of[block] = digest
+            self._blocks_of.setdefault(digest, []).append(block)
+
+    def remove(self, block: int) -> None:
+        """The block, which may be none, is a twin no longer."""
+        digest = self._digest_of.pop(block, None)
+        if digest is not None:
+            self._blocks_of[digest].remove(block)
+            if not self._blocks_of[digest]:
+                del self._blocks_of[digest]
+
+    def pop_oldest(self, digest: bytes) -> int | None:
+        """Removes and returns the first twin of the block with this digest; None where it has none."""
+        twins = self._blocks_of.get(digest)
+        if twins is None:
+            return None
+        self.remove(oldest := twins[0])
+        return oldest
+
+    def pop_all(self, digest: bytes) -> None:
+        """Removes all twins of the block with this digest, which leaves the table."""
+        for block in self._blocks_of.pop(digest, ()):
+            del self._digest_of[block]
+
+    def clear(self) -> None:
+        """Removes all."""
+        self._digest_of.clear()
+        self._blocks_of.clear()
