@@ -116,14 +116,14 @@ def test_flags_exist(page: Path) -> None:
     assert sorted({flag.replace("--no-", "--", 1) for flag in named} - declared) == []
 
 
-def test_every_extra_and_every_target_is_documented() -> None:
+def test_every_extra_and_every_target_says_what_it_is_for() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     install = inline_code(ROOT / "docs" / "install.md")
     assert [extra for extra in extras if extra not in install] == []
-    targets = re.findall(r"^([a-z-]+):.*##", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    makes = [command.words for page in PAGES for command in commands(page) if command.words[0] == "make"]
-    named = {word for words in makes for word in words}
-    assert [target for target in targets if target not in named | {"help"}] == []
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^\.PHONY: (\S+)$", makefile, re.MULTILINE)
+    assert len(targets) > 40
+    assert targets == re.findall(r"^([a-z-]+):.* ## \S", makefile, re.MULTILINE)
 
 
 @pytest.mark.parametrize("container", ["pagekv.kvmanager", "pagekv.executor", "pagekv.client"])
