@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from support.engine.cached_prefixes import Clock
+from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
+from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.kvcache.pins import Pins
 
 # Digest to parent digest and token ids.
 Table = dict[bytes, tuple[bytes, list[int]]]
@@ -28,6 +32,24 @@ def host_table_of(host: HostPool) -> Table:
     """The host pool's."""
     found = {key: block for block, key in enumerate(host._key) if key is not None}
     return {digest: (host._parent[block], host.token_ids(block)) for digest, block in found.items()}
+
+
+class WatchedDriver(Driver):
+    """The real scheduler, with a watch of both tables, which goes on where the executor is lost."""
+
+    def _new_pool(self, num_blocks: int) -> None:
+        if not hasattr(self, "log"):
+            self.log = TableLog(Clock())
+            self.watch = self.log.watch()
+        super()._new_pool(num_blocks)
+        self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
+        self.pins = Pins(self.pool, max_share=1.0)
+        self.host = HostPool(self.host_blocks, self.block_size, self.log)
+        self.log.attach(self.pool.table, self.host)
+
+    def check(self) -> None:
+        super().check()
+        self.log.step_boundary(len(self.plans))
 
 
 class Reader:

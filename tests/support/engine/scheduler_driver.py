@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from support.engine.fake_executor import FakeExecutor, expected_output
@@ -188,6 +190,23 @@ class Driver:
         check_scheduler(self.scheduler, live, self.pins)
 
 
+def small_driver(seed: int, chance: random.Random, kind: type[Driver] = Driver) -> Driver:
+    """A driver with a pool in which everything happens soon: hits, evictions, preemptions, swaps. The seed decides what
+    is switched on, `chance` sizes.
+    """
+    return kind(
+        num_blocks=chance.choice([24, 40]),
+        block_size=2,
+        max_batch_tokens=12,
+        max_running=4,
+        partial_hits=bool(seed % 2),
+        protected_share=0.3,
+        host_blocks=chance.choice([0, 16]),
+        preemption="swap",
+        write_back=bool(seed % 3),
+    )
+
+
 def copies(plan: StepPlan) -> list[tuple[int, int]]:
     """Copies on the device, (source, destination)."""
     return [(move.source, move.destination) for move in plan.copies if move.kind is CopyKind.COPY]
@@ -196,6 +215,13 @@ def copies(plan: StepPlan) -> list[tuple[int, int]]:
 def moves(driver: Driver, kind: CopyKind) -> list[tuple[int, int]]:
     """All copies of a kind so far, (source, destination)."""
     return [(m.source, m.destination) for plan in driver.plans for m in plan.copies if m.kind is kind]
+
+
+def cached(request: LiveRequest) -> int:
+    """Tokens of the first sequence's prompt that were hits."""
+    tokens = request.sequences[0].cached_tokens
+    assert tokens is not None
+    return tokens
 
 
 def output(request: LiveRequest, index: int = 0) -> list[int]:
@@ -218,10 +244,15 @@ def finished(request: LiveRequest) -> bool:
     return all(sequence.state is SeqStatus.FINISHED for sequence in request.sequences)
 
 
+def expect(prompt: Sequence[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
+    """The output that a sequence of a driver with VOCAB tokens must have."""
+    return expected_output(prompt, max_tokens, VOCAB, ends)
+
+
 def right(request: LiveRequest) -> bool:
     """Whether each sequence, of a driver with VOCAB tokens and no end of text, generated what it must."""
     command = request.command
-    wanted = expected_output(command.prompt_ids, command.sampling.max_tokens, VOCAB)
+    wanted = expect(command.prompt_ids, command.sampling.max_tokens)
     return all(output(request, index) == wanted for index in range(command.n))
 
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from support.clients.table_reader import Reader, table_of
 from support.engine.cached_prefixes import Clock
-from support.engine.fake_executor import FakeExecutor, expected_output
+from support.engine.fake_executor import FakeExecutor
 from support.engine.integrity import check_scheduler, pin_tables
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.answer_check import AnswerCheck
@@ -168,7 +168,7 @@ def test_readers_hold_the_table_at_every_step_boundary_and_every_request_finishe
         assert ran_out
         for request in ran_out:
             prompt = request.command.prompt_ids
-            assert output(request) == expected_output(prompt, request.command.sampling.max_tokens, VOCAB)
+            assert output(request) == expect(prompt, request.command.sampling.max_tokens)
         history.slow.read()
         assert history.slow.table == table_of(driver.pool)
         left = len(driver.admin.pins)

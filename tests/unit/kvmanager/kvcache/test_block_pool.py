@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.engine.block_ids import ids
 from support.engine.integrity import check_pool
 
 from pagekv.kvmanager.errors import InvariantError
@@ -36,10 +37,6 @@ def held(pool: BlockPool, count: int) -> list[int]:
     blocks = pool.allocate(count)
     assert blocks is not None
     return list(map(int, blocks))
-
-
-def ids(blocks: list[int]) -> NDArray[np.int32]:
-    return np.array(blocks, np.int32)
 
 
 def match(pool: BlockPool, tokens: list[int]) -> list[int]:

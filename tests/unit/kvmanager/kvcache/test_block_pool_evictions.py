@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.engine.cached_prefixes import ROOT, hold
-from support.engine.scheduler_driver import Driver
+from support.engine.scheduler_driver import small_driver
 
 from pagekv.kvmanager.kvcache import block_pool, digest_map
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
@@ -53,17 +53,7 @@ def test_no_decision_depends_on_when_the_work_for_evicted_blocks_is_done(
         monkeypatch.setattr(block_pool, "RETIRED_TOGETHER", together)
         monkeypatch.setattr(digest_map, "SWEPT", 1 + seed % 3)
         chance = random.Random(seed)
-        driver = Driver(
-            num_blocks=chance.choice([24, 40]),
-            block_size=2,
-            max_batch_tokens=12,
-            max_running=4,
-            partial_hits=bool(seed % 2),
-            protected_share=0.3,
-            host_blocks=chance.choice([0, 16]),
-            preemption="swap",
-            write_back=bool(seed % 3),
-        )
+        driver = small_driver(seed, chance)
         for _ in range(60):
             prompt = [chance.randrange(2) for _ in range(chance.randrange(1, 24))]
             media = (MediaSpan(chance.randrange(len(prompt)), 1, "cat"),) if not chance.randrange(9) else ()

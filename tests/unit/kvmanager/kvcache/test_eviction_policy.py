@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.engine.block_ids import ids
 from support.engine.integrity import check_pool
 from support.engine.plain_lists import PlainLists
 from support.engine.scheduler_driver import Driver
@@ -21,10 +22,6 @@ from pagekv.kvmanager.kvcache.eviction_policy import POLICIES, EvictionOrder
 
 ROOT = root_digest("model", "", "")
 SIZE = 4
-
-
-def ids(blocks: list[int]) -> NDArray[np.int32]:
-    return np.array(blocks, np.int32)
 
 
 def num_protected(order: EvictionOrder) -> int:

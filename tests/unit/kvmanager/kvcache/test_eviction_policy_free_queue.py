@@ -1,16 +1,11 @@
 import random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from support.engine.block_ids import ids
 
 from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
-
-
-def ids(blocks: list[int]) -> NDArray[np.int32]:
-    return np.array(blocks, np.int32)
 
 
 def test_starts_in_order_and_allocates_at_the_head() -> None:

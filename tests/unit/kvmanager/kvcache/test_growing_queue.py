@@ -5,14 +5,11 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from support.engine.block_ids import ids
 
 from pagekv.kvmanager.kvcache.growing_queue import GrowingQueue
 
 NUM_BLOCKS = 80
-
-
-def ids(blocks: list[int]) -> np.typing.NDArray[np.int32]:
-    return np.array(blocks, np.int32)
 
 
 @given(st.data())

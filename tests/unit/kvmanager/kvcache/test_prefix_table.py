@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from support.engine.block_ids import ids
 from support.engine.integrity import check_table
 
 from pagekv.kvmanager.errors import InvariantError
@@ -15,10 +16,6 @@ from pagekv.kvmanager.kvcache.prefix_table import Added, PrefixTable
 
 ROOT = root_digest("model", "", "")
 SIZE = 2
-
-
-def ids(blocks: list[int]) -> NDArray[np.int32]:
-    return np.array(blocks, np.int32)
 
 
 def rows(tokens: list[int]) -> NDArray[np.uint32]:

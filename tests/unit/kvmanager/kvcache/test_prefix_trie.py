@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from numpy.typing import NDArray
+from support.engine.block_ids import ids
 from support.engine.integrity import check_trie
 
 from pagekv.kvmanager.errors import InvariantError
@@ -19,10 +20,6 @@ from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 
 ROOT, OTHER = ROOTS = [b"one root", b"another"]
 NUM_BLOCKS = 40
-
-
-def column(ids: list[int]) -> NDArray[np.int32]:
-    return np.array(ids, np.int32)
 
 
 def tokens(ids: list[int] | list[list[int]]) -> NDArray[np.uint32]:
@@ -79,7 +76,7 @@ def test_a_chain_is_matched_by_its_tokens() -> None:
     rows = [[i, i + 1] for i in range(0, 1200, 2)]
     trie = trie_of([*rows, [2, 9], [90, 91]], {})
     chain = list(range(600))
-    trie.add_chain(column(chain), ROOT)
+    trie.add_chain(ids(chain), ROOT)
     assert trie.match(ROOT, tokens(rows)) == chain
     assert trie.match(ROOT, tokens(rows[:7])) == chain[:7]
     assert trie.match(OTHER, tokens(rows)) == []
@@ -89,7 +86,7 @@ def test_a_chain_is_matched_by_its_tokens() -> None:
     trie.add(601, 600)
     assert trie.match(ROOT, tokens([[0, 1], [2, 9], [90, 91], [90, 91]])) == [0, 600, 601]
     assert trie.match(ROOT, tokens(rows)) == chain
-    assert sorted(trie.remove(column([300]))) == chain[301:]
+    assert sorted(trie.remove(ids([300]))) == chain[301:]
     assert trie.match(ROOT, tokens(rows)) == chain[:300]
     check_trie(trie, {*chain[:300], 600, 601})
 
@@ -99,10 +96,10 @@ def test_a_run_that_is_known_is_verified_up_to_what_differs() -> None:
     rows = [[i, i + 1] for i in range(0, 1200, 2)]
     trie = trie_of([*rows, [90, 91]], {})
     chain = list(range(600))
-    trie.add_chain(column(chain), ROOT)
+    trie.add_chain(ids(chain), ROOT)
 
     def verify(blocks: list[int], wanted: list[list[int]], root: bytes = ROOT) -> int:
-        return trie.verify(root, column(blocks), tokens(wanted))
+        return trie.verify(root, ids(blocks), tokens(wanted))
 
     assert verify(chain, rows) == 600
     assert verify(chain, rows[:7]) == verify(chain[:7], rows) == 7
@@ -111,7 +108,7 @@ def test_a_run_that_is_known_is_verified_up_to_what_differs() -> None:
     assert verify(chain, rows, OTHER) == verify(chain[1:], rows[1:]) == 0
     assert verify([*chain[:4], 600, *chain[5:]], rows) == verify([0, 1, 2, 3, 5], rows) == 4
     assert verify([*chain, 601], rows) == verify([601], rows) == verify([600], [[90, 91]]) == 0
-    trie.remove(column([300]))
+    trie.remove(ids([300]))
     assert verify(chain, rows) == 300
     assert verify([0, 1, 599], [*rows[:2], rows[599]]) == 2
 
@@ -121,7 +118,7 @@ def test_what_takes_the_place_of_a_removed_block_has_none_of_its_children() -> N
     trie = PrefixTrie(3, rows)
     for block, parent in ((0, ROOT), (1, 0), (2, 0)):
         trie.add(block, parent)
-    assert sorted(trie.remove(column([0]))) == [1, 2]
+    assert sorted(trie.remove(ids([0]))) == [1, 2]
     assert (trie.parent(1), 1 in trie, 0 in trie) == (None, False, False)
     rows[0] = [7, 7]
     trie.add(0, OTHER)
@@ -134,25 +131,25 @@ def test_what_takes_the_place_of_a_removed_block_has_none_of_its_children() -> N
 def test_what_stands_apart_is_not_found_by_tokens_and_leaves_with_its_parent() -> None:
     """As blocks with media do, two pictures with the same tokens among them."""
     trie = trie_of([[1, 1], [2, 2], [2, 2], [3, 3], [2, 2], [2, 2]], {0: ROOT, 1: 0})
-    trie.add_chain(column([2, 3]), 0, apart=True)
-    trie.add_chain(column([4]), 0, apart=True)
-    trie.add_chain(column([5]), ROOT, apart=True)
+    trie.add_chain(ids([2, 3]), 0, apart=True)
+    trie.add_chain(ids([4]), 0, apart=True)
+    trie.add_chain(ids([5]), ROOT, apart=True)
     check_trie(trie, {0, 1, 2, 3, 4, 5})
     assert [trie.parent(block) for block in (2, 3, 4, 5)] == [0, 2, 0, ROOT]
     assert trie.match(ROOT, tokens([[1, 1], [2, 2], [3, 3]])) == [0, 1]
     assert trie.match(ROOT, tokens([[2, 2]])) == []
     assert trie.longest_run(2, tokens([3, 3])) == (3, 2)
-    assert trie.follow(column([0, 2, 3]), ROOT).tolist() == [True, True, True]
-    assert trie.follow(column([4, 3]), 0).tolist() == [True, False]
-    assert sorted(trie.remove(column([0]))) == [1, 2, 3, 4]
+    assert trie.follow(ids([0, 2, 3]), ROOT).tolist() == [True, True, True]
+    assert trie.follow(ids([4, 3]), 0).tolist() == [True, False]
+    assert sorted(trie.remove(ids([0]))) == [1, 2, 3, 4]
     check_trie(trie, {5})
-    trie.remove(column([5]))
+    trie.remove(ids([5]))
     check_trie(trie, set())
 
 
 def test_a_block_that_was_never_added_can_be_removed() -> None:
     trie = trie_of([[1, 1]], {})
-    assert trie.remove(column([0])) == []
+    assert trie.remove(ids([0])) == []
     check_trie(trie, set())
 
 
@@ -161,14 +158,14 @@ def test_misuse_is_refused_and_changes_nothing() -> None:
     with pytest.raises(InvariantError, match="block 5 is in the prefix trie already"):
         trie.add(5, OTHER)
     with pytest.raises(InvariantError, match="block 5 is in the prefix trie already"):
-        trie.add_chain(column([6, 5]), ROOT)
+        trie.add_chain(ids([6, 5]), ROOT)
     for again, parent in ((5, 6), (5, 5), (8, 7)):
         with pytest.raises(InvariantError):
             trie.add(again, parent)
     with pytest.raises(InvariantError, match="block 8 follows block 7, which is not"):
         trie.add(8, 7)
     with pytest.raises(InvariantError, match="block 8 follows block 7, which is not"):
-        trie.add_chain(column([8, 9]), 7)
+        trie.add_chain(ids([8, 9]), 7)
     check_trie(trie, {5})
 
 
@@ -302,7 +299,7 @@ class TrieMachine(RuleBasedStateMachine):
         blocks = data.draw(st.permutations(absent))[: data.draw(st.integers(1, 12))]
         for block, before in zip(blocks, [parent, *blocks[:-1]], strict=True):
             self.enter(data, block, before, apart and block == blocks[0])
-        self.trie.add_chain(column(blocks), parent, apart=apart)
+        self.trie.add_chain(ids(blocks), parent, apart=apart)
 
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
@@ -341,7 +338,7 @@ class TrieMachine(RuleBasedStateMachine):
 
     def leave(self, blocks: list[int]) -> None:
         wanted = self.model.remove(blocks)
-        assert sorted(self.trie.remove(column(blocks))) == wanted
+        assert sorted(self.trie.remove(ids(blocks))) == wanted
         # The next content of an id has nothing to do with the last.
         self.tokens[blocks + wanted] = 7
 
@@ -376,7 +373,7 @@ class TrieMachine(RuleBasedStateMachine):
                 same = [left == right for left, right in zip(blocks, found, strict=False)]
                 run = [*same, False].index(False)
                 # One id that no pool of this size has tells of another pool.
-                assert self.trie.verify(root, column(blocks), tokens(rows)) == (0 if NUM_BLOCKS in blocks else run)
+                assert self.trie.verify(root, ids(blocks), tokens(rows)) == (0 if NUM_BLOCKS in blocks else run)
 
     @invariant()
     def consistent(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.engine.block_ids import ids
 from support.engine.integrity import check_pool
 from support.engine.plain_tenants import PlainTenants
 
@@ -18,10 +19,6 @@ from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.tenant_order import MAX_TENANT, TenantOrder
 
 NO_BLOCKS = np.empty(0, np.int32)
-
-
-def ids(blocks: list[int]) -> NDArray[np.int32]:
-    return np.array(blocks, np.int32)
 
 
 @given(st.data())

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, all_running, finished, moves, output, results, right
+from support.engine.scheduler_driver import Driver, all_running, expect, finished, moves, output, results, right
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.admission import PATIENCE_STEPS
@@ -243,7 +242,7 @@ def test_another_takes_over_what_one_was_computing_for_all(gone: int) -> None:
     if gone == 0:
         driver.scheduler.finish(group.sequences[2])
     driver.drain()
-    wanted = expected_output(group.command.prompt_ids, 6, VOCAB)
+    wanted = expect(group.command.prompt_ids, 6)
     left = [1, 3] if gone == 0 else [0, 2, 3]
     assert all(output(group, index) == wanted for index in left)
     # The sequence that left computed 12 of the 36 shared positions, or all of them.

@@ -7,8 +7,7 @@ import sys
 from typing import Any
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, expect, finished, output
 
 from pagekv.kvmanager.engine.statistics import utilization
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
@@ -63,7 +62,7 @@ def test_blocks_come_from_wherever_they_are_free() -> None:
     assert table(scattered) == [6, 7, 1, 0, 5, 4]
     assert driver.pool.num_free == 0
     driver.drain()
-    assert output(scattered) == expected_output([4] * 21, 3, VOCAB)
+    assert output(scattered) == expect([4] * 21, 3)
 
 
 def test_the_queue_takes_turns_where_a_stack_would_not() -> None:
@@ -139,7 +138,7 @@ def test_a_retired_request_makes_room_for_the_next_step() -> None:
     assert driver.pool.num_active == 3
     assert (len(table(b)), len(table(c))) == (1, 2)
     driver.drain()
-    assert output(c) == expected_output([3] * 30, 2, VOCAB)
+    assert output(c) == expect([3] * 30, 2)
 
 
 def test_a_late_arrival_joins_the_batch() -> None:
@@ -163,7 +162,7 @@ def test_more_is_promised_than_there_is() -> None:
     driver.plan()
     assert len(driver.scheduler.running) == 4
     driver.drain()
-    assert [output(request) for request in requests] == [expected_output(prompt, 12, VOCAB) for prompt in prompts]
+    assert [output(request) for request in requests] == [expect(prompt, 12) for prompt in prompts]
     assert driver.scheduler.counters.preemptions > 0
     assert (driver.pool.num_free, driver.pool.num_active) == (8, 0)
 
@@ -186,7 +185,7 @@ def test_a_preempted_request_is_recomputed_as_one_prompt() -> None:
     assert list(again.new[0].token_ids) == tokens
     assert (again.new[0].computed_tokens, again.num_tokens) == (0, 8)
     driver.drain()
-    assert output(victim) == expected_output([2] * 4, 9, VOCAB)
+    assert output(victim) == expect([2] * 4, 9)
 
 
 def test_a_preempted_request_finds_its_own_blocks() -> None:
@@ -200,7 +199,7 @@ def test_a_preempted_request_finds_its_own_blocks() -> None:
         driver.step()
     assert driver.plans[-1].new[0].computed_tokens >= 8
     driver.drain()
-    assert output(victim) == expected_output([2] * 12, 9, VOCAB)
+    assert output(victim) == expect([2] * 12, 9)
 
 
 def test_ending_a_request_twice_gives_its_blocks_back_once() -> None:

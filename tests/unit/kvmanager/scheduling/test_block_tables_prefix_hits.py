@@ -7,7 +7,7 @@ import random
 
 import pytest
 from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, cached, expect, finished, output
 
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
@@ -19,14 +19,8 @@ def serve(driver: Driver, prompt: list[int], max_tokens: int = 1, identity: Cach
     """Runs a request to its end; its output must be right. Returns its cached tokens."""
     request = driver.submit(prompt, max_tokens, identity=identity)
     driver.drain()
-    assert output(request) == expected_output(prompt, max_tokens, VOCAB)
+    assert output(request) == expect(prompt, max_tokens)
     return cached(request)
-
-
-def cached(request: LiveRequest) -> int:
-    tokens = request.sequences[0].cached_tokens
-    assert tokens is not None
-    return tokens
 
 
 def table(request: LiveRequest) -> list[int]:
@@ -276,7 +270,7 @@ def test_a_block_is_not_read_before_it_is_computed() -> None:
     driver.plan()
     assert driver.pool.num_published == 2
     driver.drain()
-    assert output(second) == expected_output([*prompt[:20], 90], 1, VOCAB)
+    assert output(second) == expect([*prompt[:20], 90], 1)
 
 
 def test_preemption_gives_shared_blocks_up_like_an_end_does() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, copies, finished, results
+from support.engine.scheduler_driver import Driver, copies, expect, finished, results
 from support.executor.wire_driver import WireDriver, expected_results
 
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
@@ -113,5 +112,5 @@ def test_sharing_within_a_request_and_between_requests_are_two_switches(
     after = driver.submit(prompt, max_tokens=6)
     driver.drain()
     assert after.sequences[0].cached_tokens == cached
-    wanted = expected_output(prompt, 6, VOCAB)
+    wanted = expect(prompt, 6)
     assert [*results(request), *results(after)] == [wanted] * 6

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, output
+from support.engine.scheduler_driver import Driver, expect, output
 
 
 def test_every_counter_counts_what_it_says() -> None:
@@ -39,7 +38,7 @@ def test_of_three_preemptions_two_found_room_in_the_host_pool() -> None:
 def test_cached_tokens_count_the_prompt_alone() -> None:
     driver = Driver()
     prompt = list(range(6))
-    whole = expected_output(prompt, 11, VOCAB)
+    whole = expect(prompt, 11)
     driver.submit(prompt, max_tokens=11)
     driver.drain()
     resumed = driver.submit([*prompt, *whole[:10]], max_tokens=11, resumed=10)

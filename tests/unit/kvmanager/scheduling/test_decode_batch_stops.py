@@ -6,18 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, streamed
+from support.engine.scheduler_driver import Driver, expect, streamed
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
 from pagekv.kvmanager.scheduling.step_plan import Ending
 
 EOS = 9
-
-
-def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB, ends)
 
 
 @pytest.mark.parametrize(

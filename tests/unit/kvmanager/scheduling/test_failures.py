@@ -6,8 +6,8 @@ import random
 from typing import Any
 
 import pytest
-from support.engine.fake_executor import expected_beams, expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output, results, right, streamed
+from support.engine.fake_executor import expected_beams
+from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output, results, right, streamed
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
@@ -59,7 +59,7 @@ def test_a_request_fails_and_the_others_go_on(depth: int, outputs: int) -> None:
     assert right(good)
     assert streamed(good)[0] == output(good)
     # Tokens sampled before are right, and were delivered.
-    assert streamed(bad) == (expected_output([1, 2, 3, 4, 5, BAD], outputs, VOCAB), None)
+    assert streamed(bad) == (expect([1, 2, 3, 4, 5, BAD], outputs), None)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 32])
@@ -82,7 +82,7 @@ def test_blocks_that_tokens_were_sampled_from_stay() -> None:
     driver.drain()
     assert len(driver.failed) == 1
     # The step that failed computed position 16, the first of its block.
-    again = [*prompt, *expected_output(prompt, 9, VOCAB)]
+    again = [*prompt, *expect(prompt, 9)]
     assert len(driver.scheduler.pool.match(*_looked_up(driver, again))) == 4
 
 

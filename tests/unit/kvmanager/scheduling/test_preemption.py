@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, all_running, finished, output, right
+from support.engine.scheduler_driver import Driver, all_running, expect, finished, output, right
 
 from pagekv.kvmanager.scheduling.sequence import HOLDING, SeqStatus
 
 WAITING, RUNNING = SeqStatus.WAITING, SeqStatus.RUNNING
-
-
-def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB, ends)
 
 
 def test_preemption_takes_the_latest_and_loses_nothing() -> None:

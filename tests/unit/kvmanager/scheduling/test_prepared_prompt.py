@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, output, streamed
+from support.engine.scheduler_driver import Driver, expect, output, small_driver, streamed
 from support.engine.tables_alone import ROOT, cache, complete, sequence_of, tables_of
 
 from pagekv.kvmanager.kvcache import block_hash, block_pool
@@ -226,7 +225,7 @@ def test_a_prepared_prompt_leaves_nothing_to_hash(monkeypatch: pytest.MonkeyPatc
     again = driver.submit(prompt, max_tokens=1)
     monkeypatch.setattr(driver.pool.table, "match_tokens", walk)
     driver.drain()
-    assert output(first) == output(again) == expected_output(prompt, 1, VOCAB)
+    assert output(first) == output(again) == expect(prompt, 1)
     assert [request.sequences[0].cached_tokens for request in (first, again)] == [0, 90]
     assert walked == [0]
 
@@ -268,17 +267,7 @@ def test_decisions_are_those_of_prompts_that_were_not_prepared(seed: int) -> Non
     plans = []
     for kind in (Driver, Ahead):
         chance = random.Random(seed)
-        driver = kind(
-            num_blocks=chance.choice([24, 40]),
-            block_size=2,
-            max_batch_tokens=12,
-            max_running=4,
-            partial_hits=bool(seed % 2),
-            protected_share=0.3,
-            host_blocks=chance.choice([0, 16]),
-            preemption="swap",
-            write_back=bool(seed % 3),
-        )
+        driver = small_driver(seed, chance, kind)
         prompts = [[chance.randrange(3) for _ in range(chance.randrange(1, 24))] for _ in range(8)]
         for _ in range(60):
             prompt = chance.choice(prompts)

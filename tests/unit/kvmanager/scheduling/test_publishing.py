@@ -7,8 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, copies, finished, output
+from support.engine.scheduler_driver import Driver, cached, copies, expect, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
@@ -18,12 +17,6 @@ PROMPT = [1, 2, 3]
 
 def known(request: LiveRequest) -> list[int]:
     return request.sequences[0].token_ids.tolist()
-
-
-def cached(request: LiveRequest) -> int:
-    tokens = request.sequences[0].cached_tokens
-    assert tokens is not None
-    return tokens
 
 
 @pytest.mark.parametrize("identity", [CacheIdentity(), CacheIdentity(namespace="team")])
@@ -39,8 +32,8 @@ def test_without_steps_ahead_the_step_that_computes_the_last_token_can_be_hit(id
     assert cached(second) == 4
     assert (plan.num_tokens, plan.new[0].computed_tokens) == (2, 4)
     driver.drain()
-    assert output(first) == expected_output(PROMPT, 9, VOCAB)
-    assert output(second) == expected_output(second.command.prompt_ids, 3, VOCAB)
+    assert output(first) == expect(PROMPT, 9)
+    assert output(second) == expect(second.command.prompt_ids, 3)
 
 
 def test_a_block_that_its_own_step_completes_is_not_copied_before() -> None:
@@ -59,15 +52,15 @@ def test_a_block_that_its_own_step_completes_is_not_copied_before() -> None:
     assert cached(third) == 3
     driver.drain()
     assert [output(request) for request in (first, second)] == [
-        expected_output(PROMPT, 9, VOCAB),
-        expected_output(alike, 2, VOCAB),
+        expect(PROMPT, 9),
+        expect(alike, 2),
     ]
 
 
 def test_a_block_that_a_step_in_flight_computes_can_be_copied() -> None:
     """The stop token fills the block, a step ahead computes it, and the end of the sequence publishes it."""
     driver = Driver(block_size=4, depth=2, partial_hits=True)
-    first = driver.submit(PROMPT, max_tokens=9, stop_token_ids=(expected_output(PROMPT, 1, VOCAB)[0],))
+    first = driver.submit(PROMPT, max_tokens=9, stop_token_ids=(expect(PROMPT, 1)[0],))
     assert driver.plan() is not None
     assert driver.plan() is not None
     driver.complete()
@@ -77,7 +70,7 @@ def test_a_block_that_a_step_in_flight_computes_can_be_copied() -> None:
     driver.plan()
     assert cached(second) == 3
     driver.drain()
-    assert output(second) == expected_output(alike, 2, VOCAB)
+    assert output(second) == expect(alike, 2)
 
 
 @pytest.mark.parametrize("max_tokens", [2, 9])
@@ -95,8 +88,8 @@ def test_a_step_ahead_the_step_after_the_result_can_hit(max_tokens: int) -> None
     driver.plan()
     assert cached(second) == 4
     driver.drain()
-    assert output(first) == expected_output(PROMPT, max_tokens, VOCAB)
-    assert output(second) == expected_output(second.command.prompt_ids, 3, VOCAB)
+    assert output(first) == expect(PROMPT, max_tokens)
+    assert output(second) == expect(second.command.prompt_ids, 3)
 
 
 def test_a_sequence_that_a_reset_met_publishes_nothing_more() -> None:
@@ -122,7 +115,7 @@ def test_a_sequence_that_a_reset_met_publishes_nothing_more() -> None:
     assert driver.pool.num_published == entered
     driver.drain()
     assert driver.pool.num_published == entered
-    assert output(met) == expected_output(PROMPT, 30, VOCAB)
+    assert output(met) == expect(PROMPT, 30)
 
 
 @pytest.mark.parametrize("steps", [0, 4])
@@ -140,7 +133,7 @@ def test_a_sequence_that_a_reset_met_publishes_again_what_it_computes_again(swap
     assert (driver.host.num_held > 0, driver.host.num_cached) == (swapped, 0)
     driver.drain()
     assert driver.pool.num_published == (0 if swapped else (len(known(met)) - 1) // 4)
-    assert output(met) == expected_output(PROMPT, 30, VOCAB)
+    assert output(met) == expect(PROMPT, 30)
 
 
 @pytest.mark.parametrize("depth", [1, 2])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, expect, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan
 
@@ -16,7 +15,7 @@ def cached(driver: Driver, prompt: list[int], identity: CacheIdentity | None = N
     driver.drain()
     request = driver.submit(prompt, max_tokens=1, identity=identity)
     driver.drain()
-    assert output(request) == expected_output(prompt, 1, VOCAB)
+    assert output(request) == expect(prompt, 1)
     tokens = request.sequences[0].cached_tokens
     assert tokens is not None
     return tokens
@@ -37,7 +36,7 @@ def test_a_medium_that_begins_inside_a_twin_stops_nobody_from_publishing(positio
     identity = CacheIdentity(media=(MediaSpan(position, 1, "cat"),))
     driver.submit(PROMPT, max_tokens=1, identity=identity)
     driver.submit(PROMPT, max_tokens=13, identity=identity)
-    turn = [*PROMPT, *expected_output(PROMPT, 13, VOCAB)]
+    turn = [*PROMPT, *expect(PROMPT, 13)]
     assert cached(driver, [*turn, 9], identity) == 20
     assert cached(driver, [*turn, 9]) == position // 4 * 4
 
@@ -58,7 +57,7 @@ def test_a_running_sequence_keeps_the_prefix_that_another_published(
         driver.step()
     fill(driver, tokens=16)
     assert driver.pool.evictions
-    turn = [*PROMPT, *expected_output(PROMPT, 21, VOCAB)]
+    turn = [*PROMPT, *expect(PROMPT, 21)]
     assert cached(driver, [*turn, 9], identity) == 28
     assert output(second) == turn[len(PROMPT) :]
     # None of it had to come back from the host.
@@ -73,7 +72,7 @@ def test_blocks_that_two_sequences_generated_alike_stay_for_both() -> None:
         driver.step()
     driver.abort(first)
     fill(driver, tokens=40)
-    turn = [*PROMPT[:6], *expected_output(PROMPT[:6], 30, VOCAB)]
+    turn = [*PROMPT[:6], *expect(PROMPT[:6], 30)]
     assert cached(driver, [*turn, 9]) == 32
 
 
@@ -84,7 +83,7 @@ def test_of_several_twins_the_next_takes_over_when_one_ends() -> None:
         while not finished(request):
             driver.step()
         fill(driver, tokens=24)
-    turn = [*PROMPT, *expected_output(PROMPT, 20, VOCAB)]
+    turn = [*PROMPT, *expect(PROMPT, 20)]
     assert cached(driver, [*turn, 9]) == 24
 
 

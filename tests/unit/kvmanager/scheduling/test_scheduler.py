@@ -1,12 +1,7 @@
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output, streamed
+from support.engine.scheduler_driver import Driver, expect, finished, output, streamed
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.scheduling.sequence import SeqStatus
-
-
-def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB, ends)
 
 
 def test_one_request_streams_its_tokens_and_gives_every_block_back() -> None:

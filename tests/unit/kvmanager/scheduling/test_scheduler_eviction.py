@@ -5,8 +5,7 @@ Segmented LRU goes its own way only where its share holds a block that was hit; 
 from __future__ import annotations
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, expect, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
@@ -26,7 +25,7 @@ def serve(driver: Driver, prompt: list[int], max_tokens: int = 1) -> LiveRequest
     """Runs a request to its end; its output must be right."""
     request = driver.submit(prompt, max_tokens)
     driver.drain()
-    assert output(request) == expected_output(prompt, max_tokens, VOCAB)
+    assert output(request) == expect(prompt, max_tokens)
     return request
 
 
@@ -80,7 +79,7 @@ def test_hits_leave_the_queue_before_anything_is_taken_from_it(share: Share) -> 
     driver.drain()
     grown = [block for plan in driver.plans for block in plan.append_blocks]
     assert grown[-2:] == [6, 5]
-    assert output(request) == expected_output([*range(1, 13), *range(70, 87)], 9, VOCAB)
+    assert output(request) == expect([*range(1, 13), *range(70, 87)], 9)
 
 
 def test_nothing_is_evicted_while_blocks_were_never_used(share: Share) -> None:
@@ -113,7 +112,7 @@ def test_the_oldest_that_nobody_holds_goes_first(share: Share) -> None:
     assert not finished(d)
     assert [cached_of(driver, prompt) for prompt in (a, b, c)] == [0, 4, 4]
     driver.drain()
-    assert output(d) == expected_output([4] * 4, 9, VOCAB)
+    assert output(d) == expect([4] * 4, 9)
 
 
 def test_using_a_prefix_again_makes_it_the_youngest(share: Share) -> None:
@@ -172,4 +171,4 @@ def test_with_everything_held_a_request_gives_way_as_a_whole(share: Share) -> No
     assert [len(request.sequences[0].block_table) for request in requests] == [3, 3, 0]
     driver.drain()
     for token, request in zip((1, 2, 3), requests, strict=True):
-        assert output(request) == expected_output([token] * 8, 8, VOCAB)
+        assert output(request) == expect([token] * 8, 8)

@@ -5,15 +5,11 @@ import zlib
 
 import pytest
 from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, copies, output
+from support.engine.scheduler_driver import VOCAB, Driver, copies, expect, output
 
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling import publishing
-
-
-def expect(prompt: list[int], max_tokens: int) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB)
 
 
 def test_second_request_hits_what_the_first_left() -> None:

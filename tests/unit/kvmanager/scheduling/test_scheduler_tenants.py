@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
@@ -89,7 +88,7 @@ def test_everything_ends_and_no_floor_is_touched(monkeypatch: pytest.MonkeyPatch
     for request in driver.requests:
         assert finished(request)
         for sequence in request.sequences if request.search is None else ():
-            wanted = expected_output(request.command.prompt_ids, request.command.sampling.max_tokens, VOCAB, ())
+            wanted = expect(request.command.prompt_ids, request.command.sampling.max_tokens)
             assert output(request, sequence.index) == wanted
 
 

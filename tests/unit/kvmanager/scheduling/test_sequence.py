@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.fake_executor import expected_output
 from support.engine.integrity import pending
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, expect, finished, output
 
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID
-
-
-def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB, ends)
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])

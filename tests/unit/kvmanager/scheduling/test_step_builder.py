@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, output
+from support.engine.scheduler_driver import Driver, expect, output
 
 from pagekv.kvmanager.request.tenant import Tenant
-
-
-def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB, ends)
 
 
 def test_chunked_prefill_stays_in_the_budget_beside_decodes() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output
 
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, LISTS_BYTES, SEQUENCE_BYTES
@@ -36,7 +35,7 @@ def test_long_prompts_that_hit_one_prefix_enter_in_several_steps(depth: int) -> 
         assert [len(plan) for plan in entered] == batches
         assert [request for plan in entered for request in plan] == requests
         for request in requests:
-            assert output(request) == expected_output(request.command.prompt_ids, 12, VOCAB)
+            assert output(request) == expect(request.command.prompt_ids, 12)
 
 
 @pytest.mark.parametrize("host_blocks", [0, 64])
@@ -55,7 +54,7 @@ def test_forks_beams_and_what_returns_enter_one_by_one(host_blocks: int) -> None
     driver.drain()
     assert all(finished(request) for request in requests)
     assert max(len(plan.new) for plan in driver.plans) == 1
-    wanted = expected_output(list(range(19)), 20, VOCAB)
+    wanted = expect(list(range(19)), 20)
     assert [output(requests[0], index) for index in range(4)] == [wanted] * 4
 
 

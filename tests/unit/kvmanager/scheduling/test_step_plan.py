@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from support.engine.fake_executor import expected_output
 from support.engine.integrity import pending
-from support.engine.scheduler_driver import VOCAB, Driver, output
+from support.engine.scheduler_driver import Driver, expect, output
 
 from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
-
-
-def expect(prompt: list[int], max_tokens: int, ends: tuple[int, ...] = ()) -> list[int]:
-    return expected_output(prompt, max_tokens, VOCAB, ends)
 
 
 def test_the_next_step_is_planned_while_one_is_in_flight() -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, expect, finished, output
 from support.engine.tables_alone import cache, sequence_of, tables_of
 
 from pagekv.kvmanager.engine.executor_wire import step_bytes
@@ -66,7 +65,7 @@ def test_victims_are_swapped_out_as_far_as_the_step_has_room() -> None:
     copied = len(driver.plans[-1].copies)
     assert 60 <= copied <= 60 + 4 + SEQUENCE_BYTES // COPY_BYTES
     driver.drain()
-    assert [output(request, index) for index in range(4)] == [expected_output(list(range(20)), 12, VOCAB)] * 4
+    assert [output(request, index) for index in range(4)] == [expect(list(range(20)), 12)] * 4
 
 
 @pytest.mark.parametrize("write_back", [False, True])
@@ -142,7 +141,7 @@ def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> N
     search = driver.submit(list(range(14)), max_tokens=4, n=4, beam_width=4)
     driver.drain()
     assert finished(search)
-    assert output(behind) == expected_output(list(range(30)), 10, VOCAB)
+    assert output(behind) == expect(list(range(30)), 10)
     assert behind.preemptions
 
 

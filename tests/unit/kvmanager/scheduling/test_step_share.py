@@ -6,8 +6,7 @@ import random
 from collections import Counter
 
 import pytest
-from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, finished, output
+from support.engine.scheduler_driver import Driver, expect, finished, output
 
 from pagekv.kvmanager.request.tenant import Tenant
 from pagekv.kvmanager.scheduling.sequence import SeqStatus
@@ -53,7 +52,7 @@ def test_what_tenants_decode_in_a_step_goes_by_weight() -> None:
         driver.check()
     driver.drain()
     for request in driver.requests:
-        assert output(request) == expected_output(list(request.command.prompt_ids), 40, VOCAB, ())
+        assert output(request) == expect(list(request.command.prompt_ids), 40)
 
 
 def test_a_newcomers_prompt_has_the_step_nearly_to_itself() -> None:
@@ -204,7 +203,7 @@ def test_forks_keep_a_step_within_its_bound_and_neither_starve_nor_keep_a_newcom
         turns += 1
         assert turns < 2000
     for request in forks:
-        wanted = expected_output(list(request.command.prompt_ids), 6, VOCAB)
+        wanted = expect(list(request.command.prompt_ids), 6)
         assert [output(request, at) for at in range(1 + children)] == [wanted] * (1 + children)
 
 

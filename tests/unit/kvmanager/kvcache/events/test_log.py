@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import numpy as np
 import pytest
-from support.clients.table_reader import Reader, host_table_of, table_of
+from support.clients.table_reader import Reader, WatchedDriver, host_table_of, table_of
 from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold
-from support.engine.scheduler_driver import Driver
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
@@ -18,7 +18,6 @@ from pagekv.kvmanager.kvcache.events import log as log_module
 from pagekv.kvmanager.kvcache.events.batch import Tier
 from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, Removal, TableLog
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.pins import Pins
 
 SIZE = 4
 
@@ -163,22 +162,15 @@ def test_readers_hold_exactly_both_tables_at_every_boundary(seed: int) -> None:
     assert gaps
 
 
-class WatchedDriver(Driver):
-    """The real scheduler, with a reader that is held against both tables after every step."""
+class ReadDriver(WatchedDriver):
+    """A reader is held against both tables after every step."""
 
-    def _new_pool(self, num_blocks: int) -> None:
-        if not hasattr(self, "log"):
-            self.log = TableLog(Clock())
-            self.reader = Reader(self.log.watch())
-        super()._new_pool(num_blocks)
-        self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
-        self.pins = Pins(self.pool, max_share=1.0)
-        self.host = HostPool(self.host_blocks, self.block_size, self.log)
-        self.log.attach(self.pool.table, self.host)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.reader = Reader(self.watch)
 
     def check(self) -> None:
         super().check()
-        self.log.step_boundary(len(self.plans))
         self.reader.read()
         assert self.reader.table == table_of(self.pool)
         assert self.reader.host_table == host_table_of(self.host)
@@ -203,7 +195,7 @@ class WatchedDriver(Driver):
 def test_blocks_tell_their_namespace_and_adapter_in_both_tiers(seed: int) -> None:
     """Also first blocks that fill while decoding, copies that take an entry over, and blocks with media."""
     rng = random.Random(seed)
-    driver = WatchedDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
+    driver = ReadDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
     identities = [CacheIdentity(), CacheIdentity("n"), CacheIdentity("n", "a"), CacheIdentity("", "a"),
                   CacheIdentity("n", media=(MediaSpan(5, 2, "picture"),))]  # fmt: skip  # a list of five
     for _ in range(40):
@@ -224,7 +216,7 @@ def test_blocks_tell_their_namespace_and_adapter_in_both_tiers(seed: int) -> Non
 def test_a_reader_holds_both_tables_through_swaps_write_back_resets_and_lost_executors() -> None:
     """The real scheduler over two tiers that are both too small."""
     rng = random.Random(0)
-    driver = WatchedDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
+    driver = ReadDriver(num_blocks=16, block_size=4, host_blocks=12, preemption="swap", write_back=True)
     families = [[rng.randrange(90) for _ in range(16)] for _ in range(4)]
     most_kept = 0
     for round_number in range(60):

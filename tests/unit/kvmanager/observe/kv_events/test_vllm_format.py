@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Set
+from typing import Any
 
 import pytest
 from support.clients.kv_event_reader import AllBlocksCleared, BlockRemoved, BlockStored, EventReplica, decode
-from support.clients.table_reader import Table, host_table_of, table_of
-from support.engine.cached_prefixes import Clock
-from support.engine.scheduler_driver import Driver
+from support.clients.table_reader import Table, WatchedDriver, host_table_of, table_of
 
 from pagekv.kvmanager.kvcache.block_hash import (
     CacheIdentity,
@@ -19,12 +18,8 @@ from pagekv.kvmanager.kvcache.block_hash import (
     short_hash,
     token_bytes,
 )
-from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
-from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.events.subscription import take_snapshot
-from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.pins import Pins
 from pagekv.kvmanager.observe.kv_events import vllm_format
 from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, MediaKeysOf, pack
 
@@ -183,24 +178,16 @@ def short(table: Table, roots: Set[bytes]) -> dict[int, tuple[int | None, list[i
     }
 
 
-class PublishedDriver(Driver):
-    """The real scheduler, whose tables a strict reader of KV events is held against after every step."""
+class PublishedDriver(WatchedDriver):
+    """A strict reader of KV events is held against both tables after every step."""
 
-    def _new_pool(self, num_blocks: int) -> None:
-        if not hasattr(self, "log"):
-            self.log = TableLog(Clock())
-            self.watch = self.log.watch()
-            self.form = KvEventFormat(MediaKeysOf())
-            self.replica = EventReplica()
-        super()._new_pool(num_blocks)
-        self.pool = BlockPool(num_blocks, self.block_size, log=self.log)
-        self.pins = Pins(self.pool, max_share=1.0)
-        self.host = HostPool(self.host_blocks, self.block_size, self.log)
-        self.log.attach(self.pool.table, self.host)
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.form = KvEventFormat(MediaKeysOf())
+        self.replica = EventReplica()
 
     def check(self) -> None:
         super().check()
-        self.log.step_boundary(len(self.plans))
         for events in self.form.changed(self.watch.take_unread()):
             self.replica.apply(decode(pack(0.0, events)))
         roots = {request.root for request in self.requests}
