@@ -60,7 +60,7 @@ test-nightly: $(DEV_STAMP) ## what is too long for every run: tests with random 
 	@PAGEKV_TEST_SILENCE_S=60 $(BIN)/python -m pytest -m "not nightly" tests/e2e/test_overload.py
 	@PAGEKV_TEST_EVERYTHING_ON=1 $(BIN)/python -m pytest -m "not nightly" tests/e2e
 	@PAGEKV_TEST_TLS=1 $(BIN)/python -m pytest -m "not nightly" tests/e2e
-	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/kvcache/test_prefix_trie.py $(ARGS)
+	@PAGEKV_TEST_EXAMPLES=10000 $(BIN)/python -m pytest --timeout 3600 tests/model tests/unit/kvmanager/kvcache/test_prefix_trie_histories.py $(ARGS)
 
 .PHONY: test-everything-on
 test-everything-on: $(DEV_STAMP) ## the end-to-end tests with everything that watches, publishes and records switched on

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.engine.block_ids import ids
+from support.engine.arrays import ids
 from support.engine.integrity import check_pool
 
 from pagekv.kvmanager.errors import InvariantError

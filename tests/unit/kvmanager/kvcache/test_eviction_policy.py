@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.engine.block_ids import ids
+from support.engine.arrays import ids
 from support.engine.integrity import check_pool
 from support.engine.plain_lists import PlainLists
 from support.engine.scheduler_driver import Driver

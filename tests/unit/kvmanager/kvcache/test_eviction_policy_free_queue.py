@@ -3,7 +3,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine.block_ids import ids
+from support.engine.arrays import ids
 
 from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
 

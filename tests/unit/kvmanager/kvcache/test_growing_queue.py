@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from support.engine.block_ids import ids
+from support.engine.arrays import ids
 
 from pagekv.kvmanager.kvcache.growing_queue import GrowingQueue
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from support.engine.block_ids import ids
+from support.engine.arrays import ids
 from support.engine.integrity import check_table
 
 from pagekv.kvmanager.errors import InvariantError
