@@ -118,7 +118,8 @@ class Case:
         powers_of_two = np.frexp([self.k_scale, self.v_scale])[0].tolist() == [0.5, 0.5]
         unchanged = not self.rotary_dim and not self.normed
         exact = unchanged and (kv_dtype != "float8_e4m3fn" or powers_of_two)
-        # What was rounded the other way between norm and rotation is a step of its size off, which rotation may cancel.
+        # A number that is rounded the other way between norm and rotation is a step of its size off, which rotation may
+        # cancel.
         twice = 16 * STEP[dtype] if self.normed and self.rotary_dim else 0.0
         assert_stored_alike(pool, expected, kv_dtype, exact=exact, beside=twice)
         kept = slots >= 0
