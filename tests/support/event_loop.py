@@ -21,6 +21,16 @@ def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, N
     return run
 
 
+def run_bounded(body: Coroutine[Any, Any, None], seconds: float = 120) -> None:
+    """Runs the coroutine in an event loop of its own. Raises TimeoutError."""
+
+    async def bounded() -> None:
+        async with asyncio.timeout(seconds):
+            await body
+
+    asyncio.run(bounded())
+
+
 @asynccontextmanager
 async def counted_turns() -> AsyncIterator[Callable[[], int]]:
     """Gives the number of turns that the event loop has made by now."""

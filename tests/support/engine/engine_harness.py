@@ -19,6 +19,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.engine.views import EngineInfo
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
@@ -189,6 +190,11 @@ def run(
 
 def command(name: str, prompt: list[int], max_tokens: int = 6, n: int = 1) -> GenerateCommand:
     return GenerateCommand(name, prompt, SamplingParams(max_tokens=max_tokens), n)
+
+
+def identified(name: str, prompt: list[int], identity: CacheIdentity) -> GenerateCommand:
+    """For one token, of a caller with this namespace, adapter and media."""
+    return replace(command(name, prompt, 1), identity=identity)
 
 
 async def until(condition: Callable[[], bool]) -> None:

@@ -109,14 +109,8 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     limits = SchedulerLimits(32, 8, 0.0, True, swap=SwapPolicy("swap"), write_back=True)
     recorder = StepRecorder(file, config())
 
-    class Recorded(EngineLoop):
-        def __init__(self, *args: Any, **fields: Any) -> None:
-            super().__init__(*args, **fields)
-            self.observers.add(recorder)
-
-    monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=64))
-    run(monkeypatch, busy, num_device_blocks=20, num_host_blocks=12, limits=limits)
+    run(monkeypatch, busy, [recorder], num_device_blocks=20, num_host_blocks=12, limits=limits)
     file.close()
     return file.path
 

@@ -208,6 +208,17 @@ async def handshake(port: int, ca: Path, pair: Pair | None = None) -> bool:
     return answer == b"ok"
 
 
+async def serve_http(tls: Tls) -> tuple[asyncio.Server, int]:
+    """Says "ok" to every connection, at the port that is returned."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"ok")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.http_context())
+    return server, server.sockets[0].getsockname()[1]
+
+
 @in_event_loop
 async def test_http_takes_the_latest_files_and_authorities_at_each_handshake(
     authority: Authority, tmp_path: Path
@@ -216,12 +227,7 @@ async def test_http_takes_the_latest_files_and_authorities_at_each_handshake(
     clients.write_bytes(authority.ca.read_bytes())
     tls = Tls(config_of(authority.pair("server"), clients))
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"ok")
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.http_context())
-    port = server.sockets[0].getsockname()[1]
+    server, port = await serve_http(tls)
     watching = asyncio.create_task(tls.files.watch(0.02))
     former, newer = authority.pair("client"), Authority(tmp_path, "newer")
     successor = newer.pair("client", file="successor")
@@ -259,12 +265,7 @@ async def test_no_session_outlives_the_authority_of_its_certificate(
     clients.write_bytes(authority.ca.read_bytes())
     tls = Tls(config_of(authority.pair("server"), clients))
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(b"ok")
-        writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls.http_context())
-    port = server.sockets[0].getsockname()[1]
+    server, port = await serve_http(tls)
     pair = authority.pair("client")
     context = ssl.create_default_context(cafile=authority.ca)
     context.maximum_version = version

@@ -7,17 +7,17 @@ import shutil
 import sys
 
 import pytest
+from support.terminal import TerminalStream
 
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command, table
 
 
-class Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_styles_only_on_a_terminal_that_wants_them() -> None:
-    for make, env, styled in ((Screen, {}, True), (Screen, {"NO_COLOR": "1"}, False), (io.StringIO, {}, False)):
+    for make, env, styled in (
+        (TerminalStream, {}, True),
+        (TerminalStream, {"NO_COLOR": "1"}, False),
+        (io.StringIO, {}, False),
+    ):
         out, err = make(), make()
         terminal = Terminal(out, err, env)
         terminal.note("note")
@@ -49,7 +49,7 @@ def test_an_error_and_the_end_have_lines_of_their_own() -> None:
 
 
 def test_an_aside_adds_nothing_to_the_result() -> None:
-    for make, before in ((Screen, "\n"), (io.StringIO, "")):
+    for make, before in ((TerminalStream, "\n"), (io.StringIO, "")):
         out, err = make(), make()
         terminal = Terminal(out, err, {"NO_COLOR": "1"})
         terminal.write("half a")

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from support.engine.engine_harness import Bench, command, read, run
+from support.engine.engine_harness import Bench, command, identified, read, run
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
-from pagekv.kvmanager.request.command import GenerateCommand
 
 ANY = CacheIdentity()
 
 
 EIGHT = [*range(8)]
-
-
-def identified(name: str, prompt: list[int], identity: CacheIdentity) -> GenerateCommand:
-    return replace(command(name, prompt, 1), identity=identity)
 
 
 def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
+from support.engine.engine_harness import Bench, Link, command, config, expect, identified, read, run, until
 from support.engine.integrity import check_engine
 
 from pagekv.common.errors import AlreadyExists, Draining, LimitExceeded, Unavailable
@@ -14,16 +13,11 @@ from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
-from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 ANY = CacheIdentity()
 EIGHT = [*range(8)]
-
-
-def identified(name: str, prompt: list[int], identity: CacheIdentity) -> GenerateCommand:
-    return replace(command(name, prompt, 1), identity=identity)
 
 
 async def outcomes(

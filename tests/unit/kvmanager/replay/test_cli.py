@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.clients.stack import environment
+from support.terminal import TerminalStream
 
 from pagekv.client.cli.commands import replay as command
 from pagekv.client.cli.main import main as pagekv
@@ -139,11 +140,6 @@ def test_pagekv_says_what_to_install(capsys: pytest.CaptureFixture[str], monkeyp
     monkeypatch.setattr(command, "NEEDED", ("no_such_module",))
     assert pagekv(["replay", MOONCAKE]) == 1
     assert capsys.readouterr().err == "pagekv: replay needs no_such_module: pip install 'pagekv[manager]'\n"
-
-
-class TerminalStream(io.StringIO):
-    def isatty(self) -> bool:
-        return True
 
 
 def test_progress_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

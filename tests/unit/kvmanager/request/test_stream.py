@@ -5,22 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import tracemalloc
-from collections.abc import Coroutine
 
 import pytest
+from support.event_loop import run_bounded
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.stream import MOST_AT_ONCE, RequestStream, SequenceDelta
 from pagekv.kvmanager.request.wakeups import Wakeups
-
-
-def run(body: Coroutine[object, object, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await body
-
-    asyncio.run(bounded())
 
 
 def test_deltas_of_a_sequence_are_merged_until_they_are_taken() -> None:
@@ -47,7 +39,7 @@ def test_deltas_of_a_sequence_are_merged_until_they_are_taken() -> None:
         ]
         assert await stream.take() == []
 
-    run(body())
+    run_bounded(body())
 
 
 def test_an_error_comes_after_what_was_pushed_before_it() -> None:
@@ -62,7 +54,7 @@ def test_an_error_comes_after_what_was_pushed_before_it() -> None:
             return
         raise AssertionError("no error")
 
-    run(body())
+    run_bounded(body())
 
 
 BYTES_PER_LOGPROB = 10
@@ -88,7 +80,7 @@ def test_a_silent_reader_costs_ten_bytes_a_log_probability(num_top: int) -> None
             stream.push_logprobs(0, logprobs)
         stream.push_end(0, FinishReason.LENGTH, None)
 
-    async def run() -> tuple[int, SequenceDelta]:
+    async def run_bounded() -> tuple[int, SequenceDelta]:
         stream = RequestStream("r", 1)
         tracemalloc.start()
         fill(stream)
@@ -96,7 +88,7 @@ def test_a_silent_reader_costs_ten_bytes_a_log_probability(num_top: int) -> None
         tracemalloc.stop()
         return held, (await stream.take())[0]
 
-    held, delta = asyncio.run(run())
+    held, delta = asyncio.run(run_bounded())
     assert held / length < BYTES_PER_TOKEN + BYTES_PER_LOGPROB * (num_top + 1)
     assert list(delta.logprobs) == positions
 
@@ -132,7 +124,7 @@ def test_a_reader_of_whole_answers_is_woken_at_ends_alone() -> None:
         with pytest.raises(ValueError, match="over"):
             await stream.take(at_ends=True)
 
-    run(body())
+    run_bounded(body())
 
 
 @pytest.mark.parametrize("most", [MOST_AT_ONCE, LOGPROBS_AT_ONCE])

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 
 import pytest
 from support.engine import engine_harness
+from support.event_loop import run_bounded
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.stream import RequestStream, SequenceDelta
 from pagekv.kvmanager.request.wakeups import READERS_AT_ONCE, Wakeups
-
-
-def run(body: Coroutine[object, object, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(120):
-            await body
-
-    asyncio.run(bounded())
 
 
 async def turns(count: int) -> None:
@@ -64,7 +56,7 @@ def test_a_few_readers_at_a_time_in_the_order_of_their_news() -> None:
         assert most == READERS_AT_ONCE
         await readers.end()
 
-    run(body())
+    run_bounded(body())
 
 
 def test_as_many_turns_go_by_as_readers_are_woken() -> None:
@@ -81,7 +73,7 @@ def test_as_many_turns_go_by_as_readers_are_woken() -> None:
         assert passed >= 64
         await readers.end()
 
-    run(body())
+    run_bounded(body())
 
 
 def test_the_first_reader_waits_for_no_turn_but_its_own() -> None:
@@ -95,7 +87,7 @@ def test_the_first_reader_waits_for_no_turn_but_its_own() -> None:
             assert reader.done()
             await turns(3)
 
-    run(body())
+    run_bounded(body())
 
 
 def test_tokens_that_come_while_a_reader_waits_for_its_turn_are_one_message() -> None:
@@ -108,7 +100,7 @@ def test_tokens_that_come_while_a_reader_waits_for_its_turn_are_one_message() ->
         assert readers.taken == [(number, [1, 2, 3]) for number in range(20)]
         await readers.end()
 
-    run(body())
+    run_bounded(body())
 
 
 def test_a_reader_that_is_never_idle_does_not_pass_those_that_wait() -> None:
@@ -127,7 +119,7 @@ def test_a_reader_that_is_never_idle_does_not_pass_those_that_wait() -> None:
         assert [number for number, _ in readers.taken] == [*range(12), *range(READERS_AT_ONCE)]
         await readers.end()
 
-    run(body())
+    run_bounded(body())
 
 
 def test_a_reader_that_has_gone_takes_no_turn() -> None:
@@ -142,7 +134,7 @@ def test_a_reader_that_has_gone_takes_no_turn() -> None:
         readers.tasks = readers.tasks[8:]
         await readers.end()
 
-    run(body())
+    run_bounded(body())
 
 
 @pytest.mark.parametrize("depth", [1, 2])

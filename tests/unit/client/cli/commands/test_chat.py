@@ -11,6 +11,7 @@ from collections.abc import Callable
 import grpc
 import pytest
 from support.clients.scripted_server import Fails, Hangs, ScriptedServer, chunk, complete
+from support.terminal import TerminalStream
 
 from pagekv.client.cli.commands import chat
 from pagekv.client.cli.connection_flags import connect
@@ -64,11 +65,6 @@ def test_chat_needs_a_template(server: ScriptedServer, target: str, capsys: pyte
     assert "m has no chat template" in capsys.readouterr().err
 
 
-class Keyboard(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def type_lines(
     monkeypatch: pytest.MonkeyPatch, lines: list[str], sent: list[list[str]]
 ) -> Callable[[pb.GenerateRequest], None]:
@@ -80,7 +76,7 @@ def type_lines(
             raise EOFError
         return line
 
-    monkeypatch.setattr(sys, "stdin", Keyboard())
+    monkeypatch.setattr(sys, "stdin", TerminalStream())
     monkeypatch.setattr(builtins, "input", read)
     return lambda request: sent.append([message.content for message in request.prompt.chat.messages])
 

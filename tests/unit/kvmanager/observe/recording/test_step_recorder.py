@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 import msgpack
 import pytest
@@ -74,12 +73,6 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
         for number in range(3):
             assert await read(engine.submit(command(f"r{number}", [number, *EIGHT]))) == expect([number, *EIGHT])
 
-    class Recorded(EngineLoop):
-        def __init__(self, *args: Any, **fields: Any) -> None:
-            super().__init__(*args, **fields)
-            self.observers.add(recorder)
-
-    monkeypatch.setattr("support.engine.engine_harness.EngineLoop", Recorded)
-    run(monkeypatch, body)
+    run(monkeypatch, body, [recorder])
     wait_until(lambda: file.over)  # the disk's answer comes to the recording's own thread
     file.close()
