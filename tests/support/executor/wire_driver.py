@@ -58,7 +58,6 @@ class WireExecutor:
         self._in_flight.begin_epoch(vocab)
         self._steps = 0
         self.largest_step = 0
-        self.num_copies = 0
 
     @property
     def live(self) -> dict[int, SequenceState]:
@@ -75,7 +74,6 @@ class WireExecutor:
         """Runs the oldest step that was sent, which must be that of `plan`."""
         sent = self._sent.popleft()
         step = executor_wire.step(pb.StepRequest.FromString(sent), sent)
-        self.num_copies += sum(len(op.sources) for op in step.memory_ops)
         report = self.epoch.launch(step).collect()
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()

@@ -12,7 +12,7 @@ import jwt
 from pagekv.kvmanager.access.identities_file import JwtSettings
 from pagekv.kvmanager.access.identity import TENANT_NAME, Identity, Role
 from pagekv.kvmanager.access.json_web_keys import KeySet, VerifyingKey
-from pagekv.kvmanager.access.key_sources import KeySource, key_source
+from pagekv.kvmanager.access.key_sources import key_source
 from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 
 MAX_TOKEN_BYTES = 8 * 2**10
@@ -28,10 +28,9 @@ _NOT_VALID = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionErr
 class JsonWebTokens:
     """Verifies the tokens of one issuer. Good ones are remembered until they expire or the key set changes."""
 
-    def __init__(self, settings: JwtSettings, source: KeySource | None = None) -> None:
-        """`source`: of the keys; None makes that of the settings."""
+    def __init__(self, settings: JwtSettings) -> None:
         self.settings = settings
-        self._source = key_source(settings.jwks) if source is None else source
+        self._source = key_source(settings.jwks)
         # Identity and expiry by the token's SHA-256, the longest unused first; all verified with `_cached_with`.
         self._cache: OrderedDict[bytes, tuple[Identity, float]] = OrderedDict()
         self._cached_with: KeySet | None = None

@@ -38,24 +38,18 @@ class Asking:
         self.account.check_text()
         self.account.text.take(num_bytes)
 
-    def cache_identity(
-        self, namespace: str, read: bool | None = None, write: bool | None = None, adapter_id: str = ""
-    ) -> CacheIdentity:
+    def cache_identity(self, namespace: str, read: bool | None = None, write: bool | None = None) -> CacheIdentity:
         """The cache identity of prompts in a namespace: the tenant's own one of this name, unless it is shared. `read`
         and `write`: whether the cache is to be used so; None is as far as the tenant may. Raises PermissionDenied where
         it may not do what is asked for.
         """
         shared = self.namespaces.get(namespace) if self.tenant.name else None
         if shared is None:
-            return CacheIdentity(
-                namespace, adapter_id, read=read is not False, write=write is not False, tenant=self.tenant.name
-            )
+            return CacheIdentity(namespace, read=read is not False, write=write is not False, tenant=self.tenant.name)
         may_read, may_write = (bool({self.tenant.name, ANY_TENANT} & names) for names in (shared.read, shared.write))
         for asked, may, verb in ((read, may_read, "read"), (write, may_write, "write")):
             if asked and not may:
                 raise PermissionDenied(f"cache.{verb}: your tenant may not {verb} the shared namespace {namespace!r}")
         if not may_read and not may_write:
             raise PermissionDenied(f"cache.namespace: your tenant may not use the shared namespace {namespace!r}")
-        return CacheIdentity(
-            namespace, adapter_id, read=may_read and read is not False, write=may_write and write is not False
-        )
+        return CacheIdentity(namespace, read=may_read and read is not False, write=may_write and write is not False)
