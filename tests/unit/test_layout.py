@@ -62,3 +62,11 @@ def test_every_module_of_the_kernels_has_a_test_of_its_name() -> None:
         here = tests | {f"test_{test.removeprefix(prefix)}" for test in tests if test.startswith(prefix)}
         missing += [str((folder / f"{name}.py").relative_to(ROOT)) for name in untested(names, here)]
     assert sorted(missing) == []
+
+
+@pytest.mark.parametrize("package", ["engine", "kvcache", "scheduling"])
+def test_the_order_to_read_a_large_package_in_has_each_of_its_modules_once(package: str) -> None:
+    folder = ROOT / "kvmanager/pagekv/kvmanager" / package
+    order = (folder / "__init__.py").read_text().split("in this order:")[1]
+    named = [name for line in order.splitlines() for name in line[32:].split(", ") if name]
+    assert sorted(named) == sorted(modules(folder))

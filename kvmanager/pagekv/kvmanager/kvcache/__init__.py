@@ -1,1 +1,9 @@
-"""KV memory as the manager keeps it: pools, prefix table, eviction, pins; it knows block and token ids alone."""
+"""KV memory as the manager keeps it: pools, prefix table, eviction, pins; it knows block and token ids alone.
+
+A reader may take the modules in this order:
+
+    the device pool             block_pool, pins
+    the prefix table            block_hash, prefix_table, prefix_trie, twins, digest_map, retired_blocks
+    the eviction order          eviction_policy, growing_queue, tenant_order, eviction_quotas
+    besides                     host_pool, fresh_memory
+"""

@@ -1,1 +1,11 @@
-"""Every scheduling decision: admission, preemption, chunked prefill, swapping, beams. Requests in, step plans out."""
+"""Every scheduling decision: admission, preemption, chunked prefill, swapping, beams. Requests in, step plans out.
+
+A reader may take the modules in this order:
+
+    what is scheduled           sequence, queues, decode_batch, step_plan, limits, counters
+    a step                      scheduler, step_builder, admission, block_tables, publishing, prepared_prompt
+    memory and bytes run out    preemption, swapping, step_room, step_bytes
+    sequences of one request    shared_prefill, beam_search, beam_scheduler
+    tenants that compete        virtual_tokens, visitors, step_bound, step_share, tenant_caps
+    besides                     failures, listener
+"""
