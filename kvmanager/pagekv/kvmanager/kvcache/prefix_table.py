@@ -373,7 +373,7 @@ class PrefixTable:
         self.generation = object()
         followers = self._trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
-        block_of, column, twins, names = self._block_of, self._digest, self._twins, self._names
+        block_of, column, names, has_twins = self._block_of, self._digest, self._names, self.has_twins
         digests: list[bytes] = []
         for block in removed.tolist():
             digest = column[block]
@@ -383,8 +383,8 @@ class PrefixTable:
             column[block] = None
             if names:
                 names.pop(block, None)
-            if twins:
-                twins.pop_all(digest)
+            if has_twins:
+                self._twins.pop_all(digest)
         if self._media:
             self._media.difference_update(removed.tolist())
         self.published[removed] = False
