@@ -61,14 +61,17 @@ class Call:
             if not self._missing:
                 return
             waiting = f"rank {', '.join(map(str, sorted(self._missing)))}"
-            self._reason = f"{reason}; left waiting for it: {waiting}"
+        reason = f"{reason}; left waiting for it: {waiting}"
+        # First, since the caller that `wait` raises in would end this process in its own way.
+        self._broken(reason)
+        with self._changed:
+            self._reason = reason
             self._changed.notify_all()
-        self._broken(self._reason)
 
     def wait(self) -> dict[int, Any]:
         """The answers of the others, by rank, once all ranks have come to the end. Raises CallBroken."""
         with self._changed:
             self._changed.wait_for(lambda: not self._missing or self._reason)
-            if self._missing:
+            if self._reason:
                 raise CallBroken(self._reason)
             return {rank: answer for rank, answer in sorted(self._answers.items()) if rank != _OWN}

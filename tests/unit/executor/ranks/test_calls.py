@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support.waiting import wait_until
 
@@ -34,6 +36,28 @@ def test_a_failure_that_all_come_to_breaks_nothing(monkeypatch: pytest.MonkeyPat
     assert broken == ["rank 1 failed to describe: RuntimeError: no memory; left waiting for it: rank 0"]
     with pytest.raises(CallBroken, match=r"left waiting for it: rank 0$"):
         never.wait()
+
+
+def test_the_caller_hears_of_it_when_the_group_has_been_ended() -> None:
+    """It would end the process too, as one whose device is lost, and torchrun would start the ranks anew."""
+    done = threading.Event()
+
+    def broken(reason: str) -> None:
+        # Long enough for a thread that has been woken.
+        assert not done.wait(0.1)
+
+    def caller() -> None:
+        with pytest.raises(CallBroken):
+            call.wait()
+        done.set()
+
+    call = Call("describe", [1], broken)
+    thread = threading.Thread(target=caller)
+    thread.start()
+    # As a timer does.
+    call._break("rank 0 failed")
+    thread.join()
+    assert done.is_set()
 
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
