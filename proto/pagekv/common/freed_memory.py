@@ -28,6 +28,13 @@ def keep_freed_memory(num_bytes: int) -> None:
         mallopt(_TRIM_THRESHOLD, num_bytes)
 
 
+def give_back_freed_memory() -> None:
+    """Gives what the C library has kept back to the kernel, which counts it as available from then on."""
+    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if malloc_trim is not None:
+        malloc_trim(0)
+
+
 def share_heaps(most: int) -> None:
     """Lets the threads of this process share so many heaps (arenas); to be called before they are started. By default
     there are up to eight for each core, and what was freed in one serves no thread of another: each keeps as much as

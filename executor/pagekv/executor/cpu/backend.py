@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from pagekv.common.freed_memory import keep_freed_memory
+from pagekv.common.freed_memory import give_back_freed_memory, keep_freed_memory
 from pagekv.common.logs import Log
 from pagekv.common.phases import phase
 from pagekv.executor.backend.fingerprint import model_fingerprint
@@ -76,6 +76,8 @@ class CpuBackend:
         fingerprint = model_fingerprint(model_path)
         with memory_to_load(model_path):
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
+        # What loading took, and steps will take again: it is counted with them.
+        give_back_freed_memory()
         self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None

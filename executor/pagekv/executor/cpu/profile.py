@@ -7,6 +7,7 @@ import math
 import time
 from pathlib import Path
 
+from pagekv.common.freed_memory import give_back_freed_memory
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling
 from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
@@ -19,6 +20,9 @@ from pagekv.executor.model.shards import Shards
 # Bytes that one round of `measure_swap_rates` copies each way, and rounds that count.
 SWAP_BYTES = 8 * 2**20
 SWAP_ROUNDS = 4
+# Tokens of a profiled step at most. With so many products reach their speed, and all that a step's memory has more of
+# with more tokens is there; what it has once is counted too often.
+PROFILED_TOKENS = 256
 
 
 def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, int]:
@@ -49,30 +53,37 @@ def profile_step(
     max_sequences: int,
     shards: Shards | None = None,
 ) -> StepProfile:
-    """Runs a step of `token_budget` prompt tokens, in prompts as long as the model allows, over a pool of this call.
-    The logits of a step in which as many sequences sample as can are added: with a large vocabulary they are most of
-    what such a step takes, and to compute them would take a second and more.
+    """Runs a step of prompt tokens over a pool of this call, as many as are budgeted or PROFILED_TOKENS, in prompts as
+    long as the model allows. What the process takes for it counts as many times as the budget has it: with the heap's
+    gaps, and what operators take for themselves. The logits of a step in which as many sequences sample as can are
+    added: with a large vocabulary they are most of what such a step takes, and to compute them would take a second and
+    more.
     """
     # First calls set things up; they are not what is measured.
-    _run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)
+    run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)
+    tokens = min(token_budget, PROFILED_TOKENS)
+    taken, seconds = run_prompts(forward, loaded, block_size, tokens, shards)
+    logits = min(token_budget, max_sequences) * loaded.vocab_size * loaded.geometry.dtype.itemsize
+    return StepProfile(-(-taken * token_budget // tokens) + logits, int(tokens / seconds))
+
+
+def run_prompts(
+    forward: StepForward, loaded: LoadedModel, block_size: int, num_tokens: int, shards: Shards | None = None
+) -> tuple[int, float]:
+    """Runs one step; returns the bytes that the process took at most for it, without its pool, and its seconds."""
+    lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
+    cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
+    # While serving, the kernel has given memory before it is written.
+    cache.device.zero_()
+    step = prompt_step(lengths, block_size, Sampling())
+    # Else the step takes memory that was freed, and the process does not grow.
+    give_back_freed_memory()
     # VmHWM starts again from here; where that is refused, the peak of loading counts, which errs on caution.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status")
     before = kib_field(status, "VmRSS")
     begin = time.perf_counter()
-    pool_bytes = _run_prompts(forward, loaded, block_size, token_budget, shards)
+    run_step(forward, cache, step, shards)
     seconds = time.perf_counter() - begin
-    growth = max(0, kib_field(status, "VmHWM") - before - pool_bytes)
-    logits = min(token_budget, max_sequences) * loaded.vocab_size * loaded.geometry.dtype.itemsize
-    return StepProfile(growth + logits, int(token_budget / seconds))
-
-
-def _run_prompts(
-    forward: StepForward, loaded: LoadedModel, block_size: int, num_tokens: int, shards: Shards | None
-) -> int:
-    """Runs one step and returns the bytes of its pool."""
-    lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
-    cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
-    run_step(forward, cache, prompt_step(lengths, block_size, Sampling()), shards)
-    return cache.device.nbytes
+    return max(0, kib_field(status, "VmHWM") - before), seconds

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from support.executor.cpu_driver import VOCAB, save_model
+from support.clients.stack import environment
+from support.executor.cpu_driver import SMALL, VOCAB, save_model
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig
 
 from pagekv.executor.cpu import profile
 from pagekv.executor.cpu.forward import ModuleForward
-from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
+from pagekv.executor.cpu.profile import PROFILED_TOKENS, measure_swap_rates, profile_step
 from pagekv.executor.model.loading import BlockGeometry, load_model
 
 
@@ -23,10 +28,73 @@ def test_swapping_is_measured_both_ways() -> None:
 def test_the_logits_of_all_who_may_sample_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model("llama", tmp_path)
     loaded = load_model(tmp_path, torch.bfloat16)
+    forward = ModuleForward(loaded.model)
     # The process grows by more or less than such a small step takes.
     monkeypatch.setattr(profile, "kib_field", lambda path, name: 0)
-    forward = ModuleForward(loaded.model)
     for budget, most, rows in ((40, 7, 7), (5, 7, 5)):
         found = profile_step(forward, loaded, 4, budget, most)
         assert found.activation_bytes == rows * VOCAB * 2
         assert found.prefill_tokens_per_s > 0
+
+
+def test_tokens_beyond_those_that_are_run_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_model("llama", tmp_path)
+    loaded = load_model(tmp_path, torch.float32)
+    forward, ran, run = ModuleForward(loaded.model), [0], profile.run_step
+
+    def counted(*given: Any) -> object:
+        ran.append(sum(item.count for item in given[2]))
+        return run(*given)
+
+    monkeypatch.setattr(profile, "run_step", counted)
+    monkeypatch.setattr(profile, "kib_field", lambda path, name: 7000 if name == "VmHWM" else 1000)
+    for budget, most, bytes_ in ((40, 40, 6000), (PROFILED_TOKENS, PROFILED_TOKENS, 6000), (1000, 256, 23438)):
+        assert profile_step(forward, loaded, 4, budget, 0).activation_bytes == bytes_
+        assert ran[-1] == max(ran) == most
+
+
+# In a process of its own, whose memory is the steps': profiles, with whole steps of as many tokens between them, and
+# how much it took for the largest.
+STEPS = """
+import sys
+from pathlib import Path
+import torch
+from pagekv.common.freed_memory import keep_freed_memory
+from pagekv.executor.cpu.choose_forward import load_forward
+from pagekv.executor.cpu.profile import profile_step, run_prompts
+
+torch.set_num_threads(2)
+keep_freed_memory(2**30)
+loaded, forward = load_forward(Path(sys.argv[1]), torch.float32, fused=sys.argv[2] == "fused")
+counted, took = [], []
+for _ in range(3):
+    counted.append(profile_step(forward, loaded, 16, 2048, 0).activation_bytes)
+    took.append(run_prompts(forward, loaded, 16, 2048)[0])
+print(min(counted), max(counted), max(took))
+"""
+_SIZES = {**SMALL, "vocab_size": 512, "max_position_embeddings": 2048, "initializer_range": 0.05}
+_LLAMA = LlamaConfig(
+    **{**_SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "num_key_value_heads": 2}
+)
+_GPT2 = GPT2Config(n_embd=512, n_layer=3, n_head=4, n_positions=2048, vocab_size=512, bos_token_id=None)
+
+
+@pytest.mark.parametrize(("config", "way"), [(_LLAMA, "fused"), (_GPT2, "alone")], ids=["fused", "alone"])
+def test_what_is_counted_is_what_a_whole_step_takes(tmp_path: Path, config: PreTrainedConfig, way: str) -> None:
+    """Also after steps that left their memory to the C library. Where gaps of the heap and large pages fall is chance:
+    all that is bounded is how far it goes.
+    """
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, str(tmp_path), way],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    least, most, took = map(int, done.stdout.split())
+    # What is gated, or the outputs of the first layer behind attention, in float32.
+    assert took > 2048 * 2048 * 4
+    assert least > took / 2
+    assert most < 4 * took
