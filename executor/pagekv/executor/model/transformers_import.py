@@ -1,11 +1,13 @@
 """The import of transformers without what PageKV never uses: half of its time, and much of its memory.
 
 Decorators load torch's compiler, and through that SymPy, only to mark functions for it; and classes of distributed
-tensors are loaded where torch could be distributed. Here everything runs eagerly and in one process.
+tensors are loaded where torch could be distributed. Here everything runs eagerly and in one process. The files of all
+models would be read twice to list what is in them, since transformers remembers the lists of 128 folders.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,9 @@ _COMPILER = "torch._dynamo"
 # Modules that load both, directly or not. A model's own module loads what it needs on top.
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
 
+# The function that lists what is in the files of a folder.
+_LISTS = "create_import_structure_from_path"
+
 
 def import_transformers(*, whole: bool = False) -> None:
     """Imports what models are made of. To be called before transformers is imported in another way: afterwards it
@@ -27,7 +32,7 @@ def import_transformers(*, whole: bool = False) -> None:
     """
     if "transformers.modeling_utils" in sys.modules or whole:
         return
-    with without_compiler(), _not_distributed(), suppress(Exception):
+    with without_compiler(), _not_distributed(), _models_listed_once(), suppress(Exception):
         for name in _MODULES:
             importlib.import_module(name)
 
@@ -58,6 +63,22 @@ def _not_distributed() -> Iterator[None]:
         yield
     finally:
         torch.distributed.is_available = is_available
+
+
+@contextmanager
+def _models_listed_once() -> Iterator[None]:
+    lru_cache = functools.lru_cache
+
+    def without_bound(*args: Any, **options: Any) -> Any:
+        if args and getattr(args[0], "__name__", "") == _LISTS:
+            return functools.cache(args[0])
+        return lru_cache(*args, **options)
+
+    functools.lru_cache = without_bound
+    try:
+        yield
+    finally:
+        functools.lru_cache = lru_cache
 
 
 class _Marks(ModuleType):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from pagekv.executor.cpu import profile
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.profile import PROFILED_TOKENS, measure_swap_rates, profile_step
+from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.model.loading import BlockGeometry, load_model
 
 
@@ -40,11 +41,11 @@ def test_the_logits_of_all_who_may_sample_are_counted(tmp_path: Path, monkeypatc
 def test_tokens_beyond_those_that_are_run_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_model("llama", tmp_path)
     loaded = load_model(tmp_path, torch.float32)
-    forward, ran, run = ModuleForward(loaded.model), [0], profile.run_step
+    forward, ran = ModuleForward(loaded.model), [0]
 
     def counted(*given: Any) -> object:
         ran.append(sum(item.count for item in given[2]))
-        return run(*given)
+        return run_step(*given)
 
     monkeypatch.setattr(profile, "run_step", counted)
     monkeypatch.setattr(profile, "kib_field", lambda path, name: 7000 if name == "VmHWM" else 1000)

@@ -26,13 +26,16 @@ from pagekv.executor.cpu.choose_forward import load_forward
 load_forward(pathlib.Path(sys.argv[1]), torch.float32, fused=True)
 assert not [name for name in {HEAVY} if name in sys.modules]
 assert torch.distributed.is_available()
+from transformers.utils.import_utils import create_import_structure_from_path
+lists = create_import_structure_from_path.cache_info()
+assert lists.misses == lists.currsize > 128, lists
 linear = torch.compile(lambda x: 2 * x + 1, backend="eager", fullgraph=True)
 assert linear(torch.ones(2)).tolist() == [3, 3]
 """
 
 
-def test_a_start_loads_neither_the_compiler_nor_distributed_tensors(tmp_path: Path) -> None:
-    """With a Llama, which the demo is. Both can be used afterwards."""
+def test_a_start_loads_neither_the_compiler_nor_distributed_tensors_and_lists_once(tmp_path: Path) -> None:
+    """With a Llama, which the demo is. Both can be used afterwards. No folder's list is made twice."""
     save_model("llama", tmp_path)
     done = subprocess.run(
         [sys.executable, "-c", START, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=300
