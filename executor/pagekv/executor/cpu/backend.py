@@ -76,7 +76,7 @@ class CpuBackend:
         fingerprint = model_fingerprint(model_path)
         with memory_to_load(model_path):
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
-        # What loading took, and steps will take again: it is counted with them.
+        # Steps will take again what loading took: it is counted with them.
         give_back_freed_memory()
         self._shards = shards
         self._loaded = loaded

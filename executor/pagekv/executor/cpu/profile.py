@@ -20,8 +20,8 @@ from pagekv.executor.model.shards import Shards
 # Bytes that one round of `measure_swap_rates` copies each way, and rounds that count.
 SWAP_BYTES = 8 * 2**20
 SWAP_ROUNDS = 4
-# Tokens of a profiled step at most. With so many products reach their speed, and all that a step's memory has more of
-# with more tokens is there; what it has once is counted too often.
+# Tokens of a profiled step at most: enough for products to reach their speed. Memory that does not grow with tokens is
+# counted too often, which errs on caution.
 PROFILED_TOKENS = 256
 
 
@@ -54,10 +54,10 @@ def profile_step(
     shards: Shards | None = None,
 ) -> StepProfile:
     """Runs a step of prompt tokens over a pool of this call, as many as are budgeted or PROFILED_TOKENS, in prompts as
-    long as the model allows. What the process takes for it counts as many times as the budget has it: with the heap's
-    gaps, and what operators take for themselves. The logits of a step in which as many sequences sample as can are
-    added: with a large vocabulary they are most of what such a step takes, and to compute them would take a second and
-    more.
+    long as the model allows. By how much the process grew for it counts as many times as the budget has so many tokens:
+    gaps of the heap are in it, and the operators' own memory. The logits of a step in which as many sequences sample as
+    can are added: with a large vocabulary they are most of such a step's memory, and to compute them would take a
+    second and more.
     """
     # First calls set things up; they are not what is measured.
     run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)

@@ -95,7 +95,7 @@ def test_what_is_counted_is_what_a_whole_step_takes(tmp_path: Path, config: PreT
     )
     assert done.returncode == 0, done.stderr
     least, most, took = map(int, done.stdout.split())
-    # What is gated, or the outputs of the first layer behind attention, in float32.
+    # As much as the largest tensor of a step: one layer's inner values, in float32.
     assert took > 2048 * 2048 * 4
     assert least > took / 2
     assert most < 4 * took
