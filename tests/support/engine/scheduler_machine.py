@@ -22,8 +22,8 @@ from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.sequence import HOLDING, LiveRequest, Seq, SeqStatus
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 
 # Two media that differ where they look alike to the tokens, and one in the middle of a prompt.
 MEDIA = [(), (), (MediaSpan(0, 3, "aa"),), (MediaSpan(0, 3, "bb"),), (MediaSpan(5, 2, "cc"),)]

@@ -9,7 +9,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.scheduling.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 # A bounded step takes so many times what every step costs: with fewer a newcomer is served sooner, with more a smaller

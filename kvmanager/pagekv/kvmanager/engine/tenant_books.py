@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Admitted
-from pagekv.kvmanager.scheduling.tenant_caps import Cap
 from pagekv.kvmanager.tenants.tenants_file import TenantsError, TenantsFile
 
 # Seconds between two looks at the blocks that tenants have.

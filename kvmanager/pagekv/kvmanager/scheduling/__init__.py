@@ -1,4 +1,5 @@
 """Every scheduling decision: admission, preemption, chunked prefill, swapping, beams. Requests in, step plans out.
+Tenants that compete are the matter of `fairness`.
 
 A reader may take the modules in this order:
 
@@ -6,6 +7,5 @@ A reader may take the modules in this order:
     a step                      scheduler, step_builder, admission, block_tables, publishing, prepared_prompt
     memory and bytes run out    preemption, swapping, step_room, step_bytes
     sequences of one request    shared_prefill, beam_search, beam_scheduler
-    tenants that compete        virtual_tokens, visitors, step_bound, step_share, tenant_caps
     besides                     failures, listener
 """

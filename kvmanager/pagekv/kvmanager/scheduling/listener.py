@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from pagekv.kvmanager.errors import InvariantError
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 
 class SchedulerListener:

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, held_back
+from pagekv.kvmanager.scheduling.fairness.virtual_tokens import VirtualTokens
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
-from pagekv.kvmanager.scheduling.tenant_caps import Cap, held_back
-from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
 
 
 class WaitingQueue:

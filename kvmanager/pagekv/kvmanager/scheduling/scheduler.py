@@ -4,7 +4,7 @@ A step is planned from what will be true once the steps in flight are done: ever
 counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
 end a sequence, the step in flight has computed one token too many for it, which is dropped.
 
-While tenants compete a step may have a bound, which passes some decodes over (`scheduling/step_share.py`).
+While tenants compete a step may have a bound, which passes some decodes over (`scheduling/fairness/step_share.py`).
 
 Order within a step: decodes first; then beams and what else returns; then forks; then prefills under way; then
 admissions from the waiting queue while budget, bytes, sequence slots and blocks last. Sequences that return come last
@@ -29,17 +29,17 @@ from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.decode_batch import Rows
 from pagekv.kvmanager.scheduling.failures import Failures
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.step_share import StepShare
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap
+from pagekv.kvmanager.scheduling.fairness.visitors import Visitors
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
 from pagekv.kvmanager.scheduling.preemption import Preemption
 from pagekv.kvmanager.scheduling.queues import RunningQueue, WaitingQueue
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
-from pagekv.kvmanager.scheduling.step_share import StepShare
-from pagekv.kvmanager.scheduling.tenant_caps import Cap
-from pagekv.kvmanager.scheduling.visitors import Visitors
 
 # So many steps longer than tenants really do, they are taken to compete: who asks now and then finds short steps, too.
 LINGERING_STEPS = 1000

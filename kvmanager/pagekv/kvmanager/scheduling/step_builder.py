@@ -6,10 +6,10 @@ import numpy as np
 
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
 from pagekv.kvmanager.scheduling.decode_batch import Rows
+from pagekv.kvmanager.scheduling.fairness.virtual_tokens import VirtualTokens
 from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
-from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
 
 # One part of a step's tokens at most is for prompts behind that of another tenant, which was served less.
 BESIDE_PARTS = 4

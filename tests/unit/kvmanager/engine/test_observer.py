@@ -13,8 +13,8 @@ from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, Observers
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.listener import SchedulerListener
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 
 # `failed` comes with a broken invariant alone, which logs an error of its own.
 CALLS = [

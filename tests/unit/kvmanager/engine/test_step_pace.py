@@ -13,8 +13,8 @@ from support.engine.flooded_engine import FloodedEngine, Seen
 
 from pagekv.kvmanager.engine.step_pace import StepPace
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 STEP = StepPlan(num_decodes=4, num_tokens=4)

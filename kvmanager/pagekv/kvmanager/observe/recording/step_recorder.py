@@ -37,11 +37,11 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.observe.recording.file import RecordingFile
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
-from pagekv.kvmanager.scheduling.tenant_caps import Cap
 
 FORMAT, VERSION = "pagekv steps", 3
 # Fields of SamplingParams that the scheduler looks at.

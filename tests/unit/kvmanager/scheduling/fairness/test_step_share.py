@@ -9,10 +9,10 @@ import pytest
 from support.engine.scheduler_driver import Driver, expect, finished, output
 
 from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.step_share import BESIDE_NEWCOMER, PATIENCE
 from pagekv.kvmanager.scheduling.sequence import SeqStatus
-from pagekv.kvmanager.scheduling.step_bound import StepBound
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
-from pagekv.kvmanager.scheduling.step_share import BESIDE_NEWCOMER, PATIENCE
 
 A, B, C = (Tenant(name, number) for number, name in enumerate("abc", 1))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.engine.scheduler_driver import Driver, finished
 
 from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, held_back
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
-from pagekv.kvmanager.scheduling.tenant_caps import Cap, held_back
 
 A, B = Tenant("a", 1), Tenant("b", 2)
 

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 
 from pagekv.kvmanager.scheduling.admission import Admission
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch, Rows
-from pagekv.kvmanager.scheduling.step_bound import StepBound
-from pagekv.kvmanager.scheduling.virtual_tokens import VirtualTokens
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.virtual_tokens import VirtualTokens
 
 PATIENCE = 8
 BESIDE_PROMPT, BESIDE_NEWCOMER = 2, 16

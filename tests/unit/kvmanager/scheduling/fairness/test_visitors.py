@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.engine.scheduler_driver import Driver, finished
 
 from pagekv.kvmanager.request.tenant import Tenant
-from pagekv.kvmanager.scheduling.step_bound import StepBound
-from pagekv.kvmanager.scheduling.visitors import MOST_STEPS, STEPS_BEHIND, Visitors
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.visitors import MOST_STEPS, STEPS_BEHIND, Visitors
 
 FLOOD, GUEST = Tenant("flood", 1), Tenant("guest", 2)
 

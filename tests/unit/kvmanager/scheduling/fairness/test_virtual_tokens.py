@@ -8,9 +8,9 @@ import pytest
 from support.engine.scheduler_driver import Driver, finished
 
 from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.virtual_tokens import INPUT_COST, OUTPUT_COST, VirtualTokens
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
-from pagekv.kvmanager.scheduling.step_bound import StepBound
-from pagekv.kvmanager.scheduling.virtual_tokens import INPUT_COST, OUTPUT_COST, VirtualTokens
 
 A, B, C = (Tenant(name, number) for number, name in enumerate("abc", 1))
 

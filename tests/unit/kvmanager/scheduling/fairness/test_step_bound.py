@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.kvmanager.scheduling.step_bound import StepBound
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 
 
 @pytest.mark.parametrize(
