@@ -33,7 +33,7 @@ def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int,
     stored = read_model_files(directory)
     check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
-    check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory)
+    check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory, available)
     _check_converted_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
 
 
@@ -74,8 +74,15 @@ def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
         )
 
 
-def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int) -> None:
-    """Raises ValueError where memory that is given (not 0) cannot hold `MIN_POOL_TOKENS` tokens."""
+def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int, most: int) -> None:
+    """Raises ValueError where memory that is given (not 0) cannot hold `MIN_POOL_TOKENS` tokens, or is more than the
+    `most` bytes that can be had.
+    """
+    if kv_memory > most:
+        raise ValueError(
+            f"--kv-memory {kv_memory}: there is memory for {most} bytes at most, and the model takes some of it: "
+            "give less, or 0 for a share of what is available"
+        )
     token = stored.token_bytes(element_bytes)
     if token and 0 < kv_memory < MIN_POOL_TOKENS * token:
         raise ValueError(

@@ -52,7 +52,7 @@ class NoExecutor(ExecutorLost):
 
 
 class AttachRefused(Exception):
-    """The flags and this executor do not go together; trying again would not help."""
+    """The flags and this executor, or its memory, do not go together; trying again would hardly help."""
 
 
 class ExecutorLink:
@@ -91,7 +91,7 @@ class ExecutorLink:
         self.epoch = 0
 
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
-        """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
+        """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers, or cannot."""
         request = pb.DescribeRequest(
             block_size=block_size, token_budget=token_budget, contract_revision=CONTRACT_REVISION
         )
@@ -201,9 +201,11 @@ def _refusals(method: str, target: str) -> Iterator[None]:
             for said, meaning in _NOBODY_THERE.items():
                 if said in words:
                     raise NoExecutor(meaning.format(target)) from error
-        refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
-        raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
+        raise (AttachRefused if error.code() in _REFUSALS else ExecutorLost)(_words(error, method)) from error
 
+
+# Numbers that the executor will not have, and pools or steps that it has no memory for.
+_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 # How gRPC words an address where nothing answers, and what the operator is told. Other words, such as those of TLS, say
 # what is wrong.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import re
 import socket
 import uuid
 from collections.abc import Callable
@@ -50,6 +51,9 @@ if TYPE_CHECKING:
     import grpc
 
 log = Log(__name__)
+
+# In words of an executor that is asked again and again.
+_FIGURES = re.compile(r"\d+")
 
 
 class EngineLoop:
@@ -100,8 +104,8 @@ class EngineLoop:
     async def run(self) -> None:
         """Serves until `stop`; comes back from every loss of the executor.
 
-        Raises AttachRefused when the very first executor does not go with the flags, and TenantsError when its pool is
-        too small for the tenants' floors; later ones are waited out.
+        Raises AttachRefused when the very first executor does not go with the flags, or has no memory for what they
+        ask, and TenantsError when its pool is too small for the tenants' floors; later ones are waited out.
         """
         reconnect, told = Reconnect(), ""
         state = self._state
@@ -119,10 +123,10 @@ class EngineLoop:
                     state.no_executor = error.FOR_CALLERS
                 else:
                     state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
-                # Asked four times a second while an executor loads: a reason is news once.
-                if str(error) != told:
+                # Asked four times a second while an executor loads: a reason is news once, and with other figures none.
+                if (reason := _FIGURES.sub("", str(error))) != told:
                     log.warning("no executor", executor=self._config.executor, reason=error)
-                told = str(error)
+                told = reason
                 self._fail_after_attempts(Fault.NONE if isinstance(error, AttachRefused) else error.fault)
             except InvariantError as error:
                 log.exception("broken invariant; opening a new epoch", reason=error)

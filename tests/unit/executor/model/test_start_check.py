@@ -24,6 +24,7 @@ def test_element_types_are_those_of_the_cpu_backend() -> None:
         ("auto", 1, r"--kv-memory 1: must hold a block of 16 tokens, .* 98304 bytes or more, at 6144 a token"),
         ("auto", 98303, r"--kv-memory 98303: .* 98304 bytes"),
         ("bfloat16", 49151, r"--kv-memory 49151: .* 49152 bytes or more, at 3072 a token"),
+        ("auto", 2**40 + 1, rf"--kv-memory {2**40 + 1}: there is memory for {2**40} bytes at most, .*: give less"),
     ],
 )
 def test_flags_that_cannot_serve_the_demo_model(dtype: str, kv_memory: int, words: str) -> None:
@@ -33,13 +34,14 @@ def test_flags_that_cannot_serve_the_demo_model(dtype: str, kv_memory: int, word
 
 def test_only_what_is_certain_is_refused(tmp_path: Path) -> None:
     check_cpu_start(resolve_model("demo"), "auto", 98304, 2**40)
+    check_cpu_start(resolve_model("demo"), "auto", 2**40, 2**40)
     check_cpu_start(resolve_model("demo"), "float64", 0, 2**40)
     stored = read_model_files(resolve_model("demo"))
     assert stored.token_bytes(4) == 6144
     # A shape that config.json does not show.
     unknown = StoredModel("new", None, 4, None, None, None, 2)
     assert unknown.token_bytes(4) is None
-    check_kv_memory(tmp_path, unknown, 4, 1)
+    check_kv_memory(tmp_path, unknown, 4, 1, 1)
 
 
 def test_weights_that_do_not_fit_once_converted() -> None:

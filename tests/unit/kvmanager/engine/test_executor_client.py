@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +17,7 @@ from support.engine.fake_engine import MODEL
 from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine import executor_client
-from pagekv.kvmanager.engine.executor_client import ExecutorLink, ExecutorLost, NoExecutor
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, NoExecutor
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
@@ -52,6 +53,20 @@ class _Executor(pb_grpc.ExecutorServiceServicer):
         yield pb.StepResult()
 
 
+@asynccontextmanager
+async def _link(executor: _Executor, wake: Callable[[], None] = lambda: None) -> AsyncIterator[ExecutorLink]:
+    server = grpc.aio.server()
+    pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = ExecutorLink(f"127.0.0.1:{port}", wake)
+    try:
+        yield link
+    finally:
+        await link.close()
+        await server.stop(None)
+
+
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -72,6 +87,31 @@ def test_an_address_where_nothing_answers(target: str, words: str) -> None:
             await link.close()
 
     with pytest.raises(NoExecutor, match=words):
+        asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("code", "refused"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, True),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, True),
+        (grpc.StatusCode.FAILED_PRECONDITION, False),
+        (grpc.StatusCode.INTERNAL, False),
+    ],
+)
+def test_numbers_and_pools_that_an_executor_cannot_have_are_refused_for_good(
+    code: grpc.StatusCode, refused: bool
+) -> None:
+    class Unwilling(_Executor):
+        async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
+            await context.abort(code, "lower --kv-memory")
+            raise AssertionError
+
+    async def main() -> None:
+        async with _link(Unwilling(grpc.StatusCode.OK)) as link:
+            await link.attach("m", MODEL, "", take_over=False)
+
+    with pytest.raises(AttachRefused if refused else ExecutorLost, match=f"Attach: {code.name}: lower --kv-memory"):
         asyncio.run(main())
 
 
@@ -98,19 +138,13 @@ FAULTS = {
 )
 def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grpc.StatusCode, fault: Fault) -> None:
     async def main() -> None:
-        server = grpc.aio.server()
-        pb_grpc.add_ExecutorServiceServicer_to_server(_Executor(end), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
         woken = asyncio.Event()
-        link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
-        await link.attach("m", MODEL, "any", False)
-        await woken.wait()
-        with pytest.raises(ExecutorLost) as lost:
-            link.take_result()
+        async with _link(_Executor(end), woken.set) as link:
+            await link.attach("m", MODEL, "any", False)
+            await woken.wait()
+            with pytest.raises(ExecutorLost) as lost:
+                link.take_result()
         assert lost.value.fault is fault
-        await link.close()
-        await server.stop(None)
 
     asyncio.run(main())
 
@@ -127,19 +161,13 @@ def test_a_defect_in_reading_a_result_ends_the_stream_with_its_traceback_in_the_
             await asyncio.Event().wait()
 
     async def main() -> None:
-        server = grpc.aio.server()
-        pb_grpc.add_ExecutorServiceServicer_to_server(Answers(grpc.StatusCode.OK), server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
         woken = asyncio.Event()
-        link = ExecutorLink(f"127.0.0.1:{port}", woken.set)
-        await link.attach("m", MODEL, "any", False)
-        await woken.wait()
-        with pytest.raises(ExecutorLost, match="KeyError while a result was read") as lost:
-            link.take_result()
+        async with _link(Answers(grpc.StatusCode.OK), woken.set) as link:
+            await link.attach("m", MODEL, "any", False)
+            await woken.wait()
+            with pytest.raises(ExecutorLost, match="KeyError while a result was read") as lost:
+                link.take_result()
         assert lost.value.fault is Fault.STEP
-        await link.close()
-        await server.stop(None)
 
     monkeypatch.setattr(executor_client, "step_result", broken)
     asyncio.run(asyncio.wait_for(main(), 120))
@@ -151,16 +179,13 @@ def test_revision_and_features_are_agreed_upon(revision: int) -> None:
     """The earlier of both revisions, and the features that the model's epoch uses."""
 
     async def main() -> None:
-        server, executor = grpc.aio.server(), _Executor(grpc.StatusCode.UNAVAILABLE)
+        executor = _Executor(grpc.StatusCode.UNAVAILABLE)
         executor.revision = revision
-        pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
-        await link.describe(16, 32)
-        assert executor.described == pb.DescribeRequest(block_size=16, token_budget=32, contract_revision=1)
         model = replace(MODEL, features=("logprobs", "penalties"))
-        await link.attach("m", model, "any", True)
+        async with _link(executor) as link:
+            await link.describe(16, 32)
+            await link.attach("m", model, "any", True)
+        assert executor.described == pb.DescribeRequest(block_size=16, token_budget=32, contract_revision=1)
         assert executor.attached == pb.AttachRequest(
             manager_id="m",
             block_size=model.block_size,
@@ -170,24 +195,17 @@ def test_revision_and_features_are_agreed_upon(revision: int) -> None:
             required_features=[pb.EXECUTOR_FEATURE_LOGPROBS, pb.EXECUTOR_FEATURE_PENALTIES],
             contract_revision=1,
         )
-        await link.close()
-        await server.stop(None)
 
     asyncio.run(main())
 
 
 def test_an_epoch_that_is_none_is_not_believed() -> None:
     async def main() -> None:
-        server, executor = grpc.aio.server(), _Executor(grpc.StatusCode.UNAVAILABLE)
+        executor = _Executor(grpc.StatusCode.UNAVAILABLE)
         executor.epoch = 0
-        pb_grpc.add_ExecutorServiceServicer_to_server(executor, server)
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
-        with pytest.raises(ExecutorLost, match=r"AttachResponse\.epoch: must not be 0"):
-            await link.attach("m", MODEL, "any", False)
-        await link.close()
-        await server.stop(None)
+        async with _link(executor) as link:
+            with pytest.raises(ExecutorLost, match=r"AttachResponse\.epoch: must not be 0"):
+                await link.attach("m", MODEL, "any", False)
 
     asyncio.run(main())
 

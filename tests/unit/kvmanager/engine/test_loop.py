@@ -299,14 +299,14 @@ def test_refused_steps_are_tried_again_ever_more_slowly(monkeypatch: pytest.Monk
 def test_a_reason_for_no_executor_is_logged_once_until_it_changes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An executor that loads is asked four times a second, and its reason is the same for minutes."""
+    """An executor that loads is asked four times a second, and its reason is the same for minutes, but for figures."""
     asked: list[int] = []
 
     class Loading(Link):
         async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
             asked.append(1)
             if len(asked) < 9:
-                raise ExecutorLost("still loading" if len(asked) < 6 else "still starting")
+                raise ExecutorLost(f"loading: {len(asked)} GB" if len(asked) < 6 else "still starting")
             return await super().describe(block_size, token_budget)
 
     async def main() -> None:
@@ -326,4 +326,4 @@ def test_a_reason_for_no_executor_is_logged_once_until_it_changes(
     reasons = [
         str(vars(record)["fields"]["reason"]) for record in caplog.records if record.getMessage() == "no executor"
     ]
-    assert reasons == ["still loading", "still starting", "still starting"]
+    assert reasons == ["loading: 1 GB", "still starting", "still starting"]
