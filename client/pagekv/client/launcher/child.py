@@ -74,6 +74,11 @@ class Child:
         """Addresses and files as in `pagekv.common.port_file`; empty until the process listens."""
         return read_port_file(self._port_file)
 
+    def leave(self) -> None:
+        """Has it end at once, as without its parent. Idempotent."""
+        assert self.popen.stdin is not None
+        self.popen.stdin.close()
+
     def wait_until(self, deadline: float) -> None:
         """Waits for its end, and kills it if that has not come by then, in seconds of `time.monotonic`."""
         try:
@@ -81,8 +86,7 @@ class Child:
         except subprocess.TimeoutExpired:
             self.popen.kill()
             self.popen.wait()
-        assert self.popen.stdin is not None
-        self.popen.stdin.close()
+        self.leave()
         self._reader.join(timeout=2)
 
     def death(self) -> StackError:

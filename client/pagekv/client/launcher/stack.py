@@ -217,13 +217,16 @@ class Stack:
     def new_deaths(self) -> list[str]:
         """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
 
-        Raises StackError when no pair is left, or nothing in front of it.
+        Raises StackError when no pair is left, or nothing in front of it. The processes left then end as if this
+        one were gone, without waiting for streams, which nobody could finish.
         """
         dead = [child for child in self.children if child.popen.poll() is not None]
         found = [str(child.death()) for child in dead if child.name not in self._reported]
         self._reported.update(child.name for child in dead)
         lost = {child.name.partition(" ")[2] for child in dead}
         if dead and (len(lost) == self._config.replicas or any(child.name == "gateway" for child in dead)):
+            for child in self.children:
+                child.leave()
             raise StackError("\n".join(found) or "the last pair has died")
         return found
 

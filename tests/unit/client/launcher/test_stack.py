@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,7 +17,7 @@ from support.clients.stand_ins import config
 
 from pagekv.client.launcher.errors import StackError
 from pagekv.client.launcher.gateway import GatewayConfig
-from pagekv.client.launcher.stack import Stack
+from pagekv.client.launcher.stack import Stack, StackConfig
 
 
 def is_alive(pid: int) -> bool:
@@ -250,6 +251,26 @@ def test_of_several_pairs_one_may_die(journal: Path) -> None:
         second.wait()
         with pytest.raises(StackError, match="the manager 2 was killed by SIGKILL"):
             stack.new_deaths()
+
+
+def test_where_nobody_can_finish_a_stream_nobody_waits_for_it() -> None:
+    """A manager whose executor was killed would give its streams the whole of its grace."""
+    oracle = ["--backend=oracle", "--model=demo", "--step-time-ms=20"]
+    with Stack(StackConfig(port=0, executor_port=0, executor_args=oracle)) as stack:
+        stack.start()
+        assert stack.wait_ready(120)
+        command = [sys.executable, "-m", "pagekv.client.cli", "--target", stack.target, "generate", "x"]
+        with subprocess.Popen([*command, "--max-tokens=2000", "--ignore-eos"], stdout=subprocess.PIPE) as caller:
+            assert caller.stdout is not None
+            assert caller.stdout.read(1)
+            executor, manager = stack.children
+            executor.popen.kill()
+            executor.popen.wait()
+            with pytest.raises(StackError, match="the executor was killed by SIGKILL"):
+                stack.new_deaths()
+            # The grace is 30 s.
+            assert manager.popen.wait(20) == 0
+            caller.kill()
 
 
 def test_a_gateway_that_is_not_installed_is_a_clear_error(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
