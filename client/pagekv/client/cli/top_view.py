@@ -165,10 +165,11 @@ class TopFrame:
             no_wrap=True, overflow="ellipsis",
         )  # fmt: skip  # several entries a line: one each would fill a screen
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-        table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=32 if width >= _NARROW else width - 34)
-        table.add_column("state")
-        # A narrow screen has no room for those that matter least.
+        # A narrow screen has no room for those that matter least, and the id gets what the others leave.
         shown = [name for name in _COLUMNS if width >= _TABLE or name not in _LEAST]
+        others = sum(len(name) + 2 for name in ("waiting", *shown))
+        table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=max(5, min(32, width - others - 2)))
+        table.add_column("state", no_wrap=True)
         for name in shown:
             table.add_column(name, justify="right", no_wrap=True)
         for request in listed.requests[:room]:

@@ -102,6 +102,17 @@ def test_fifty_columns_show_what_matters_whole() -> None:
     assert "preempted" in "\n".join(drawn([rates_between(None, now)], now, 80))
 
 
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_an_id_gives_way_to_the_state(width: int) -> None:
+    now = look(0.0)
+    long = tuple(replace(each, request_id="req-92bb28708ee98948bab0e538") for each in now.requests.requests)
+    now = replace(now, requests=replace(now.requests, requests=long))
+    text = "\n".join(drawn([rates_between(None, now)], now, width))
+    assert "req-" in text
+    assert "…" in text
+    assert "running" in text
+
+
 def test_a_spark_line_leaves_out_what_is_not_known() -> None:
     assert spark([0.0, None, 0.5, 1.0, 9.0], 1.0) == "▁ ▅██"
     assert spark([0.0, None]) == "▁ "
