@@ -32,7 +32,7 @@ class EngineConfig:
         metavar="N",
     )
     max_model_len: int = flag(
-        "tokens of prompt and output together; 0: as the model and the bytes of a step allow",
+        "tokens of prompt and output together, up to what the model has; 0: as the model and the bytes of a step allow",
         default=0,
         type=integer(0, 2**31 - 1),
         metavar="TOKENS",

@@ -70,7 +70,7 @@ def make_parser() -> FlagParser:
     """Flags of `pagekv replay`. No environment variables: a figure must not depend on what nobody sees."""
     parser = FlagParser(
         PROG,
-        "Replays a recorded workload on the real scheduler and block pool, without a model: hit rates, evictions, "
+        "Replay a recorded workload on the real scheduler and block pool, without a model: hit rates, evictions,\n"
         "preemptions, utilisation and simulated latencies, one row per policy and capacity.",
         env={},
     )
