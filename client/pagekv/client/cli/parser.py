@@ -80,8 +80,8 @@ def add_prompt(parser: CommandParser) -> None:
 
 def add_identity(parser: CommandParser) -> None:
     """--namespace and --adapter, which are part of the identity of cached blocks."""
-    parser.add_argument("--namespace", default="", metavar="NAME", help="share cached prefixes within this namespace")
-    parser.add_argument("--adapter", default="", metavar="ID", help="the adapter to answer with, if the model has it")
+    parser.add_argument("--namespace", default="", metavar="NAME", help="namespace whose cached prefixes count")
+    parser.add_argument("--adapter", default="", metavar="ID", help="adapter that answers, if the model has it")
 
 
 def read_identity(args: argparse.Namespace) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def read_prompt(args: argparse.Namespace) -> str | list[int]:
     UsageError unless there is exactly one.
     """
     if (args.prompt is None) == (args.token_ids is None):
-        raise UsageError("one of PROMPT and --token-ids is required")
+        raise UsageError("exactly one of PROMPT and --token-ids is required")
     if args.token_ids is not None:
         ids: list[int] = args.token_ids
         return ids

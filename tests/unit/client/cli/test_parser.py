@@ -15,8 +15,8 @@ from pagekv.client.cli.parser import token_ids
     ("command", "message"),
     [
         ("", "required: COMMAND"),
-        ("generate", "one of PROMPT and --token-ids is required"),
-        ("generate x --token-ids 1", "one of PROMPT and --token-ids is required"),
+        ("generate", "exactly one of PROMPT and --token-ids is required"),
+        ("generate x --token-ids 1", "exactly one of PROMPT and --token-ids is required"),
         ("generate --token-ids 1,a", "--token-ids: must be token ids with commas between them"),
         ("generate x --temperature hot", "--temperature"),
         ("stats --target nowhere", "--target: must be host:port"),

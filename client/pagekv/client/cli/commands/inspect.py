@@ -298,11 +298,13 @@ def tokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal)
 def _conversation(args: argparse.Namespace) -> list[ChatMessage]:
     """The messages of --chat. Raises UsageError."""
     if args.prompt is not None or args.token_ids is not None:
-        raise UsageError("one of PROMPT, --token-ids and --chat is required")
+        raise UsageError("exactly one of PROMPT, --token-ids and --chat is required")
     try:
         return [ChatMessage(each["role"], each["content"]) for each in json.loads(args.chat.read_text("utf-8"))]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UsageError(f"--chat {args.chat}: must be a JSON list of role and content: {error!r}") from error
+    except OSError as error:
+        raise UsageError(f"--chat: {args.chat}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UsageError(f'--chat: {args.chat}: must be a JSON list of {{"role": ..., "content": ...}}') from error
 
 
 def detokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
