@@ -95,7 +95,7 @@ def test_with_json_wrong_usage_and_failures_of_the_command_itself_are_one_line_t
     except SystemExit as exit:
         ended = exit.code
     out, err = capfd.readouterr()
-    assert (ended, out, err.count("\n")) == (status, "", 1)
+    assert (ended, out, err.count("\n")) == (status, "", 1), err
     found = json.loads(err)["error"]
     assert found["code"] == code
     assert message in found["message"]
