@@ -84,6 +84,8 @@ def test_the_end_of_a_prompt_that_is_too_long_for_a_reference_is_checked(
     assert all(check.passed for check in found)
     assert any(check.name.endswith("prefill behind 50 tokens") for check in found)
     assert any(check.name.endswith("prefill behind 50 tokens does not depend on chunks") for check in found)
+    apart = "prefill behind 50 tokens and a decode do not depend on each other"
+    assert any(check.name.endswith(apart) for check in found)
 
 
 def test_a_crowd_has_more_work_than_a_launch_has_blocks(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:

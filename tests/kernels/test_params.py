@@ -23,7 +23,6 @@ from pagekv.kernels.params import (
     GATED,
     MERGE,
     PREFILL,
-    PREFILL_SPLIT,
     SAMPLE,
     fill,
 )
@@ -31,7 +30,7 @@ from pagekv.kernels.sources import translation_unit
 from pagekv.kernels.variants import Variant
 
 PLAIN = Variant("float16", "float16", 128)
-HEADERS = ("params.cuh", "prefill_split_params.cuh", "row_params.cuh", "sample_params.cuh")
+HEADERS = ("params.cuh", "row_params.cuh", "sample_params.cuh")
 # Name of the C++ structure -> its mirror.
 STRUCTS = {
     "CacheWriteParams": CACHE_WRITE,
@@ -46,7 +45,6 @@ STRUCTS = {
     "DecodeParams": DECODE,
     "MergeParams": MERGE,
     "PrefillParams": PREFILL,
-    "PrefillSplitParams": PREFILL_SPLIT,
 }
 
 
@@ -64,8 +62,7 @@ def test_structures_lie_in_memory_as_numpy_lays_them_out(nvrtc: Nvrtc) -> None:
             sizes.append(f'static_assert(sizeof({name}::{field}) == {kind.itemsize}, "{name}::{field}");')
             offsets.append(f'static_assert(offsetof({name}, {field}) == {offset}, "{name}::{field}");')
     macros = [f"-D{name}={value}" for name, value in PLAIN.macros().items()]
-    # The second header includes the first.
-    text = "".join(map(translation_unit, HEADERS[1:])) + "\n".join(sizes)
+    text = "".join(map(translation_unit, HEADERS)) + "\n".join(sizes)
     nvrtc.compile(text, "params.cu", ["--gpu-architecture=sm_80", "--std=c++17", *macros])
     # NVRTC has no constant offsetof; both compilers follow the same rules, and g++ has one.
     plain = re.sub(r"^#(include|pragma).*$", "", "".join(map(sources.read, HEADERS)), flags=re.M)

@@ -13,7 +13,6 @@ from pagekv.kernels.attention_plan import StepBatch
 from pagekv.kernels.decode_plan import Ints
 from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.params import Struct
-from pagekv.kernels.prefill_splits import MOST_PARTIAL_BYTES
 from pagekv.kernels.variants import KERNELS, Variant
 
 
@@ -65,26 +64,24 @@ class _Placed:
 
 
 @pytest.mark.parametrize(
-    ("new", "past", "tiles", "splits", "passes"),
+    ("new", "past", "tiles", "splits"),
     [
-        (32, 8192, 1, 5, 1),  # 32 rows of four heads are one tile
-        (32, 65536, 1, 9, 1),  # of 8,192 keys
-        (128, 16384, 4, 9, 1),
-        (512, 16384, 16, 9, 1),
-        (512, 65536, 16, 9, 1),
-        (2048, 16384, 64, 9, 3),
+        (32, 8192, 1, 5),  # 32 rows of four heads are one tile
+        (32, 65536, 1, 9),  # of 8,192 keys
+        (128, 16384, 4, 9),
+        (512, 16384, 16, 9),
+        (512, 65536, 16, 9),
+        (2048, 16384, 64, 9),
     ],
 )
-def test_thread_blocks_launches_and_bytes(new: int, past: int, tiles: int, splits: int, passes: int) -> None:
+def test_thread_blocks_launches_and_bytes(new: int, past: int, tiles: int, splits: int) -> None:
     """Of one layer of 32 query heads and 8 KV heads of 128, as in Llama 3 8B. Without splits a tile has 8 thread
     blocks."""
     work, scratch, (launched,) = step(new, past)
     assert len(work.items) == tiles
-    assert sum(count for kernel, count in launched if kernel == "pagekv_prefill_split") == 8 * tiles * splits
-    assert [kernel for kernel, _ in launched] == ["pagekv_prefill_split", "pagekv_merge_rows"] * passes
+    assert launched == [("pagekv_prefill", 8 * tiles * splits), ("pagekv_merge_rows", new * 4)]
     # Written once, and read once.
-    assert work.partial_bytes(32, 128) == new * splits * 32 * (128 + 2) * 4
-    assert scratch <= MOST_PARTIAL_BYTES
+    assert scratch == work.partial_bytes(32, 128) == new * splits * 32 * (128 + 2) * 4
 
 
 def test_a_prompt_up_to_the_rule_launches_one_kernel() -> None:
@@ -94,16 +91,17 @@ def test_a_prompt_up_to_the_rule_launches_one_kernel() -> None:
     assert not len(work.merges)
 
 
-def test_a_chunk_across_the_rule_takes_both_kernels() -> None:
+def test_rows_on_both_sides_of_the_rule_are_in_one_launch() -> None:
+    """32 rows of one tile, whole, and 32 of one in five splits."""
     _, _, (launched,) = step(64, 8192 - 32)
-    assert [kernel for kernel, _ in launched] == ["pagekv_prefill", "pagekv_prefill_split", "pagekv_merge_rows"]
+    assert launched == [("pagekv_prefill", 8 * (1 + 5)), ("pagekv_merge_rows", 64 * 4)]
 
 
 def test_layers_of_one_model_split_as_their_windows_say() -> None:
     """The plan is one. A layer that sees 1,024 keys walks them at once, beside one that sees all."""
     _, _, (short, all_keys) = step(512, 16384, windows=(1024, 0))
     assert short == [("pagekv_prefill", 128)]
-    assert [kernel for kernel, _ in all_keys] == ["pagekv_prefill_split", "pagekv_merge_rows"]
+    assert all_keys == [("pagekv_prefill", 128 * 9), ("pagekv_merge_rows", 512 * 4)]
 
 
 @pytest.mark.parametrize(("rows", "context"), [(1, 8193), (2048, 131072), (2048, 8192), (17, 40000)])
@@ -112,4 +110,4 @@ def test_no_step_takes_more_memory_than_a_profile_counts(rows: int, context: int
     recorder, variant = Recorder(), Variant("bfloat16", "bfloat16", 128)
     pool = _Placed(torch.empty((4, 1, 2, 256, 8, 128), dtype=torch.bfloat16, device="meta"))
     most = PagedAttention(recorder, pool, variant, num_heads=32).most_prompt_scratch(rows, context)
-    assert scratch <= most <= MOST_PARTIAL_BYTES
+    assert scratch <= most <= rows * 16 * 32 * (128 + 2) * 4

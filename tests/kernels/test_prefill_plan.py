@@ -37,7 +37,7 @@ def items_of(
         window=window,
     )
     assert work.items.dtype == np.int32
-    assert work.num_split == len(work.split_items) == len(work.merges) == len(work.passes) == 0
+    assert len(work.split_items) == len(work.merges) == work.num_partials == 0
     rows = np.array(counts, np.int32)[work.items[:, 0]] * group
     assert work.items[:, 2].tolist() == np.minimum(rows - work.items[:, 1], TILE.rows).tolist()
     assert not work.items[:, 3].any()

@@ -1,4 +1,4 @@
-"""`prefill_split.cu` and `merge_rows.cu` on the CPU, against the twin: prompts behind contexts that are split.
+"""Splits of `prefill.cu`, and `merge_rows.cu`, on the CPU, against the twin: prompts behind contexts that are split.
 
 The rule of splitting is a short one here, so that a few hundred keys are a long context; one test has the rule that
 serves. Memory of partial results starts as NaN, and so does every slot of the pool without a token.
@@ -78,7 +78,7 @@ def test_block_sizes(launcher: HostLauncher, block_size: int) -> None:
 def test_groups_of_any_width(launcher: HostLauncher, variant: Variant, group: int) -> None:
     """Tiles begin between the heads of a query, and a query's heads may take several tiles."""
     prompts = random_prompts(np.random.default_rng(0), variant, [9, 3], [160, 102], group=group, kv_heads=1)
-    check(launcher, prompts, rule=RULE, pass_partials=10)
+    check(launcher, prompts, rule=RULE)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,6 @@ def batches(draw: st.DrawFn) -> tuple[Prompts, Features, dict[str, Any], int]:
     )
     how = {
         "block_size": draw(st.sampled_from([1, 8, 64])),
-        "pass_partials": draw(st.sampled_from([1, 40, 1000])),
         "plan_window": draw(st.sampled_from([None, 0])),
     }
     return prompts, features, how, seed
@@ -166,7 +165,7 @@ def test_any_batch_equals_the_twin(case: tuple[Prompts, Features, dict[str, Any]
     ids=str,
 )
 @pytest.mark.parametrize("group", [1, 7])
-def test_bits_do_not_depend_on_chunks_batch_blocks_block_size_or_passes(
+def test_bits_do_not_depend_on_chunks_batch_blocks_or_block_size(
     variant: Variant, features: Features, group: int
 ) -> None:
     """A prompt computed whole and alone, against chunks of it among others, scattered elsewhere."""
@@ -178,8 +177,7 @@ def test_bits_do_not_depend_on_chunks_batch_blocks_block_size_or_passes(
         others = [prompts.chunk(1, 172, 177), prompts.chunk(2, 0, int(rng.integers(1, 90)))]
         place = int(rng.integers(0, 3))
         batch = together([*others[:place], prompts.chunk(0, begin, end), *others[place:]])
-        how: dict[str, Any] = {"block_size": block_size, "pass_partials": int(rng.integers(1, 200))}
-        result = run_stored(launcher, rng, batch, features, rule=RULE, **how)
+        result = run_stored(launcher, rng, batch, features, rule=RULE, block_size=block_size)
         same_bits(result[batch.rows()[place]], whole[begin:end])
 
 
@@ -199,9 +197,10 @@ def test_rows_that_see_few_keys_are_as_they_are_without_splits() -> None:
 @pytest.mark.parametrize("head_size", [64, 80, 128])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_merges_give_the_same_bits(launcher: HostLauncher, dtype: str, head_size: int) -> None:
-    """Rows of 1 to 17 partial results, some of no keys, with sinks; entries of rows that are not split between them."""
+    """Rows of 1 to 17 partial results, and of 64 as decodes have them, some of no keys, with sinks; entries of rows
+    that are not split between them."""
     rng, heads = np.random.default_rng(0), 5
-    partials = np.arange(1, 18)
+    partials = np.append(np.arange(1, 18), 64)
     first = np.cumsum(partials) - partials
     states = np.stack([rng.normal(size=(partials.sum(), heads)) * 20, rng.uniform(1, 9, (partials.sum(), heads))], 2)
     states[rng.random(states.shape[:2]) < 0.3] = -np.inf, 0

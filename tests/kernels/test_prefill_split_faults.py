@@ -22,10 +22,10 @@ HALF = Variant("float16", "float16", 64)
 
 
 def of_chunk(variant: Variant = HALF, features: Features = PLAIN, **how: Any) -> Check:
-    """Rows in front of the first split row, and behind it on both sides of a cut, in two passes."""
+    """Rows in front of the first split row, and behind it on both sides of a cut."""
     used = replace(variant, features=features != PLAIN)
     prompts = random_prompts(np.random.default_rng(0), used, [3, 34], [260, 130], group=2)
-    return lambda launcher: check(launcher, prompts, features, rule=RULE, pass_partials=60, **how)
+    return lambda launcher: check(launcher, prompts, features, rule=RULE, **how)
 
 
 def of_blocks_that_the_window_left(launcher: HostLauncher) -> None:
@@ -37,12 +37,15 @@ def of_blocks_that_the_window_left(launcher: HostLauncher) -> None:
     assert worst_error(prompts, result, features) <= TOLERANCE["float16"]
 
 
-def fault(name: str, old: str, new: str, check_: Check | None = None, kernel: str = "pagekv_prefill_split") -> Fault:
+def fault(name: str, old: str, new: str, check_: Check | None = None, kernel: str = "pagekv_prefill") -> Fault:
     return Fault(name, kernel, old, new, check_ or of_chunk())
 
 
 FP8 = Variant("float16", "float8_e4m3fn", 64)
 FAULTS = [
+    fault("rows that are not split see one key", "if (!split.all()) {", "if (true) {"),
+    fault("rows that are not split leave partial results", "if (!Split::of(p).all()) {", "if (true) {"),
+    fault("rows that are split leave no partial results", "if (!Split::of(p).all()) {", "if (false) {"),
     fault("keys before the split count", "max(first_key, split.first_key())", "first_key"),
     fault("keys behind the split count", "min(end_key, split.end_key())", "end_key"),
     fault("a split ends a key early", "(index + 1) << log2", "((index + 1) << log2) - 1"),
@@ -89,7 +92,7 @@ FAULTS = [
     ),
     Fault(
         "keys that the window has left are read",
-        "pagekv_prefill_split",
+        "pagekv_prefill",
         "return key >= keys().first && key",
         "return key",
         of_blocks_that_the_window_left,

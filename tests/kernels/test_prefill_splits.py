@@ -1,4 +1,4 @@
-"""Splits of prompts: where keys are cut, items that have every key once, and passes that fit their memory."""
+"""Splits of prompts: where keys are cut, items that have every key once, and places of partial results."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_cuts_lie_between_tiles_of_keys(variant: Variant) -> None:
 
 def test_layers_with_a_short_window_split_nothing() -> None:
     assert [SPLIT_RULE.splits(window) for window in (0, 1, 8192, 8193)] == [True, False, False, True]
-    assert len(work_of([70], [300], window=100).passes) == 0
-    assert len(work_of([70], [300], window=101).passes) == 1
+    assert len(work_of([70], [300], window=100).split_items) == 0
+    assert len(work_of([70], [300], window=101).split_items) > 0
 
 
 @pytest.mark.parametrize(
@@ -68,13 +68,10 @@ def test_the_most_partial_results_of_a_row(context: int, window: int, most: int)
     shapes=st.lists(st.tuples(st.integers(0, 90), st.sampled_from([0, 30, 99, 100, 250, 256, 600])), max_size=4),
     group=st.sampled_from([1, 4, 7, 40]),
     window=st.sampled_from([0, 60, 101, 130]),
-    pass_partials=st.sampled_from([1, 20, 1000]),
 )
-def test_every_visible_key_of_every_row_is_in_one_item(
-    shapes: list[tuple[int, int]], group: int, window: int, pass_partials: int
-) -> None:
+def test_every_visible_key_of_every_row_is_in_one_item(shapes: list[tuple[int, int]], group: int, window: int) -> None:
     counts, contexts = [count for count, _ in shapes], [count + past for count, past in shapes]
-    work = work_of(counts, contexts, group=group, window=window, pass_partials=pass_partials)
+    work = work_of(counts, contexts, group=group, window=window)
     starts = np.cumsum([0, *counts]).tolist()
 
     def rows_of(items: Ints) -> list[tuple[int, int]]:
@@ -83,14 +80,22 @@ def test_every_visible_key_of_every_row_is_in_one_item(
     everything = [(s, row) for s, count in enumerate(counts) for row in range(count * group)]
     assert sorted(rows_of(work.items)) == everything, "whole, each row is in one item"
     assert all(0 < rows <= TILE.rows for rows in work.items[:, 2])
-    long = set(rows_of(work.items[: work.num_split]))
-    assert long.isdisjoint(rows_of(work.items[work.num_split :]))
 
     def oldest(position: int) -> int:
         return max(0, position - window + 1) if window else 0
 
+    def visible(s: int, row: int) -> int:
+        position = contexts[s] - counts[s] + row // group
+        return position + 1 - oldest(position)
+
+    long = {(s, row) for s, row in everything if visible(s, row) > RULE.most_whole}
+    # Where some rows are split, the same list has the others whole.
+    whole = work.split_items[work.split_items[:, 3] == 0]
+    assert sorted(rows_of(whole)) == (sorted(set(everything) - long) if long else [])
+    assert bool(long) == bool(len(work.split_items))
+
     keys: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for s, first, rows, word in work.split_items.tolist():
+    for s, first, rows, word in work.split_items[work.split_items[:, 3] > 0].tolist():
         split, log2 = word & 0xFFFFFF, word >> 24
         for row in range(first, first + rows):
             position = contexts[s] - counts[s] + row // group
@@ -104,32 +109,18 @@ def test_every_visible_key_of_every_row_is_in_one_item(
         position = contexts[s] - counts[s] + row // group
         assert [begin for begin, _ in sorted(found)] == [oldest(position), *(end for _, end in sorted(found)[:-1])]
         assert max(found)[1] == position + 1
-        assert position + 1 - oldest(position) > RULE.most_whole
     assert set(keys) == long
 
 
-@given(
-    counts=st.lists(st.integers(0, 60), min_size=1, max_size=3),
-    group=st.sampled_from([1, 7]),
-    pass_partials=st.sampled_from([1, 9, 50]),
-)
-def test_passes_fit_their_memory_and_have_their_rows_and_items_apart(
-    counts: list[int], group: int, pass_partials: int
-) -> None:
-    work = work_of(counts, [count + 90 for count in counts], group=group, pass_partials=pass_partials)
-    assert work.num_partials <= max(pass_partials, 4)
-    items = [index for each in work.passes for index in range(each.first_item, each.first_item + each.num_items)]
-    assert items == list(range(len(work.split_items)))
-    merged = []
-    for each in work.passes:
-        rows = [row for row in range(each.first_row, each.first_row + each.num_rows) if work.merges[row, 0] >= 0]
-        places = [place for row in rows for place in range(work.merges[row, 1], sum(work.merges[row, 1:3]))]
-        assert places == list(range(len(places))), "partial results side by side"
-        merged += rows
-    assert merged == np.flatnonzero(work.merges[:, 0] >= 0).tolist() if len(work.merges) else not merged
+@given(counts=st.lists(st.integers(0, 60), min_size=1, max_size=3), group=st.sampled_from([1, 7]))
+def test_partial_results_are_side_by_side_in_the_order_of_rows(counts: list[int], group: int) -> None:
+    work = work_of(counts, [count + 90 for count in counts], group=group)
+    split = work.merges[work.merges[:, 0] >= 0]
+    places = [place for _, first, partials, _ in split.tolist() for place in range(first, first + partials)]
+    assert places == list(range(work.num_partials))
 
 
-def test_items_of_a_pass_come_heaviest_first_and_those_of_a_split_are_neighbours() -> None:
+def test_items_come_heaviest_first_and_those_of_a_split_are_neighbours() -> None:
     items = work_of([40], [250]).split_items
     assert [(first, word & 0xFFFFFF) for _, first, _, word in items.tolist()] == [
         *((first, split) for split in (0, 1, 2) for first in (0, 16, 32)),

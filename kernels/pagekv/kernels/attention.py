@@ -26,12 +26,13 @@ from pagekv.kernels.attention_plan import (
     plan_prefills,
     plan_step,
 )
-from pagekv.kernels.decode_plan import MOST_FUSED_PARTIALS, DecodeWork, every_item_is_wide, most_members
+from pagekv.kernels.decode_plan import DecodeWork, every_item_is_wide, most_members
 from pagekv.kernels.launch_config import Launcher
-from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, MERGE, fill
+from pagekv.kernels.merge_launch import launch_merge
+from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, fill
 from pagekv.kernels.prefill_launch import launch_prefill
 from pagekv.kernels.prefill_plan import PrefillWork
-from pagekv.kernels.prefill_splits import MOST_PARTIAL_BYTES, SPLIT_RULE, partial_bytes
+from pagekv.kernels.prefill_splits import SPLIT_RULE, partial_bytes
 from pagekv.kernels.rows import Norm
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.tensors import Tensor, dtype_name
@@ -194,9 +195,7 @@ class PagedAttention:
     def most_prompt_scratch(self, num_rows: int, context_len: int) -> int:
         """The most bytes that partial results of a step's prompts take: of so many rows, in contexts of at most so many
         tokens."""
-        partials = SPLIT_RULE.most_partials(context_len, self.plan_window)
-        one_row = self.scratch_bytes(partials)
-        return min(num_rows * one_row, max(MOST_PARTIAL_BYTES, one_row))
+        return self.scratch_bytes(num_rows * SPLIT_RULE.most_partials(context_len, self.plan_window))
 
     def write(
         self,
@@ -298,6 +297,7 @@ class PagedAttention:
             "sinks": 0 if self._sinks is None else self._sinks.data_ptr() + 4 * layer * self.num_heads,
             **self._fields,
         }
+        split = SPLIT_RULE.splits(self._windows[layer])
         if plan.num_decode_items or plan.num_wide_items:
             self._decode(values, plan)
         if plan.num_prefill_items:
@@ -308,12 +308,12 @@ class PagedAttention:
                 {**values, "query_start": plan.at["query_start"]},
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
-                split=SPLIT_RULE.splits(self._windows[layer]),
+                split=split,
             )
+        launch_merge(self._launcher, self.variant, plan, values, num_heads=self.num_heads, split=split)
 
     def _decode(self, values: Mapping[str, float], plan: AttentionPlan) -> None:
         """`values`: the fields that both kernels of attention have."""
-        fused = plan.most_partials <= MOST_FUSED_PARTIALS
         partial_out, partial_state = plan.partials(self.num_heads, self.variant.head_size)
         kinds = (
             ("pagekv_decode_wide", plan.num_wide_items, "wide_items"),
@@ -332,27 +332,11 @@ class PagedAttention:
                     items=plan.at[items],
                     members=plan.at["members"] if wide else 0,
                     merges=plan.at["merge_items"],
-                    merge_counters=plan.at["merge_counters"] if fused else 0,
+                    merge_counters=plan.at["merge_counters"] if plan.fused_merges else 0,
                     partial_out=partial_out,
                     partial_state=partial_state,
                     num_items=num_items,
                     **values,
-                ),
-            )
-        if plan.num_merge_items and not fused:
-            self._launcher.launch(
-                "pagekv_merge",
-                self.variant,
-                launch_config.merge(self.variant, plan.num_merge_items, self.num_heads),
-                fill(
-                    MERGE,
-                    out=values["out"],
-                    partial_out=partial_out,
-                    partial_state=partial_state,
-                    sinks=values["sinks"],
-                    items=plan.at["merge_items"],
-                    out_stride=values["out_stride"],
-                    num_heads=self.num_heads,
                 ),
             )
 

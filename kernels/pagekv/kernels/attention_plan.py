@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pagekv.kernels.decode_plan import (
+    MOST_FUSED_PARTIALS,
     DecodeWork,
     decode_work,
     every_item_is_wide,
@@ -29,8 +30,7 @@ from pagekv.kernels.decode_plan import (
     most_members,
     most_partials,
 )
-from pagekv.kernels.prefill_plan import PrefillPass, PrefillWork, prefill_tile, prefill_work
-from pagekv.kernels.prefill_splits import MOST_PARTIAL_BYTES, partial_bytes
+from pagekv.kernels.prefill_plan import PrefillWork, prefill_tile, prefill_work
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.variants import Variant
 
@@ -103,17 +103,20 @@ class AttentionPlan:
     num_wide_items: int
     num_merge_items: int
     num_prefill_items: int
-    num_split_tiles: int
-    """Prefill items at the front that split items replace in layers that split."""
+    num_split_items: int
+    """Of layers that split, where any row is split; instead of the prefill items."""
     num_partials: int
     most_partials: int
     """Of one decode."""
-    passes: tuple[PrefillPass, ...]
-    """Of the split items."""
     at: Mapping[str, int]
     """Section -> its address."""
     scratch: int
     """Address of float32 [num_partials, num_heads, head_size + 2] words: see `PagedAttention.scratch_bytes`."""
+
+    @property
+    def fused_merges(self) -> bool:
+        """Whether the decode kernels merge the partial results of decodes themselves."""
+        return self.most_partials <= MOST_FUSED_PARTIALS
 
     def partials(self, num_heads: int, head_size: int) -> tuple[int, int]:
         """Addresses of the partial results' outputs and of their (maximum, sum) pairs."""
@@ -129,7 +132,6 @@ class HostPlan:
     offsets: Mapping[str, int]
     """Section -> its first word."""
     counts: Mapping[str, int]
-    passes: tuple[PrefillPass, ...]
 
     def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
@@ -141,7 +143,7 @@ class HostPlan:
         if self.counts["num_partials"] and not scratch:
             raise ValueError("scratch: this step has partial results and needs memory for them")
         at = {name: address + 4 * offset for name, offset in self.offsets.items()}
-        return AttentionPlan(**self.counts, passes=self.passes, at=at, scratch=scratch)
+        return AttentionPlan(**self.counts, at=at, scratch=scratch)
 
 
 SKIPPED_BELOW_ZERO = ("slots", "decode_items", "wide_items", "merge_items", "prefill_items")
@@ -189,7 +191,6 @@ def plan_prefills(
         group_size=num_heads // num_kv_heads,
         tile=prefill_tile(variant),
         window=window,
-        pass_partials=MOST_PARTIAL_BYTES // partial_bytes(num_heads, variant.head_size),
     )
 
 
@@ -244,11 +245,10 @@ def plan_step(
         "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
         "prefill_items": prefills.items,
         "split_items": prefills.split_items,
-        "row_merges": prefills.merges,
+        "row_merges": _row_merges(work, prefills),
         **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
     }
-    # Decodes have done with their partial results when the first prompt needs memory for its own.
-    num_partials, longest = max(work.num_partials, prefills.num_partials), work.most_partials
+    num_partials, longest = work.num_partials + prefills.num_partials, work.most_partials
     shapes = {name: array.shape for name, array in arrays.items()}
     if graph:
         if num_partials > graph.partials:
@@ -271,12 +271,22 @@ def plan_step(
             "num_wide_items": shapes["wide_items"][0],
             "num_merge_items": shapes["merge_items"][0],
             "num_prefill_items": shapes["prefill_items"][0],
-            "num_split_tiles": prefills.num_split,
+            "num_split_items": shapes["split_items"][0],
             "num_partials": num_partials,
             "most_partials": longest,
         },
-        prefills.passes,
     )
+
+
+def _row_merges(decodes: DecodeWork, prefills: PrefillWork) -> Ints:
+    """[T, 4], or [0, 4] where no row of a prompt is split: the merges of all rows that one launch merges, by row. The
+    partial results of prompts are behind those of decodes."""
+    merges = prefills.merges.copy()
+    if len(merges):
+        merges[merges[:, 0] >= 0, 1] += decodes.num_partials
+        if decodes.most_partials > MOST_FUSED_PARTIALS:
+            merges[decodes.merges[:, 0]] = decodes.merges
+    return merges
 
 
 def validate(batch: StepBatch, num_blocks: int, block_size: int) -> Ints:

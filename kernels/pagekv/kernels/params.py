@@ -48,20 +48,20 @@ EDIT = _struct(pointers="", i32="token", f32="value")
 
 BLOCK_COPY = _struct(pointers="pool pairs", i64="block_bytes")
 
-_PARTIALS = ("merges", "partial_out", "partial_state")
 _ATTENTION = {
     "i64": "block_stride kv_stride query_stride out_stride",
-    "i32": "num_items num_heads num_kv_heads block_size_log2 table_stride layer window",
+    "i32": "num_heads num_kv_heads block_size_log2 table_stride layer window",
     "f32": "scale soft_cap",
 }
 DECODE = _struct(
     pointers="query out pool block_tables context_lens items kv_scales sinks members merges merge_counters partial_out "
     "partial_state",
-    **_ATTENTION,
+    **{**_ATTENTION, "i32": "num_items " + _ATTENTION["i32"]},
 )
-PREFILL = _struct(pointers="query out pool block_tables context_lens kv_scales sinks query_start items", **_ATTENTION)
-PREFILL_SPLIT = np.dtype(
-    [*((name, PREFILL[name]) for name in PREFILL.names or ()), *((name, "u8") for name in _PARTIALS)], align=True
+PREFILL = _struct(
+    pointers="query out pool block_tables context_lens kv_scales sinks query_start items merges partial_out "
+    "partial_state",
+    **_ATTENTION,
 )
 MERGE = _struct(pointers="out partial_out partial_state sinks items", i64="out_stride", i32="num_heads")
 

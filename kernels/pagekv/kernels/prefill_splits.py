@@ -1,4 +1,4 @@
-"""Where the keys of a prompt's row are split, and which split rows a step computes at a time (split-KV prefill)."""
+"""Where the keys of a prompt's row are split, and which partial results merge to its result (split-KV prefill)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from pagekv.kernels.shared_splits import Ints
-
-MOST_PARTIAL_BYTES = 128 << 20
-"""Partial results of a pass, at most: of some 2,000 thread blocks, several for each one that an H200 runs at a time.
-Steps with more take several passes, over the same memory."""
 
 
 @dataclass(frozen=True)
@@ -48,58 +44,20 @@ SPLIT_RULE = SplitRule(most_whole=8192, least_log2=11, most_splits=16)
 keys and more give a short chunk 5 to 16 times the thread blocks, and cost a long one some percent (a prediction)."""
 
 
-@dataclass(frozen=True)
-class SplitRows:
-    """The rows of a step that are split: n queries in order, one at least, each with all its heads."""
+def row_merges(runs: Ints, past: Ints, first_row: Ints, window: int, num_rows: int) -> Ints:
+    """[num_rows, 4] by row of the step: row (-1: not split), first partial, partials, split of the first partial.
 
-    place: Ints
-    """[n]: of its sequence, among those that were planned."""
-    query: Ints
-    """[n]: of the sequence."""
-    log2: Ints
-    """[n]: of the length of its splits."""
-    first_split: Ints
-    partials: Ints
-    """[n]: number of its splits."""
-    number_of_pass: Ints
-    """[n]: 0 and up, never falls."""
-    first_partial: Ints
-    """[n]: in the memory of its pass."""
-
-    @classmethod
-    def of(cls, runs: Ints, past: Ints, window: int, pass_partials: int, tile_queries: int) -> SplitRows:
-        """`runs` [r, 4]: place, first query, end query, log2. `past`: position of each place's first query. Passes have
-        whole tiles of so many queries where all have as many partial results."""
-        run, offset = repeated(runs[:, 2] - runs[:, 1])
-        place, query, log2 = runs[run, 0], runs[run, 1] + offset, runs[run, 3]
-        position = past[place] + query
-        first = oldest_visible(position, window) >> log2
-        partials = (position >> log2) - first + 1
-        before = np.cumsum(partials) - partials
-        # Passes begin so many partial results apart, or more by less than one query's.
-        most = int(partials.max())
-        apart = max(pass_partials - most + 1, 1)
-        apart -= apart % (most * tile_queries) if apart > most * tile_queries else 0
-        number_of_pass = np.unique(before // apart, return_inverse=True)[1].reshape(-1).astype(np.int32)
-        begins = before[np.searchsorted(number_of_pass, number_of_pass)]
-        return cls(place, query, log2, first, partials, number_of_pass, before - begins)
-
-    @property
-    def num_passes(self) -> int:
-        return int(self.number_of_pass[-1]) + 1
-
-    @property
-    def num_partials(self) -> int:
-        """Of a pass, at most."""
-        return int((self.first_partial + self.partials).max())
-
-    def runs(self) -> tuple[Ints, Ints]:
-        """[r, 4]: place, first query, end query, log2, of neighbours of one sequence, length and pass; [r]: passes."""
-        alike = np.stack([self.place, self.log2, self.number_of_pass], axis=1)
-        begin = np.flatnonzero(np.concatenate([[True], (alike[1:] != alike[:-1]).any(axis=1)]))
-        last = np.concatenate([begin[1:], [len(alike)]]) - 1
-        runs = [self.place[begin], self.query[begin], self.query[last] + 1, self.log2[begin]]
-        return np.stack(runs, axis=1).astype(np.int32), self.number_of_pass[begin]
+    `runs` [r, 4]: place, first query, end query, log2 of splits, of rows that are split. `past`, `first_row`: position
+    and row of each place's first query. The partial results of rows are side by side, in order.
+    """
+    run, offset = repeated(runs[:, 2] - runs[:, 1])
+    place, query, log2 = runs[run, 0], runs[run, 1] + offset, runs[run, 3]
+    position, row = past[place] + query, first_row[place] + query
+    first_split = oldest_visible(position, window) >> log2
+    partials = (position >> log2) - first_split + 1
+    merges = np.full((num_rows, 4), -1, np.int32)
+    merges[row] = np.stack([row, np.cumsum(partials) - partials, partials, first_split], axis=1)
+    return merges
 
 
 def partial_bytes(num_heads: int, head_size: int) -> int:

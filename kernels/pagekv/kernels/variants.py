@@ -148,7 +148,6 @@ KERNELS: Mapping[str, Kernel] = {
         Kernel("pagekv_decode_wide", "decode_wide.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), contracts=False),
         Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
         Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
-        Kernel("pagekv_prefill_split", "prefill_split.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
         Kernel("pagekv_merge_rows", "merge_rows.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
     )
 }

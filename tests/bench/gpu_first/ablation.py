@@ -10,7 +10,7 @@ from unittest import mock
 
 from gpu_first.kernel_rows import decode_timing
 from gpu_first.machine import FirstMachine
-from pagekv.kernels import attention, decode_plan
+from pagekv.kernels import attention_plan, decode_plan
 from pagekv.kernels.bench.machine import Arena
 from pagekv.kernels.bench.speed import Row
 from pagekv.kernels.bench.workload import GQA4, AttentionCase
@@ -43,7 +43,7 @@ START_NEXT = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);"
 # thread block for each KV head, as in the first PagedAttention kernel.
 ABLATIONS = {
     "longer_splits": Ablation(constant=(decode_plan, "LONGER_SPLITS_BEYOND", (0, 0))),
-    "merge_apart": Ablation(constant=(attention, "MOST_FUSED_PARTIALS", 0)),
+    "merge_apart": Ablation(constant=(attention_plan, "MOST_FUSED_PARTIALS", 0)),
     "copies_awaited": Ablation(START_NEXT, f"{START_NEXT} cp_async_wait<0>();"),
     "copies_across_rows": Ablation(COPY_OF_THREAD, ACROSS_ROWS),
     "three_blocks": Ablation("SHORT_ROWS ? 4 :", "SHORT_ROWS ? 3 :"),

@@ -99,6 +99,6 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
                 shapes.append(launch_config.merge(variant, 1, group_size))
             case "pagekv_merge_rows":
                 shapes.append(launch_config.merge_rows(variant, 1, group_size))
-            case "pagekv_prefill" | "pagekv_prefill_split":
+            case "pagekv_prefill":
                 shapes.append(launch_config.prefill(variant, 1, 1))
     return max(shape.shared_bytes for shape in shapes), max(shape.threads for shape in shapes)

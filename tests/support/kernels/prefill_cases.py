@@ -1,4 +1,4 @@
-"""Chunks of stored sequences and launches of the prefill kernel over them."""
+"""Chunks of stored sequences, and launches of the prefill kernel and the merge over them."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from support.kernels.stored_sequences import (
 )
 
 from pagekv.kernels.attention_plan import AttentionPlan
+from pagekv.kernels.merge_launch import launch_merge
 from pagekv.kernels.prefill_launch import launch_prefill
 from pagekv.kernels.prefill_plan import prefill_tile, prefill_work
 from pagekv.kernels.prefill_splits import SPLIT_RULE, SplitRule
@@ -116,13 +117,11 @@ def run_prefill(
     *,
     padding: int = 0,
     rule: SplitRule = SPLIT_RULE,
-    pass_partials: int = 1 << 30,
     plan_window: int | None = None,
 ) -> Array:
     """[T, H, D]: the kernels' results, as stored elements. `padding`: items that do nothing, as in a captured graph.
 
-    `rule`: of splits. `pass_partials`: most partial results of a pass. `plan_window`: the widest of any layer, where
-    that is another one than this layer's.
+    `rule`: of splits. `plan_window`: the widest of any layer, where that is another one than this layer's.
     """
     variant, sequences = prompts.variant, prompts.sequences
     heads, kv_heads = prompts.queries[0].shape[1], cache.pool.shape[4]
@@ -135,7 +134,6 @@ def run_prefill(
         group_size=heads // kv_heads,
         tile=prefill_tile(variant),
         window=features.window if plan_window is None else plan_window,
-        pass_partials=pass_partials,
         rule=rule,
     )
     items = np.concatenate([work.items, np.full((padding, 4), -1, np.int32)])
@@ -149,15 +147,15 @@ def run_prefill(
         num_wide_items=0,
         num_merge_items=0,
         num_prefill_items=len(items),
-        num_split_tiles=work.num_split,
+        num_split_items=len(work.split_items),
         num_partials=work.num_partials,
         most_partials=0,
-        passes=work.passes,
         at=at,
         scratch=address(scratch),
     )
     values = attention_values(sequences, cache, rows, context_lens, features)
     unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
+    split = rule.splits(features.window)
     with launcher.forbidden(*(cache.pool[block] for block in unused)):
         launch_prefill(
             launcher,
@@ -166,8 +164,9 @@ def run_prefill(
             {**values, "query_start": address(query_start)},
             num_heads=heads,
             num_kv_heads=kv_heads,
-            split=rule.splits(features.window),
+            split=split,
         )
+        launch_merge(launcher, variant, plan, values, num_heads=heads, split=split)
     return rows.result()
 
 

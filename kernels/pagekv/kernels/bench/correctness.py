@@ -21,7 +21,8 @@ ALLOWED = {"float32": 5e-5, "float16": 4e-3, "bfloat16": 3e-2}
 """Largest error of a weighted mean of values of size about 1: rounding of weights and of the result."""
 LENGTHS = (1, 16, 255, 256, 257, 700, 2049, 5000, 9000)
 """The last length has 18 partial results of a decode, which the merge kernel merges; the others have at most 10. The
-last two have splits of 512 keys. The end of a prompt of the last length has its keys split too."""
+last two have splits of 512 keys. The end of a prompt of the last length has its keys split too, and one launch merges
+it and a decode beside it."""
 SHORT_LENGTHS = (1, 17, 300, 1100)
 SHARERS = 19
 """Sequences that share all blocks: more than the rows of one thread block, and no multiple of them."""
@@ -147,6 +148,8 @@ def _prefills(scene: Scene, allowed: float) -> Iterator[Check]:
         cut = start + CHUNK // 3
         chunks = torch.cat([scene.prefill(longest, start, cut), scene.prefill(longest, cut, stop)])
         yield Check(f"{name} does not depend on chunks", differing(chunks, behind), 0)
+        beside, alone = scene.decode_beside_prefill(longest, start), torch.cat([scene.decode([longest]), behind])
+        yield Check(f"{name} and a decode do not depend on each other", differing(beside, alone), 0)
 
 
 def block_copy_checks(scene: Scene) -> Iterator[Check]:

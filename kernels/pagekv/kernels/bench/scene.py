@@ -97,10 +97,10 @@ class Scene:
         del held
 
     def plan(
-        self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
+        self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool | np.ndarray
     ) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
         """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory behind its
-        addresses."""
+        addresses. `decode`: whether they are decodes; of each, where they are not alike."""
         batch = StepBatch(
             query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             context_lens=contexts.astype(np.int32),
@@ -132,8 +132,23 @@ class Scene:
         query = self.query[first + start : first + stop]
         return self._run(*self._step(query, [sequence], counts, contexts, decode=False))
 
+    def decode_beside_prefill(self, sequence: int, start: int) -> torch.Tensor:
+        """[1 + length - start, H, D]: in one step the last token of a sequence as a decode, and as rows of a prompt
+        those from position `start` on."""
+        first, length = int(self.first_rows[sequence]), int(self.lengths[sequence])
+        query = self.query[first + start : first + length]
+        counts, contexts = np.array([1, length - start], np.int32), np.array([length, length], np.int32)
+        decode = np.array([True, False])
+        return self._run(*self._step(torch.cat([query[-1:], query]), [sequence] * 2, counts, contexts, decode=decode))
+
     def _step(
-        self, query: torch.Tensor, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool
+        self,
+        query: torch.Tensor,
+        sequences: Sequence[int],
+        counts: np.ndarray,
+        contexts: np.ndarray,
+        *,
+        decode: bool | np.ndarray,
     ) -> tuple[Callable[[], None], torch.Tensor]:
         plan, held = self.plan(sequences, counts, contexts, decode=decode)
         out = torch.full_like(query, torch.nan)

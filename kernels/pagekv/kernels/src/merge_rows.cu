@@ -1,5 +1,5 @@
 // Merges the partial results of rows whose keys were split, where rows are many and their splits few: of prompts, behind
-// prefill_split.cu.
+// prefill.cu, and of decodes among them.
 //
 // Floor: reads (HEAD_SIZE + 2) * 4 bytes of each split and head, and writes one row. Enough rows fill the GPU, so a thread
 // has four dims of a head, for which STRANDS reads are under way, and nothing is exchanged; merge.cu serves few rows of

@@ -98,12 +98,14 @@ struct PrefillParams {
     const float* kv_scales;     // as CacheWriteParams
     const float* sinks;         // as DecodeParams
     const i32* query_start;     // [S + 1] first row of each sequence; its last query sees context_lens[s] keys
-    const i32* items;           // [items, 4]: sequence (< 0: nothing to do), first row, unused, unused; see prefill_plan.py
+    const i32* items;           // [items, 4]: sequence (< 0: nothing to do), first row, rows, split; see prefill_plan.py
+    const i32* merges;          // [T, 4], by row of the step: MergeParams::items; read for items of a split alone
+    float* partial_out;         // as DecodeParams
+    float* partial_state;
     i64 block_stride;
     i64 kv_stride;
     i64 query_stride;
     i64 out_stride;
-    i32 num_items;              // not read; without it NVRTC 12.9 and 13.0 spill registers (fp8, head size 128)
     i32 num_heads;
     i32 num_kv_heads;
     i32 block_size_log2;

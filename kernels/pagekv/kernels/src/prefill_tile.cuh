@@ -5,7 +5,6 @@
 // through a ring of STAGES slots: while one half is used, the next STAGES - 1 are on their way.
 #pragma once
 #include "partials.cuh"
-#include "prefill_split_params.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
@@ -85,9 +84,24 @@ struct QueryRows {
 
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
 
+// The keys of this thread block's item, by position: a split of those that its rows see, or all of them.
+struct Split {
+    i32 index;  // in units of its own length, from position 0
+    i32 log2;   // of its length in keys, a multiple of TILE_KEYS; 0: all keys
+
+    __device__ __forceinline__ static Split of(const PrefillParams& p) {
+        const u32 word = (u32)p.items[(i64)((i32)blockIdx.x / p.num_kv_heads) * 4 + 3];
+        return {(i32)(word & 0xffffffu), (i32)(word >> 24)};
+    }
+
+    __device__ __forceinline__ bool all() const { return log2 == 0; }
+    __device__ __forceinline__ i32 first_key() const { return index << log2; }
+    __device__ __forceinline__ i32 end_key() const { return (index + 1) << log2; }
+};
+
 // Where partial results of a split go.
 struct PartialRows {
-    const PrefillSplitParams& p;
+    const PrefillParams& p;
     i32 split;
 
     // Of row `row` of the item, at `position`: its place among all partial results of heads; negative: the row has none, as
