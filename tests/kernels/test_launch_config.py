@@ -34,6 +34,7 @@ def test_a_decode_has_a_thread_block_for_each_item_kv_head_and_tile_of_heads(
 def test_other_grids() -> None:
     assert launch_config.cache_write(HALF, 7, 40).grid == (7, 5, 1)
     assert launch_config.cache_write(Variant("float16", "float16", 80), 7, 13).grid == (7, 2, 1)
+    assert launch_config.cache_write_together(7).grid == (7, 2, 1)
     assert launch_config.prefill(HALF, 3, 8).grid == (24, 1, 1)
     assert launch_config.merge(HALF, 3, 32).grid == (3, 32, 1)
     assert launch_config.merge_rows(HALF, 3, 32).grid == (3, 4, 1)

@@ -88,24 +88,6 @@ def test_parts_of_add_norm_may_be_missing(launcher: HostLauncher, added: bool, a
     check_add_norm(launcher, "bfloat16", 328, added=added, after=after, before=before)
 
 
-def check_parts(launcher: HostLauncher) -> None:
-    """All heads of either kind, of which there are not equally many, in one launch; what is behind them stays."""
-    for first in (520, 88):
-        whole = random_rows(12, "bfloat16", 3, 704)
-        rows, behind = whole[:, :608], whole[:, 608:].clone()
-        before, norm = exact(rows), random_norm(13, 608)
-        assert isinstance(norm.weight, torch.Tensor)
-        kernels(launcher, "bfloat16").norm_parts(rows, first, norm)
-        for part in (slice(first), slice(first, None)):
-            assert_close(rows[:, part], normed(before[:, part], Norm(norm.weight[part], norm.eps)), "bfloat16")
-        assert torch.equal(whole[:, 608:], behind)
-
-
-@pytest.mark.sanitize
-def test_parts_of_rows_are_normed_in_place(launcher: HostLauncher) -> None:
-    check_parts(launcher)
-
-
 def check_gated(launcher: HostLauncher, dtype: str, activation: str, size: int = 200) -> None:
     gate_up = random_rows(7, dtype, 3, 2 * size)
     # Both ends: nothing is left of the gate, and all of it.
@@ -147,10 +129,6 @@ def test_rows_that_no_kernel_reads_are_refused() -> None:
         made.add_norm(rows[:, :72], norm=norm, out=torch.empty(3, 72, dtype=torch.bfloat16))
     with pytest.raises(ValueError, match="norm: needs a weight of 80 elements"):
         made.add_norm(rows, norm=norm, out=torch.empty_like(rows))
-    with pytest.raises(ValueError, match=r"norm: needs a weight \(80,\)"):
-        made.norm_parts(rows, 40, norm)
-    with pytest.raises(ValueError, match="first_size: must be of whole 16 bytes and below 80, got 84"):
-        made.norm_parts(rows, 84, random_norm(1, 80))
     with pytest.raises(ValueError, match="gate_up: must be bfloat16"):
         made.gated(rows.float(), torch.empty(3, 40, dtype=torch.bfloat16), "silu")
     with pytest.raises(ValueError, match="activation: must be silu or gelu_tanh, got 'relu'"):
@@ -158,8 +136,8 @@ def test_rows_that_no_kernel_reads_are_refused() -> None:
 
 
 def test_grids() -> None:
-    assert launch_config.add_norm(7, 1, 8192) == launch_config.LaunchConfig((7, 1, 1), 256, 0)
-    assert launch_config.add_norm(7, 5, 160) == launch_config.LaunchConfig((7, 5, 1), 32, 0)
+    assert launch_config.add_norm(7, 8192) == launch_config.LaunchConfig((7, 1, 1), 256, 0)
+    assert launch_config.add_norm(7, 160) == launch_config.LaunchConfig((7, 1, 1), 32, 0)
     assert launch_config.gated(7, 4112).grid == (7, 2, 1)
 
 
@@ -184,11 +162,7 @@ FAULTS = [
     Fault("no factor", ADD_NORM, "scale = p.factor;", "scale = 1.0f;", check_norm),
     Fault("the other epsilon", ADD_NORM, "+ p.added_eps", "+ 100.0f", check_norm),
     Fault("no epsilon", ADD_NORM, "+ p.eps", "+ 1.0f", check_norm),
-    Fault("weights of the first part", ADD_NORM, "p.weight[first + chunk", "p.weight[chunk", check_parts),
-    Fault("the first part again", ADD_NORM, "+ row * p.stream_stride + first", "+ row * p.stream_stride", check_parts),
-    # The other way round it writes behind the rows.
-    Fault("the last part's size", ADD_NORM, "? p.last_size : p.size", "? p.last_size : p.last_size", check_parts),
-    Fault("rows side by side", ADD_NORM, "row * p.stream_stride", "row * p.size", check_parts),
+    Fault("the first row again", ADD_NORM, "(p.stream) + row * p.size", "(p.stream)", check_norm),
     Fault(
         "gate and gated exchanged",
         GATED,

@@ -211,7 +211,8 @@ class PagedAttention:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
 
         `norm`: heads of keys are normed on the way and those of queries in place; weights of both, queries first,
-        [num_heads + num_kv_heads, head_size]. `rope`: so they are rotated, pairs being half of the rotated elements
+        [num_heads + num_kv_heads, head_size] of norms over each head, or in one dimension of one norm over all queries
+        of a row and one over all its keys. `rope`: so they are rotated, pairs being half of the rotated elements
         apart: float32 [positions, rotated elements of a head], contiguous: cosines, then sines, of each position.
         Either needs `query` ([rows, num_heads, head_size]; rows may be apart). Raises ValueError for other shapes.
         """
@@ -225,12 +226,14 @@ class PagedAttention:
             raise ValueError("query: needed with a norm or a rope, and with them alone")
         if query is not None:
             self._check_rows("query", query, plan, self.num_heads)
+        kernel, num_heads = "pagekv_cache_write", self.num_kv_heads + (0 if query is None else self.num_heads)
+        config = launch_config.cache_write(self.variant, plan.num_rows, num_heads)
+        if norm is not None and len(norm.weight.shape) == 1:
+            kernel, config = "pagekv_cache_write_together", launch_config.cache_write_together(plan.num_rows)
         self._launcher.launch(
-            "pagekv_cache_write",
+            kernel,
             self.variant,
-            launch_config.cache_write(
-                self.variant, plan.num_rows, self.num_kv_heads + (0 if query is None else self.num_heads)
-            ),
+            config,
             fill(
                 CACHE_WRITE,
                 key=key.data_ptr(),
@@ -257,7 +260,7 @@ class PagedAttention:
         if norm is None:
             return {"norm_weight": 0, "norm_eps": 0.0}
         shape = (self.num_heads + self.num_kv_heads, self.variant.head_size)
-        if tuple(norm.weight.shape) != shape or dtype_name(norm.weight) != "float32":
+        if tuple(norm.weight.shape) not in (shape, (math.prod(shape),)) or dtype_name(norm.weight) != "float32":
             raise ValueError(
                 f"norm: needs a weight float32 {shape}, got {dtype_name(norm.weight)} {tuple(norm.weight.shape)}"
             )

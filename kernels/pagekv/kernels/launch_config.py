@@ -43,9 +43,14 @@ def cache_write(variant: Variant, num_tokens: int, num_heads: int) -> LaunchConf
     return LaunchConfig((num_tokens, -(-num_heads // heads), 1), 128, 0)
 
 
-def add_norm(num_rows: int, num_groups: int, group_bytes: int) -> LaunchConfig:
-    """One thread block a row and group of elements; a thread has 16 bytes at a time."""
-    return LaunchConfig((num_rows, num_groups, 1), min(256, -(-group_bytes // 512) * 32), 0)
+def cache_write_together(num_tokens: int) -> LaunchConfig:
+    """A thread block has all queries of a token, or all its keys."""
+    return LaunchConfig((num_tokens, 2, 1), 128, 0)
+
+
+def add_norm(num_rows: int, row_bytes: int) -> LaunchConfig:
+    """One thread block a row; a thread has 16 bytes at a time."""
+    return LaunchConfig((num_rows, 1, 1), min(256, -(-row_bytes // 512) * 32), 0)
 
 
 def gated(num_rows: int, row_bytes: int) -> LaunchConfig:

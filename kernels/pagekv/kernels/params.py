@@ -29,12 +29,7 @@ CACHE_WRITE = _struct(
     f32="norm_eps",
 )
 
-ADD_NORM = _struct(
-    pointers="stream added out added_weight weight",
-    i64="stream_stride out_stride",
-    i32="size last_size",
-    f32="factor added_eps eps",
-)
+ADD_NORM = _struct(pointers="stream added out added_weight weight", i32="size", f32="factor added_eps eps")
 GATED = _struct(pointers="gate_up out", i32="size gelu")
 
 SAMPLE = _struct(

@@ -23,8 +23,7 @@ class Norm:
     """`x / sqrt(mean(x * x) + eps) * weight`."""
 
     weight: Tensor
-    """float32, contiguous: [size]; [heads, size] where every head has its own; or [elements] of two groups of any
-    size."""
+    """float32, contiguous: [size]; of the heads of queries and keys `PagedAttention.write` has more shapes."""
     eps: float
 
 
@@ -55,21 +54,23 @@ class RowKernels:
             self._check("rows", each, (rows, size), (size, 1))
         if (norm is None) != (out is None) or any(tuple(each.weight.shape) != (size,) for each in norms):
             raise ValueError(f"norm: needs a weight of {size} elements and a place for what it gives")
-        self._launch_add_norm(stream, added, out, factor, added_norm, norm, size)
-
-    def norm_parts(self, row_parts: Tensor, first_size: int, norm: Norm) -> None:
-        """Norms two groups of each row in place, the first of `first_size` elements, the other of the rest: `row_parts`
-        `[rows, elements]`, whose rows may be apart; `norm.weight` `[elements]`. Raises ValueError for rows that the
-        kernel cannot read.
-        """
-        rows, elements = map(int, row_parts.shape)
-        self._check("row_parts", row_parts, (rows, elements), (int(row_parts.stride()[0]), 1))
-        if tuple(norm.weight.shape) != (elements,):
-            raise ValueError(f"norm: needs a weight {(elements,)}, got {tuple(norm.weight.shape)}")
-        if not 0 < first_size < elements or first_size * self._element_bytes % ALIGN_BYTES:
-            raise ValueError(f"first_size: must be of whole {ALIGN_BYTES} bytes and below {elements}, got {first_size}")
-        last_size = elements - first_size
-        self._launch_add_norm(row_parts, None, row_parts, 1.0, None, norm, first_size, 2, last_size)
+        self._launcher.launch(
+            "pagekv_add_norm",
+            self._variant,
+            launch_config.add_norm(rows, size * self._element_bytes),
+            fill(
+                ADD_NORM,
+                stream=stream.data_ptr(),
+                added=0 if added is None else added.data_ptr(),
+                out=0 if out is None else out.data_ptr(),
+                added_weight=0 if added_norm is None else added_norm.weight.data_ptr(),
+                weight=0 if norm is None else norm.weight.data_ptr(),
+                size=size,
+                factor=factor,
+                added_eps=0.0 if added_norm is None else added_norm.eps,
+                eps=0.0 if norm is None else norm.eps,
+            ),
+        )
 
     def gated(self, gate_up: Tensor, out: Tensor, activation: str) -> None:
         """`out = activation(gate) * up`: `gate_up` `[rows, 2 * size]`, the gate first; `out` `[rows, size]`; both
@@ -83,47 +84,13 @@ class RowKernels:
         self._launcher.launch(
             "pagekv_gated",
             self._variant,
-            launch_config.gated(rows, size * self._variant.element_bytes),
+            launch_config.gated(rows, size * self._element_bytes),
             fill(
                 GATED,
                 gate_up=gate_up.data_ptr(),
                 out=out.data_ptr(),
                 size=size,
                 gelu=int(activation == "gelu_tanh"),
-            ),
-        )
-
-    def _launch_add_norm(
-        self,
-        stream: Tensor,
-        added: Tensor | None,
-        out: Tensor | None,
-        factor: float,
-        added_norm: Norm | None,
-        norm: Norm | None,
-        size: int,
-        groups: int = 1,
-        last_size: int = 0,
-    ) -> None:
-        """`last_size`: elements of the last group; 0: as the others."""
-        self._launcher.launch(
-            "pagekv_add_norm",
-            self._variant,
-            launch_config.add_norm(int(stream.shape[0]), groups, max(size, last_size) * self._variant.element_bytes),
-            fill(
-                ADD_NORM,
-                stream=stream.data_ptr(),
-                added=0 if added is None else added.data_ptr(),
-                out=0 if out is None else out.data_ptr(),
-                added_weight=0 if added_norm is None else added_norm.weight.data_ptr(),
-                weight=0 if norm is None else norm.weight.data_ptr(),
-                stream_stride=stream.stride()[0],
-                out_stride=0 if out is None else out.stride()[0],
-                size=size,
-                last_size=last_size or size,
-                factor=factor,
-                added_eps=0.0 if added_norm is None else added_norm.eps,
-                eps=0.0 if norm is None else norm.eps,
             ),
         )
 

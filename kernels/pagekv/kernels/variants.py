@@ -139,6 +139,7 @@ KERNELS: Mapping[str, Kernel] = {
     kernel.name: kernel
     for kernel in (
         Kernel("pagekv_cache_write", "cache_write.cu", (*DTYPES, HEAD_SIZE)),
+        Kernel("pagekv_cache_write_together", "cache_write_together.cu", (*DTYPES, HEAD_SIZE)),
         Kernel("pagekv_add_norm", "add_norm.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_gated", "gated.cu", ("PAGEKV_DTYPE",)),
         Kernel("pagekv_adjust", "adjust.cu", ("PAGEKV_DTYPE",)),

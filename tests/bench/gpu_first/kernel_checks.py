@@ -68,9 +68,9 @@ def swap_checks(
 ROPE_BASE, NORM_EPS = 10_000.0, 1e-6
 
 
-def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, normed: bool = False) -> Iterator[Check]:
+def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, normed: str = "") -> Iterator[Check]:
     """Cache writes that rotate the first `rotary_dim` elements of keys on the way and of queries in place, by Llama's
-    angles, behind norms of heads where `normed`; values are stored as they are.
+    angles; values are stored as they are. `normed`: behind norms, "each" of a head or "all" of one kind together.
     """
     scene = Scene(machine, setup)
     half = rotary_dim // 2
@@ -88,7 +88,8 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, normed:
     def rotated(heads: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         before = heads.double()
         if normed:
-            scale = (before.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()
+            together = (1, 2) if normed == "all" else -1
+            scale = (before.square().mean(together, keepdim=True) + NORM_EPS).rsqrt()
             before = (before * scale * weights).to(heads.dtype).double()
         after = before.clone()
         after[..., first] = before[..., first] * cosine - before[..., second] * sine
@@ -97,14 +98,14 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, normed:
 
     query, everyone = scene.query.clone(), range(len(setup.lengths))
     plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
-    norm = Norm(weight, NORM_EPS) if normed else None
+    norm = Norm(weight.flatten() if normed == "all" else weight, NORM_EPS) if normed else None
     scene.attention.write(LAYER, scene.key, scene.value, plan, query=query, norm=norm, rope=table)
     machine.synchronize()
     del held
     stored = torch.cat([scene.stored(sequence) for sequence in everyone])
     # Numbers of size about 1, rounded to the pool's type.
     allowed = 4 * (2.0**-7 if scene.kv_dtype.itemsize == 2 else 2.0**-22)
-    label = f"{setup}, RoPE of {rotary_dim}" + (" behind norms" if normed else "")
+    label = f"{setup}, RoPE of {rotary_dim}" + (f" behind norms of {normed}" if normed else "")
     yield Check(f"{label}: keys rotated", largest(stored[:, 0], rotated(scene.key, weight[num_heads:])), allowed)
     yield Check(f"{label}: queries rotated", largest(query, rotated(scene.query, weight[:num_heads])), allowed)
     values = scene.value.to(scene.kv_dtype).float()

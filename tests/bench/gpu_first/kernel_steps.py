@@ -160,7 +160,7 @@ def step_correctness(context: Context) -> None:
 
     measure(context, bench_of(machine, context, 64 * MIB), "correctness", small if context.small else setups(), row)
     setup, size = (SMALL_SETUP, 64) if context.small else (Setup(BF16, SHORT_LENGTHS), 128)
-    for rotary_dim, normed in ((size, False), (size // 2, False), (size, True)):
+    for rotary_dim, normed in ((size, ""), (size // 2, ""), (size, "each"), (size, "all")):
         tell(context, rope_checks(machine, setup, rotary_dim, normed=normed))
 
 

@@ -81,8 +81,10 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
         match kernel.name:
             case "pagekv_cache_write":
                 shapes.append(launch_config.cache_write(variant, 1, group_size + 1))
+            case "pagekv_cache_write_together":
+                shapes.append(launch_config.cache_write_together(1))
             case "pagekv_add_norm":
-                shapes.append(launch_config.add_norm(1, 1, 1 << 14))
+                shapes.append(launch_config.add_norm(1, 1 << 14))
             case "pagekv_gated":
                 shapes.append(launch_config.gated(1, 1 << 14))
             case "pagekv_sample":

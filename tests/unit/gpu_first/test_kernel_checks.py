@@ -30,9 +30,9 @@ def test_replays_swaps_and_smallest_launches_pass_on_the_emulated_kernels(machin
     assert len(found) == 6
 
 
-@pytest.mark.parametrize(("rotary_dim", "normed"), [(64, False), (32, False), (64, True)])
+@pytest.mark.parametrize(("rotary_dim", "normed"), [(64, ""), (32, ""), (64, "each"), (64, "all")])
 def test_rope_in_the_cache_write_passes_and_a_wrong_angle_is_found(
-    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int, normed: bool
+    machine: HostMachine, monkeypatch: pytest.MonkeyPatch, rotary_dim: int, normed: str
 ) -> None:
     setup = Setup(HALF, (1, 17, 40))
     assert [c.passed for c in rope_checks(machine, setup, rotary_dim, normed=normed)] == [True] * 3

@@ -25,7 +25,7 @@ class _Layer:
     """A layer, its norms as the kernels take them."""
 
     before_attention: Norm | None
-    # Of queries and keys: weights [heads, head_size], or [elements] for all heads of either kind together.
+    # Of queries and keys: weights [heads, head_size], or [elements] where either kind has one norm over all heads.
     heads: Norm | None
     after_attention: Norm | None
     before_feed_forward: Norm | None
@@ -99,15 +99,11 @@ class FusedLayers:
         self, index: int, layer: _Layer, qkv: torch.Tensor, attention: PagedAttention, plan: AttentionPlan
     ) -> torch.Tensor:
         """`qkv` `[T, elements of queries, keys and values]` to `[T, num_heads * head_size]`."""
-        norm, queries = layer.heads, self._num_heads * self._head_size
-        if norm is not None and len(norm.weight.shape) == 1:
-            self._rows.norm_parts(qkv[:, : int(norm.weight.shape[0])], queries, norm)
-            norm = None
         heads = qkv.view(len(qkv), -1, self._head_size)
         query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
         rope = None if layer.rope is None else self._ropes[layer.rope]
-        changed = None if norm is None and rope is None else query
-        attention.write(index, key, value, plan, query=changed, norm=norm, rope=rope)
+        changed = None if layer.heads is None and rope is None else query
+        attention.write(index, key, value, plan, query=changed, norm=layer.heads, rope=rope)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attention.attend(index, query, out, plan)
         return out.view(len(qkv), -1)

@@ -1,9 +1,7 @@
 // Add and RMSNorm: stream += factor * norm(added), then out = norm(stream); every part may be missing.
 //
-// One thread block a row and group of elements (a head, or all heads of a kind, where these have norms of their own; else the
-// whole row). A thread has
-// the same elements in each pass, so what one pass writes is read back by the thread that wrote it. Sums are float, in an order
-// that follows from the row's size alone: a row's result does not depend on the batch.
+// One thread block a row. A thread has the same elements in each pass, so what one pass writes is read back by the thread that
+// wrote it. Sums are float, in an order that follows from the row's size alone: a row's result does not depend on the batch.
 #include "row_params.cuh"
 
 constexpr i32 kChunk = 16 / sizeof(Element);  // elements
@@ -31,14 +29,12 @@ __device__ __forceinline__ float sum_of_squares(const Element* row, i32 chunks) 
 
 extern "C" __global__ void __launch_bounds__(32 * kWarps) pagekv_add_norm(const AddNormParams p) {
     const i64 row = blockIdx.x;
-    const i64 first = static_cast<i64>(blockIdx.y) * p.size;  // element of the row
-    const i32 size = blockIdx.y + 1 == gridDim.y ? p.last_size : p.size;
-    const i32 chunks = size / kChunk;
-    Element* const stream = static_cast<Element*>(p.stream) + row * p.stream_stride + first;
+    const i32 chunks = p.size / kChunk;
+    Element* const stream = static_cast<Element*>(p.stream) + row * p.size;
     if (p.added != nullptr) {
-        const Element* const added = static_cast<const Element*>(p.added) + row * size;
+        const Element* const added = static_cast<const Element*>(p.added) + row * p.size;
         float scale = p.factor;
-        if (p.added_weight != nullptr) scale /= sqrtf(sum_of_squares(added, chunks) / size + p.added_eps);
+        if (p.added_weight != nullptr) scale /= sqrtf(sum_of_squares(added, chunks) / p.size + p.added_eps);
         for (i32 chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
             const Chunk more = reinterpret_cast<const Chunk*>(added)[chunk];
             Chunk held = reinterpret_cast<const Chunk*>(stream)[chunk];
@@ -52,13 +48,13 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps) pagekv_add_norm(const 
         }
     }
     if (p.weight == nullptr) return;  // the whole thread block
-    const float scale = 1.0f / sqrtf(sum_of_squares(stream, chunks) / size + p.eps);
-    Element* const out = static_cast<Element*>(p.out) + row * p.out_stride + first;
+    const float scale = 1.0f / sqrtf(sum_of_squares(stream, chunks) / p.size + p.eps);
+    Element* const out = static_cast<Element*>(p.out) + row * p.size;
     for (i32 chunk = threadIdx.x; chunk < chunks; chunk += blockDim.x) {
         Chunk held = reinterpret_cast<const Chunk*>(stream)[chunk];
 #pragma unroll
         for (i32 i = 0; i < kChunk; ++i) {
-            const float normed = to_float(held.element[i]) * scale * p.weight[first + chunk * kChunk + i];
+            const float normed = to_float(held.element[i]) * scale * p.weight[chunk * kChunk + i];
             held.element[i] = from_float<Element>(normed);
         }
         reinterpret_cast<Chunk*>(out)[chunk] = held;

@@ -31,15 +31,6 @@ constexpr int KEYS = ADDRESSES + 2 * TILE_KEYS * 8;
 constexpr int POSITIONS = KEYS + 32;
 constexpr int WEIGHTS = POSITIONS + TILE_ROWS * 4;
 
-// Returns `value`, of which the compiler then knows nothing: expressions of it are computed where they stand, and not
-// once before a loop, into registers that are not there.
-__device__ __forceinline__ i32 opaque(i32 value) {
-#ifndef PAGEKV_HOST
-    asm volatile("" : "+r"(value));
-#endif
-    return value;
-}
-
 // The query rows of a tile. Row r of a sequence and KV head is query r / group, head r % group of the group, so that
 // all heads that share keys and values meet them in one tile.
 struct QueryRows {

@@ -13,6 +13,15 @@ typedef long long i64;
 
 constexpr u32 kFullWarp = 0xffffffffu;
 
+// Returns `value`, of which the compiler then knows nothing: expressions of it are computed where they stand, and not
+// once before a loop, into registers that are not there.
+__device__ __forceinline__ i32 opaque(i32 value) {
+#ifndef PAGEKV_HOST
+    asm volatile("" : "+r"(value));
+#endif
+    return value;
+}
+
 #ifndef PAGEKV_HOST
 // Shared memory whose size is given at launch, as `unsigned char* name`, aligned to 16 bytes.
 #define PAGEKV_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]

@@ -2,18 +2,15 @@
 #pragma once
 #include "types.cuh"
 
-// Rows of a residual stream, or of heads: stream += factor * norm(added), out = norm(stream). norm(x) is
-// x / sqrt(mean(x * x) + eps) * weight over `size` elements.
+// Rows of a residual stream: stream += factor * norm(added), out = norm(stream). norm(x) is
+// x / sqrt(mean(x * x) + eps) * weight.
 struct AddNormParams {
-    void* stream;               // [grid in x, grid in y, size], rows stream_stride apart
+    void* stream;               // [grid in x, size]
     const void* added;          // [grid in x, size]; null: nothing is added
-    void* out;                  // as stream, rows out_stride apart; may be stream
+    void* out;                  // as stream
     const float* added_weight;  // [size]; null: what is added is not normed
-    const float* weight;        // [elements of all groups]; null: no out
-    i64 stream_stride;
-    i64 out_stride;
-    i32 size;                   // a multiple of 16 bytes; where something is added, the grid in y is 1
-    i32 last_size;              // of the last group in y, likewise
+    const float* weight;        // [size]; null: no out
+    i32 size;                   // a multiple of 16 bytes
     float factor;
     float added_eps;
     float eps;
