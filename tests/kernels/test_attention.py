@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.kernels.bench_machine import HostMachine
-from support.kernels.host_build import HostLauncher
+from support.kernels.host_build import HostKernelError, HostLauncher
 from support.kernels.small_step import VARIANT, plan
 
 from pagekv.kernels.attention import PagedAttention
@@ -107,3 +107,31 @@ def test_a_padded_plan_gives_the_same_bits(scene: Scene) -> None:
         assert torch.equal(out[:2], scene.decode([0, 1]))
         # Rows that fill a graph's batch up: what follows attention may mix them with the others.
         assert not out[2:].any()
+
+
+@pytest.mark.kernels
+def test_a_launch_that_failed_leaves_nothing_to_the_next_step(scene: Scene) -> None:
+    """Its counter of dealt work is overwritten by the next step's upload; without one it would skip work."""
+    sequences, heads = 5, 8
+    tables = np.resize(scene.tables[1], (sequences, scene.tables.shape[1]))
+    lengths = np.resize(scene.lengths[1:], sequences)
+    batch = StepBatch(np.arange(sequences + 1, dtype=np.int32), lengths, tables, np.ones(sequences, bool))
+    host = scene.attention.plan(batch, work=scene.attention.plan_decodes(batch, share=False))
+    words, query = torch.from_numpy(host.words.copy()), scene.query[:sequences].contiguous()
+    counter = host.offsets["dealt"]
+
+    def attend(attention: PagedAttention) -> torch.Tensor:
+        out = torch.full((sequences, heads, 64), torch.nan, dtype=query.dtype)
+        attention.attend(1, query, out, host.bind(words.data_ptr()))
+        return out
+
+    whole = attend(scene.attention)
+    assert words[counter] == 0
+    fails = "if (work.kv_head == 1) *(volatile i32*)(u64)p.num_heads = 0;"
+    broken = HostLauncher(edit=lambda text: text.replace("// Merge of the slices.\n", f"{fails}\n"), blocks=2)
+    with pytest.raises(HostKernelError, match="wrong address"):
+        attend(PagedAttention(broken, scene.pool, VARIANT, num_heads=heads))
+    assert words[counter] != 0
+    assert attend(scene.attention).isnan().any(), "what the counter says was dealt is skipped"
+    words.copy_(torch.from_numpy(host.words))
+    assert torch.equal(attend(scene.attention), whole)

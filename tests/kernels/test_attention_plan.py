@@ -109,7 +109,8 @@ def test_padding_does_nothing() -> None:
     assert section(host, "context_lens", 6) == [9, 1, 0, 0, 0, 0]
     assert section(host, "slots", 6)[2:] == [-1, -1, -1, -1]
     assert section(host, "decode_items", 8, 4)[2:6] == [[row, 3, 0, -1] for row in (2, 3, 4, 5)]
-    assert {row[0] for row in section(host, "decode_items", 8, 4)[6:]} == {-1}
+    assert section(host, "item_contexts", 6) == [9, 1, 0, 0, 0, 0]
+    assert section(host, "dealt", 2, 2) == [[0, 6], [0, 0]], "what is behind six items is no work"
     assert {row[0] for row in section(host, "merge_items", 6, 4)} == {-1}
 
 

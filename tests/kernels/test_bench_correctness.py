@@ -6,7 +6,6 @@ import pytest
 import torch
 from support.kernels.bench_machine import HostMachine
 
-from pagekv.kernels import launch_config
 from pagekv.kernels.bench import correctness
 from pagekv.kernels.bench.correctness import (
     CHUNK,
@@ -18,7 +17,7 @@ from pagekv.kernels.bench.correctness import (
     write_checks,
 )
 from pagekv.kernels.bench.scene import Scene, Setup
-from pagekv.kernels.decode_plan import LEAST_SPLIT, MAX_BLOCKS, MOST_FUSED_PARTIALS, most_partials
+from pagekv.kernels.decode_plan import LEAST_SPLIT, MOST_FUSED_PARTIALS, most_partials
 from pagekv.kernels.prefill_splits import SPLIT_RULE
 from pagekv.kernels.variants import DTYPE_PAIRS, HEAD_SIZES, Variant
 
@@ -40,7 +39,7 @@ def test_setups_reach_what_is_timed() -> None:
     assert {s.block_size for s in found} == {1, 16, 256}
     assert any(most_partials(max(s.lengths)) > MOST_FUSED_PARTIALS for s in found)
     assert any(max(s.lengths) - CHUNK >= SPLIT_RULE.most_whole for s in found if not s.decodes_only)
-    assert any(sum(-(-n // LEAST_SPLIT) for n in s.lengths) * s.num_kv_heads > MAX_BLOCKS for s in found)
+    assert any(sum(-(-n // LEAST_SPLIT) for n in s.lengths) * s.num_kv_heads > correctness.MANY_BLOCKS for s in found)
     assert {s.variant.dtype for s in found if s.subnormal} == {"bfloat16", "float16"}
     assert len({str(s) for s in found}) == len(found)
 
@@ -88,9 +87,8 @@ def test_the_end_of_a_prompt_that_is_too_long_for_a_reference_is_checked(
     assert any(check.name.endswith(apart) for check in found)
 
 
-def test_a_crowd_has_more_work_than_a_launch_has_blocks(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (correctness, launch_config):
-        monkeypatch.setattr(module, "MAX_BLOCKS", 16)
+def test_a_crowd_has_several_items_for_each_thread_block(machine: HostMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(correctness, "MANY_BLOCKS", 16)
     setup = crowd(HALF, most_context=30)
     assert len(setup.lengths) * setup.num_kv_heads > 16
     assert all(check.passed for check in checks(machine, setup))

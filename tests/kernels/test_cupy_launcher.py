@@ -28,9 +28,14 @@ class FakeKernel:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self._log, self._most_shared, self._carveout = name, log, 48 << 10, -1
 
+    ptr = 0xF00
+
     @property
     def kernel(self) -> Any:
-        return self._call
+        return self
+
+    def __call__(self, *launch: Any) -> None:
+        self._call(*launch)
 
     @property
     def shared_size_bytes(self) -> int:
@@ -70,8 +75,14 @@ def fake_cupy(log: list[Any], capability: str = "90", cuda: int = 13) -> ModuleT
         log.append(("load", Path(path).read_bytes()))
         return SimpleNamespace(get_function=lambda name: FakeKernel(name, log))
 
-    driver = SimpleNamespace(get_build_version=lambda: cuda * 1000 + 20)
-    device = SimpleNamespace(compute_capability=capability)
+    def at_a_time(function: int, threads: int, shared: int) -> int:
+        log.append(("at a time", function, threads, shared))
+        return 3
+
+    driver = SimpleNamespace(
+        get_build_version=lambda: cuda * 1000 + 20, occupancyMaxActiveBlocksPerMultiprocessor=at_a_time
+    )
+    device = SimpleNamespace(compute_capability=capability, attributes={"MultiProcessorCount": 132})
     return SimpleNamespace(  # type: ignore[return-value]  # a stand-in for the module
         RawModule=raw_module, cuda=SimpleNamespace(Device=lambda: device, driver=driver), __version__="14.2.0"
     )
@@ -188,6 +199,17 @@ def test_so_does_one_with_much_shared_memory_of_its_own(launcher: CupyLauncher, 
     """The sampler, of which two thread blocks share a multiprocessor."""
     launcher.prepare(PLAIN)
     assert asked(log, "carve out") == [("pagekv_sample", 100)]
+
+
+def test_a_launch_that_deals_its_work_has_no_more_thread_blocks_than_run_at_a_time(
+    launcher: CupyLauncher, log: list[Any]
+) -> None:
+    for blocks, dealt in ((5000, True), (100, True), (5000, False)):
+        launcher.launch("pagekv_merge", PLAIN, LaunchConfig((blocks, 1, 1), 128, 70_656, dealt), merge_params())
+    assert [entry[1] for entry in asked(log, "launch")] == [(3 * 132, 1, 1), (100, 1, 1), (5000, 1, 1)]
+    order = [entry[0] for entry in log]
+    assert asked(log, "at a time") == [(FakeKernel.ptr, 128, 70_656)], "of the driver, once"
+    assert order.index("carve out") < order.index("at a time")
 
 
 def test_prepare_compiles_every_kernel_ahead(launcher: CupyLauncher, log: list[Any]) -> None:

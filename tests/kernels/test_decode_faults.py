@@ -30,6 +30,7 @@ def check(
     lengths: Sequence[int] = (900, 800, 0, 70, 256),
     fused: bool = True,
     blocks: int | None = None,
+    padding: int = 0,
     share: int = 0,
 ) -> Callable[[HostLauncher], None]:
     """A launch and its comparison: an empty row, rows that end within a tile, and two of several splits.
@@ -52,6 +53,7 @@ def check(
                 features,
                 fused=fused,
                 blocks=blocks,
+                padding=padding,
                 share=bool(share),
                 plan_window=plan_window,
             )
@@ -68,7 +70,7 @@ MMA_WINDOW = check(Variant("float16", "float16", 64, True), Features(window=60))
 MMA_TABLE_END = check(Variant("float16", "float16", 64, True), FEATURES, lengths=(70, 300))
 FMA = check(Variant("float32", "float32", 64, True), FEATURES)
 FP8 = check(Variant("bfloat16", "float8_e4m3fn", 64, True), FEATURES)
-# A ring of two stages with the queries behind it.
+# A ring of two stages; the queries stay in shared memory, and the results of warps are merged in two rounds.
 FP8_128 = check(Variant("bfloat16", "float8_e4m3fn", 128), Features())
 UNFUSED = check(Variant("float16", "float16", 64, True), FEATURES, fused=False)
 MMA_SINKS = check(Variant("float16", "float16", 64, True), SINKS)
@@ -76,7 +78,8 @@ UNFUSED_SINKS = check(Variant("float16", "float16", 64, True), SINKS, fused=Fals
 
 # Splits of four segments, of which the third and fourth are looked up while tiles are on their way.
 LONG = check(Variant("float16", "float16", 64, True), Features(), lengths=(16384 + 600, 5000))
-SPLITS_OF_128 = check(Variant("bfloat16", "bfloat16", 128, True), FEATURES, blocks=1)
+ONE_BLOCK = check(Variant("bfloat16", "bfloat16", 128, True), FEATURES, blocks=1)
+PADDED = check(Variant("float16", "float16", 64, True), FEATURES, padding=5)
 
 
 SHARED = check(
@@ -95,38 +98,74 @@ def wide(name: str, old: str, new: str = "") -> Fault:
     return Fault(name, "pagekv_decode_wide", old, new, SHARED)
 
 
-WAIT = "        cp_async_wait<STAGES - 2>();\n        __syncthreads();\n        start("
-START_TOO_EARLY = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);\n" + WAIT.replace(
-    "start(", "if (false) start("
-)
-SLICES = "        __syncthreads();\n        merge_slices("
+WAIT = "            if (left > 1) cp_async_wait<STAGES - 2>();  // else the next tile is another item's\n"
+DONE = "            __syncthreads();  // the tile used is done with, the next one is there\n"
+START = "            copy_tile(free_stage());\n"
+LAST_DONE = DONE.replace("__syncthreads", "if (left > 1) __syncthreads")
+SLICES = "                __syncthreads();\n                if (merged == 0"
+ROUNDS = "if (first_dim > 0 || (WIDE && merged > 0)) __syncthreads();  // those before are merged"
+LATE_QUERIES = "        if (ended > 0)\n            cp_async_wait<0>();"
+BEHIND_THE_LAST_SEGMENT = "source.place((span.last - 1) / SEGMENT) ^ SEGMENT"
+COUNTER_BACK = "            if (word == launch().all_work - blocks - 1) *p.dealt = 0;\n"
 LAST = "min(end, longest)"
 STRANDS = "for (i32 i = strand; i < merge.partials; i += STRANDS) parts"
 COUNTED = "    __syncthreads();\n    constexpr int PIECES = HEAD_SIZE / 4;\n    for (i32 m = 0"
 TABLE_END = "(first + blocks, p.table_stride);"
 FAULTS = [
-    fault("no wait for a tile", MMA, WAIT, WAIT.replace("cp_async_wait<STAGES - 2>();", "")),
-    fault("a wait for one tile too few", MMA, WAIT, WAIT.replace("- 2", "- 1")),
-    fault("no barrier between copying and using a tile", MMA, WAIT, WAIT.replace("__syncthreads();", "")),
-    fault("a stage is filled again before the barrier", FMA, WAIT, START_TOO_EARLY),
-    fault("a stage of two is filled again before the barrier", FP8_128, WAIT, START_TOO_EARLY),
+    fault("no wait for a tile", MMA, WAIT),
+    fault("a wait for one tile too few of four", FP8, WAIT, WAIT.replace("- 2", "- 1")),
+    fault("no barrier between one tile and the next, mma", MMA, DONE),
+    fault("no barrier between one tile and the next, two stages", FP8_128, DONE),
+    fault("no barrier between one tile and the next, fma", FMA, DONE),
     fault("a wait for one tile too few of two", FP8_128, WAIT, WAIT.replace("- 2", "- 1")),
-    fault("tiles overwrite queries in use", FP8_128, "QUERY_IN_RING = QUERY_IN_REGISTERS && ", "QUERY_IN_RING = "),
+    fault(
+        "a tile is copied into the stage in use",
+        MMA,
+        START,
+        START.replace("free_stage()", "ring + stage * STAGE_BYTES"),
+    ),
+    fault("the counter of dealt work is left as it is", MMA, COUNTER_BACK),
+    fault("the counter goes back before the last drawing", MMA, COUNTER_BACK, COUNTER_BACK.replace("- 1)", "- 2)")),
+    fault("a work is dealt to nobody", MMA, "word += 2 * blocks;", "word += 2 * blocks + 1;"),
+    fault("padding is taken for work", PADDED, "(i32)p.dealt[1] * heads_of_item", "p.num_items * heads_of_item"),
+    fault(
+        "the next item's words over those in use",
+        MMA,
+        "&record(ended + 1))[thread] = word",
+        "&record(ended))[thread] = word",
+    ),
+    fault("the next item's block ids over those in use", MMA, BEHIND_THE_LAST_SEGMENT, BEHIND_THE_LAST_SEGMENT[:-10]),
+    fault("the next item begins before it is described", MMA, "max(left, STAGES + 1)", "left"),
+    fault("the next item's first tile before its block ids", MMA, "left == STAGES - 1)", "left == STAGES)"),
+    fault("no wait for the next item's queries", FP8, LATE_QUERIES, LATE_QUERIES.replace("ended > 0", "false")),
+    fault("the next item's queries over those in use, mma", FP8_128, DONE, LAST_DONE),
+    fault("the next item's queries over those in use, fma", FMA, DONE, LAST_DONE),
+    fault(
+        "results over the next item's tile",
+        FP8,
+        "(float*)walk.free_stage()",
+        "(float*)(walk.ring + walk.stage * STAGE_BYTES)",
+    ),
+    fault("no barrier between two rounds of the merge", FP8_128, ROUNDS, "if (WIDE && merged > 0) __syncthreads();"),
     fault("dims of queries in another order than those of fp8 keys", FP8_128, "0x5410u", "0x7610u"),
-    fault("results overwrite a tile in use", MMA, "__syncthreads();  // the ring is free"),
-    fault("no barrier after the block ids, mma", MMA, "__syncthreads();  // the row indices are there"),
-    fault("no barrier after the block ids, fma", FMA, "__syncthreads();  // the row indices are there"),
+    fault("results over a tile in use", MMA, DONE, LAST_DONE),
+    fault("no barrier after the block ids, mma", MMA, "__syncthreads();  // the block ids are there"),
+    fault("no barrier after the block ids, fma", FMA, "__syncthreads();  // the block ids are there"),
     fault("no barrier before the merge of slices", MMA, SLICES, SLICES.replace("__syncthreads();", "")),
-    fault("no barrier between items", SPLITS_OF_128, "__syncthreads();  // shared memory is free for the next work"),
+    fault(
+        "no barrier between items",
+        ONE_BLOCK,
+        "__syncthreads();  // what the item before had in shared memory is done with",
+    ),
     fault("no barrier of a warp between weights and values", FMA, "            __syncwarp();\n"),
-    fault("a wrong block", MMA, "max(table[first + i], 0)", "max(table[first + (i ^ 1)], 0)"),
+    fault("a wrong block", MMA, "? table[first + i] : 0", "? table[first + (i ^ 1)] : 0"),
     fault("the wrong layer", MMA, "(i64)p.layer * 2 * p.kv_stride", "(i64)p.layer * p.kv_stride"),
-    fault("keys for values", MMA, "rows.values = p.kv_stride", "rows.values = 0 * p.kv_stride"),
+    fault("keys for values", MMA, "to_values = (u64)(p.kv_stride", "to_values = (u64)(0 * p.kv_stride"),
     fault("one token too many", MMA, LAST, LAST.replace("longest", "longest + 1")),
     fault("one token too few", FP8, LAST, LAST.replace("longest", "longest - 1")),
     fault("a window of one more", MMA_WINDOW, "? position - window + 1 : 0", "? position - window : 0"),
     fault("masked keys are weighed", MMA, "visible ? logits.base2(s[n][i]", "visible || true ? logits.base2(s[n][i]"),
-    fault("slots never written are copied", MMA, "(source + values), valid)", "(source + values), valid || true)"),
+    fault("slots never written are copied", MMA, "(from + to_values), valid)", "(from + to_values), valid || true)"),
     fault("outputs keep the old maximum", MMA, "rows.out[n][2 * half] *= factor;"),
     fault("sums keep the old maximum", FMA, "state[r].sum *= factor;"),
     fault("fp8 dims out of order", FP8, "4 + element * 2 + fragment % 2", "4 + element + fragment % 2 * 2"),
@@ -152,18 +191,19 @@ FAULTS = [
         "normaliser({maximum, m.sum}, nullptr",
         UNFUSED_SINKS,
     ),
-    fault("block ids over those of the segment in use", LONG, "(segment % 2 ? blocks : 0)", "0"),
-    fault("block ids of the wrong segment", LONG, "tile / SEGMENT_TILES + 1);", "tile / SEGMENT_TILES + 2);"),
     fault(
-        "a long split is not looked up to its end",
+        "block ids over those of the segment in use",
         LONG,
-        "rows.load<THREADS>(p, work, tile",
-        "if (tile < 0) rows.load<THREADS>(p, work, tile",
+        "source.place(tile / SEGMENT_TILES + 1)",
+        "source.place(tile / SEGMENT_TILES)",
     ),
+    fault("block ids of the wrong segment", LONG, "tile / SEGMENT_TILES + 1, ids", "tile / SEGMENT_TILES + 2, ids"),
+    fault("a long split is not looked up to its end", LONG, "if (own_ids) keep_ids", "if (false) keep_ids"),
     fault("keys have the first head's scale", FP8, "kv_scale(p, 0, work.kv_head)", "kv_scale(p, 0, 0)"),
     fault("values have the first head's scale", FP8, "kv_scale(p, 1, work.kv_head)", "kv_scale(p, 1, 0)"),
-    wide("no barrier after the members", "        __syncthreads();  // the members are there\n"),
-    wide("no barrier between row tiles", "if (WIDE && merged > 0) __syncthreads();  // the row tile before is merged"),
+    wide("no barrier after the members", "            __syncthreads();  // the members are there\n"),
+    wide("the next item's members over those in use", "((i32*)members(ended + 1))", "((i32*)members(ended))"),
+    wide("no barrier between row tiles", ROUNDS),
     wide("members see as much as the first", "work.member(work.member_of(row)).context", "work.member(0).context"),
     wide("queries of the first member", "work.member(work.member_of(existing)).row", "work.member(0).row"),
     wide("results of the first member", "work.member(work.member_of(of_block))", "work.member(0)"),
@@ -171,8 +211,8 @@ FAULTS = [
     Fault(
         "only the first member is merged",
         "pagekv_decode_wide",
-        "if (shared[m] != MERGED_HERE)",
-        "if (shared[m] != MERGED_HERE || m > 0)",
+        "if (flags[m] != MERGED_HERE)",
+        "if (flags[m] != MERGED_HERE || m > 0)",
         SHARED_WHOLE,
     ),
     Fault(

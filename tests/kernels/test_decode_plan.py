@@ -83,6 +83,7 @@ ROW_LENGTHS = st.one_of(
 def test_every_visible_key_is_in_exactly_one_item(lengths: list[int], window: int) -> None:
     work = plan(lengths, window)
     assert work.num_splits == len(work.items)
+    assert work.item_contexts.tolist() == [lengths[row // 10] for row in work.items[:, 0]]
     partials: list[int] = []
     seen: dict[int, list[int]] = {row: [] for row in range(len(lengths))}
     for row, sequence, word, merge in work.items.tolist():
@@ -171,13 +172,13 @@ def test_the_kernel_has_the_same_sizes(variant: Variant, wide: bool) -> None:
 
 def test_thread_blocks_fit_every_gpu() -> None:
     """The least is 99 KiB (sm_86, sm_89, sm_120). Three fit an H200's SM (228 KiB, each costs 1 KiB more) at the usual
-    head sizes, and four where a key has at most 128 bytes."""
+    head sizes, and four where keys are fp8."""
     for variant in all_variants():
         assert decode_tile(variant).shared_bytes <= 99 << 10, variant
         assert decode_tile(variant, wide=True).shared_bytes <= 99 << 10, variant
         assert decode_tile(variant, wide=True).rows <= MOST_MEMBERS
         if variant.head_size <= 128 and variant.dtype != "float32":
-            blocks = 4 if variant.head_size * variant.kv_element_bytes <= 128 else 3
+            blocks = 4 if variant.kv_element_bytes == 1 else 3
             assert blocks * (decode_tile(variant).shared_bytes + 1024) <= 228 << 10, variant
 
 
@@ -215,7 +216,8 @@ def test_every_split_is_in_one_item_however_rows_share(
         assert 1 <= count <= max(most, 1)
         assert sequence == members[0][1]
         blocks = slice(split * 4, split * 4 + 4)
-        for row, own, merge, _ in members:
+        for row, own, merge, context in members:
+            assert context == lengths[own]
             assert count == 1 or (tables[own, blocks] == tables[sequence, blocks]).all()
             assert count == 1 or (split + 1) * 256 <= lengths[own]
             assert count == 1 or not window or split * 256 >= lengths[own] - window

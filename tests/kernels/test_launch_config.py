@@ -9,7 +9,6 @@ from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.cupy_launcher import CupyLauncher
-from pagekv.kernels.decode_plan import MAX_BLOCKS
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.variants import Variant
 
@@ -22,13 +21,14 @@ HALF = Variant("float16", "float16", 128)
         (5, 32, 8, False, 40),  # a thread block an item and KV head
         (5, 64, 1, True, 5),  # 64 query heads fit one wide thread block
         (5, 71, 1, True, 10),  # more do not
-        (MAX_BLOCKS, 32, 8, False, MAX_BLOCKS),
+        (4096, 32, 8, False, 32768),  # the launcher starts no more than run at a time
     ],
 )
 def test_a_decode_has_a_thread_block_for_each_item_kv_head_and_tile_of_heads(
     items: int, heads: int, kv_heads: int, wide: bool, blocks: int
 ) -> None:
-    assert launch_config.decode(HALF, items, heads, kv_heads, wide=wide).grid == (blocks, 1, 1)
+    config = launch_config.decode(HALF, items, heads, kv_heads, wide=wide)
+    assert (config.grid, config.dealt) == ((blocks, 1, 1), True)
 
 
 def test_other_grids() -> None:

@@ -27,7 +27,7 @@ def test_a_fault_without_its_text_is_not_noticed_but_an_error() -> None:
 
 def test_a_fault_is_planted_wherever_its_text_is() -> None:
     """Both forms of the decode kernel include the same header; a compiler sees the second or the first."""
-    text, barrier = translation_unit(KERNELS["pagekv_decode"].source), "__syncthreads();  // the ring is free"
+    text, barrier = translation_unit(KERNELS["pagekv_decode"].source), "__syncthreads();  // the block ids are there"
     assert text.count(barrier) == 2
     assert fault(barrier).plant()(text) == text.replace(barrier, "")
     other = translation_unit(KERNELS["pagekv_prefill"].source)

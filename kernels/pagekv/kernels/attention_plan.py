@@ -37,7 +37,7 @@ from pagekv.kernels.variants import Variant
 ALIGN = 4
 """In int32 words: sections start at multiples of 16 bytes."""
 PADDING = -1
-"""First word of a padded item or slot: kernels skip it."""
+"""First word of a padded slot, merge or prefill item: kernels skip it."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class GraphKey:
             "slots": (self.batch,),
             "positions": (self.batch,),
             "decode_items": (self.items, 4),
+            "item_contexts": (self.items,),
             "wide_items": (self.wide_items, 4),
             "members": (self.batch if self.wide_items else 0, 4),
             "merge_items": (self.batch if self.partials else 0, 4),
@@ -146,7 +147,7 @@ class HostPlan:
         return AttentionPlan(**self.counts, at=at, scratch=scratch)
 
 
-SKIPPED_BELOW_ZERO = ("slots", "decode_items", "wide_items", "merge_items", "prefill_items")
+SKIPPED_BELOW_ZERO = ("slots", "merge_items", "prefill_items")
 
 
 def plan_decodes(
@@ -239,8 +240,11 @@ def plan_step(
         "slots": slots,
         "positions": positions,
         "decode_items": work.items,
+        "item_contexts": work.item_contexts,
         "wide_items": work.wide_items,
         "members": work.members,
+        # Of either decode kernel: items dealt, and how many there are. Padding begins behind them.
+        "dealt": np.array([[0, len(work.items)], [0, len(work.wide_items)]], np.int32),
         "merge_items": work.merges,
         "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
         "prefill_items": prefills.items,
@@ -258,7 +262,12 @@ def plan_step(
         num_partials, longest = graph.partials, most_partials(graph.table_width * block_size, window)
         shapes |= graph.shapes()
         if work.all_wide:
-            shapes |= {"decode_items": (0, 4), "wide_items": (graph.items, 4), "members": (graph.batch, 4)}
+            shapes |= {
+                "decode_items": (0, 4),
+                "item_contexts": (0,),
+                "wide_items": (graph.items, 4),
+                "members": (graph.batch, 4),
+            }
         shapes["merge_counters"] = (shapes["merge_items"][0], *shapes["merge_counters"][1:])
     words, offsets = pack(arrays, shapes)
     return HostPlan(

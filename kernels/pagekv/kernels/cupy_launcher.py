@@ -138,6 +138,7 @@ class CupyLauncher:
         self._functions: dict[tuple[str, Variant], Any] = {}
         self._by_text: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._shared: dict[tuple[str, Variant], int] = {}
+        self._at_a_time: dict[tuple[str, Variant], int] = {}
 
     def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         """See `Launcher.launch`."""
@@ -151,7 +152,20 @@ class CupyLauncher:
         # torch may have switched streams (a capture does), so its stream is looked up each time. CuPy passes a NumPy
         # array of one element by value.
         stream = _Stream(self._torch.cuda.current_stream().cuda_stream)
-        function.kernel(config.grid, (config.threads, 1, 1), (params,), config.shared_bytes, stream)
+        grid = config.grid
+        if config.dealt:
+            grid = (min(grid[0], self._blocks_at_a_time(kernel, variant, config)), *grid[1:])
+        function.kernel(grid, (config.threads, 1, 1), (params,), config.shared_bytes, stream)
+
+    def _blocks_at_a_time(self, kernel: str, variant: Variant, config: LaunchConfig) -> int:
+        """Thread blocks of a kernel that run on the device at a time, by registers and shared memory."""
+        if (kernel, variant) not in self._at_a_time:
+            function = self._functions[kernel, variant].kernel
+            of_one = self._cupy.cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
+                function.ptr, config.threads, config.shared_bytes
+            )
+            self._at_a_time[kernel, variant] = of_one * self._cupy.cuda.Device().attributes["MultiProcessorCount"]
+        return self._at_a_time[kernel, variant]
 
     def prepare(self, variant: Variant, kernels: Iterable[str] = tuple(KERNELS)) -> None:
         """Compiles in parallel the kernels that would be compiled at first use: before serving, and before a graph is

@@ -23,10 +23,6 @@ MOST_FUSED_PARTIALS = 16
 """Rows of at most this many splits are merged by the decode kernel itself, which saves a launch; a row's last thread
 block merges alone, which takes too long for more. The choice changes no bit."""
 
-MAX_BLOCKS = 4096
-"""Thread blocks of a launch, at most: some ten for each one that an H200 runs at a time. Beyond that a block takes
-several items, so that the padding of a captured graph costs nothing."""
-
 MOST_MEMBERS = 64
 """Rows of a batch in a wide thread block, at most."""
 
@@ -58,17 +54,15 @@ def decode_tile(variant: Variant, *, wide: bool = False) -> KernelTile:
     warps = 4 if fp32 else tokens // 16 * row_tiles
     rows = 16 * row_tiles
     tile_bytes = 2 * tokens * padded_row(row_bytes)
-    short_rows = row_bytes <= 128 and not wide
-    ring_space = 65536 if not short_rows else 49152 if head_size <= 64 else 40960
+    ring_space = 65536 if wide or row_bytes > 128 else 49152 if head_size <= 64 else 40960
     stages = min(ring_space // (2 * tokens * row_bytes), 4)
     if fp32:
         behind_ring = rows * (head_size + tokens) * 4
     else:
         fp8 = variant.kv_element_bytes == 1
         behind_ring = rows * ((head_size * 2 // 32 | 1) * 32 if fp8 else padded_row(head_size * 2))
-        if head_size <= (64 if short_rows else 128) and not wide and behind_ring <= tile_bytes:
-            behind_ring = 0  # queries are in the ring until they are in registers
-    before_ring = 2 * LEAST_SPLIT * 4 + (MOST_MEMBERS * 16 if wide else 0)
+    # Block ids of two segments, records of two items, the launch, then flags and members of both items.
+    before_ring = 2 * LEAST_SPLIT * 4 + 2 * 32 + 32 + (MOST_MEMBERS * (4 + 2 * 16) if wide else 16)
     return KernelTile(tokens, rows, warps * 32, before_ring + stages * tile_bytes + behind_ring)
 
 
@@ -113,10 +107,12 @@ class DecodeWork:
     items: Ints
     """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out). The split in
     units of its own length, with `splits_longer` from bit 24 on."""
+    item_contexts: Ints
+    """[n]: visible keys of each item's row."""
     wide_items: Ints
     """[w, 4]: first member, sequence whose table names the blocks, split (as in `items`), number of members."""
     members: Ints
-    """[R, 4] where there may be wide items, else [0, 4]: row, sequence, merge, 0."""
+    """[R, 4] where there may be wide items, else [0, 4]: row, sequence, merge, visible keys."""
     merges: Ints
     """[m, 4]: row, first partial, number of partials, split of the first partial. A row's partials are neighbours."""
     num_splits: int
@@ -132,15 +128,21 @@ class DecodeWork:
     def with_empty_rows(self, rows: Ints, sequence: int) -> DecodeWork:
         """The same work, and rows whose `sequence` has no keys: each has an item, which writes zeros."""
         zeros, none = np.zeros_like(rows), np.full_like(rows, -1)
-        items, wide_items, members = self.items, self.wide_items, self.members
+        items, contexts, wide_items, members = self.items, self.item_contexts, self.wide_items, self.members
         if self.all_wide:
             at = len(members) + np.arange(len(rows), dtype=np.int32)
             wide_items = np.concatenate([wide_items, _columns(at, zeros + sequence, zeros, zeros + 1)])
             members = np.concatenate([members, _columns(rows, zeros + sequence, none, zeros)])
         else:
             items = np.concatenate([items, _columns(rows, zeros + sequence, zeros, none)])
+            contexts = np.concatenate([contexts, zeros])
         return replace(
-            self, items=items, wide_items=wide_items, members=members, num_splits=self.num_splits + len(rows)
+            self,
+            items=items,
+            item_contexts=contexts,
+            wide_items=wide_items,
+            members=members,
+            num_splits=self.num_splits + len(rows),
         )
 
 
@@ -204,10 +206,11 @@ def decode_work(
         place[order] = np.arange(len(order), dtype=np.int32)
         one = np.ones_like(owner)
         wide_items = np.concatenate([wide_items, _columns(place[owner], sequences[owner], split_of_item, one)])
-        items = items[:0]
-    members = _columns(rows[order], sequences[order], merge[order], np.zeros_like(order))
+        items, owner = items[:0], owner[:0]
+    members = _columns(rows[order], sequences[order], merge[order], lens[order])
     return DecodeWork(
         items=items,
+        item_contexts=lens[owner],
         wide_items=wide_items,
         members=members if all_wide or len(wide_items) else members[:0],
         merges=merges,

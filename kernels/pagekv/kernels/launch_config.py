@@ -7,10 +7,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from pagekv.kernels.decode_plan import MAX_BLOCKS, decode_tile
+from pagekv.kernels.decode_plan import decode_tile
 from pagekv.kernels.params import Struct
 from pagekv.kernels.prefill_plan import prefill_tile
 from pagekv.kernels.variants import Variant
+
+DEALT = True
+"""Whether decodes deal their work; else each thread block has one item."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class LaunchConfig:
     """Of a block, a multiple of 32."""
     shared_bytes: int
     """Dynamic shared memory of a block."""
+    dealt: bool = False
+    """Whether thread blocks take work until none is left: then no more of them are started than run at a time."""
 
 
 class Launcher(Protocol):
@@ -74,11 +79,11 @@ def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
 
 
 def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int, *, wide: bool = False) -> LaunchConfig:
-    """One thread block an item, KV head and tile of its query heads; the KV heads of an item are neighbours. Beyond
-    MAX_BLOCKS a thread block goes on to further items. `wide`: of the wide kernel."""
+    """One thread block an item, KV head and tile of its query heads, as far as they run at a time; then these go on to
+    further items. The KV heads of an item are neighbours. `wide`: of the wide kernel."""
     tile = decode_tile(variant, wide=wide)
     blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
-    return LaunchConfig((min(blocks, MAX_BLOCKS), 1, 1), tile.threads, tile.shared_bytes)
+    return LaunchConfig((blocks, 1, 1), tile.threads, tile.shared_bytes, dealt=DEALT)
 
 
 def merge(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig:

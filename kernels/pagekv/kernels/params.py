@@ -49,8 +49,8 @@ _ATTENTION = {
     "f32": "scale soft_cap",
 }
 DECODE = _struct(
-    pointers="query out pool block_tables context_lens items kv_scales sinks members merges merge_counters partial_out "
-    "partial_state",
+    pointers="query out pool block_tables items item_contexts dealt kv_scales sinks members merges merge_counters "
+    "partial_out partial_state",
     **{**_ATTENTION, "i32": "num_items " + _ATTENTION["i32"]},
 )
 PREFILL = _struct(

@@ -10,7 +10,7 @@ from unittest import mock
 
 from gpu_first.kernel_rows import decode_timing
 from gpu_first.machine import FirstMachine
-from pagekv.kernels import attention_plan, decode_plan
+from pagekv.kernels import attention_plan, decode_plan, launch_config
 from pagekv.kernels.bench.machine import Arena
 from pagekv.kernels.bench.speed import Row
 from pagekv.kernels.bench.workload import GQA4, AttentionCase
@@ -37,7 +37,7 @@ COPY_OF_THREAD = "i32 first_token = (i32)threadIdx.x / CHUNKS, first_chunk = (i3
 ACROSS_ROWS = (
     "i32 first_token = (i32)threadIdx.x % (THREADS / CHUNKS), first_chunk = (i32)threadIdx.x / (THREADS / CHUNKS);"
 )
-START_NEXT = "start(tile + STAGES - 1, stage == 0 ? STAGES - 1 : stage - 1);"
+START_NEXT = "copy_tile(free_stage());"
 
 # All but the first leave every bit of the result as it is. With splits of 1,024 keys a sequence of so many has one
 # thread block for each KV head, as in the first PagedAttention kernel.
@@ -46,7 +46,8 @@ ABLATIONS = {
     "merge_apart": Ablation(constant=(attention_plan, "MOST_FUSED_PARTIALS", 0)),
     "copies_awaited": Ablation(START_NEXT, f"{START_NEXT} cp_async_wait<0>();"),
     "copies_across_rows": Ablation(COPY_OF_THREAD, ACROSS_ROWS),
-    "three_blocks": Ablation("SHORT_ROWS ? 4 :", "SHORT_ROWS ? 3 :"),
+    "item_each": Ablation(constant=(launch_config, "DEALT", False)),
+    "three_blocks": Ablation("(SMALL_SM ? 2 : 4)", "(SMALL_SM ? 2 : 3)"),
 }
 
 

@@ -38,8 +38,8 @@ FP8 = "float8_e4m3fn"
 # the GPU: cuDNN on Hopper, where that is new enough.
 FLASH, CUDNN = ("flash", SDPBackend.FLASH_ATTENTION), ("cudnn", SDPBackend.CUDNN_ATTENTION)
 
-TABLE_READ = "max(table[first + i], 0)"
-TABLE_COMPUTED = "(i32)(table - p.block_tables) + first + i"
+TABLE_READ = "? table[first + i] : 0"
+TABLE_COMPUTED = "? (i32)(table - p.block_tables) + first + i : 0"
 
 
 @dataclass(frozen=True)

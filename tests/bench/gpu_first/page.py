@@ -210,6 +210,7 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
             ("splits of 1,024 keys", _of("longer_splits", ".2f")),
             ("merge in its own launch", _of("merge_apart", ".2f")), ("copies waited for", _of("copies_awaited", ".2f")),
             ("copies across rows", _of("copies_across_rows", ".2f")),
+            ("an item a thread block", _of("item_each", ".2f")),
             ("three thread blocks", _of("three_blocks", ".2f")), *timing, *state]),
         ("drift", "Drift: the first case again, at the end", [*timing, *state]),
         ("prefill", "Prefill, TFLOP/s", [

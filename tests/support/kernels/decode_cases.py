@@ -53,24 +53,31 @@ def run_decode(
         if not len(found):
             continue
         items = np.concatenate([found, np.full((padding, 4), -1, np.int32)])
+        contexts = np.concatenate([work.item_contexts, np.full(padding, -1, np.int32)])
+        dealt = np.array([0, len(found)], np.int32)
         shape = launch_config.decode(variant, len(items), heads, kv_heads, wide=wide)
         params = fill(
             DECODE,
             items=address(items),
+            item_contexts=0 if wide else address(contexts),
+            dealt=address(dealt),
             members=address(work.members) if wide else 0,
             merges=address(work.merges),
             merge_counters=address(counters) if fused else 0,
             partial_out=address(partial_out),
             partial_state=address(partial_state),
             num_items=len(items),
-            **attention_values(sequences, cache, rows, context_lens, features),
+            **attention_values(sequences, cache, rows, features),
         )
-        starts.append((kernel, replace(shape, grid=(blocks, 1, 1)) if blocks else shape, params, items))
+        if blocks:
+            shape = replace(shape, grid=(blocks, 1, 1), dealt=False)
+        starts.append((kernel, shape, params, dealt, (items, contexts)))
     with launcher.forbidden(*(cache.unowned(context_lens) if SANITIZE else ())):
         for _ in range(launches):
             rows.clear()
-            for kernel, shape, params, _held in starts:
+            for kernel, shape, params, dealt, _held in starts:
                 launcher.launch(kernel, variant, shape, params)
+                assert not dealt[0], "the next launch deals from the first item on"
     if not fused and len(work.merges):
         shape = launch_config.merge(variant, len(work.merges), heads)
         merge = fill(

@@ -85,11 +85,15 @@ class HostLauncher:
     # A library has one shared memory and one set of fibers.
     _lock = threading.Lock()
 
-    def __init__(self, *, reversed_order: bool = False, edit: Edit | None = None, seconds: int = 60) -> None:
-        """`reversed_order`: blocks, warps and threads run last to first. `seconds`: of CPU time, of a launch."""
+    def __init__(
+        self, *, reversed_order: bool = False, edit: Edit | None = None, seconds: int = 60, blocks: int = 3
+    ) -> None:
+        """`reversed_order`: blocks, warps and threads run last to first. `seconds`: of CPU time, of a launch. `blocks`:
+        those that a launch of dealt work has at most, as if no more ran at a time."""
         self.reversed_order = reversed_order
         self.edit = edit
         self.seconds = seconds
+        self.blocks = blocks
         self.copied_bytes = 0
         """Bytes that asynchronous copies of all launches have read from memory."""
 
@@ -98,7 +102,9 @@ class HostLauncher:
         source = translation_unit(KERNELS[kernel].source)
         text = self.edit(source) if self.edit else source
         macros = tuple(f"-D{name}={value}" for name, value in KERNELS[kernel].macros_of(variant).items())
-        self.run_text(kernel, text, macros, config.grid, config.threads, config.shared_bytes, params)
+        x, y, z = config.grid
+        grid = (min(x, self.blocks) if config.dealt else x, y, z)
+        self.run_text(kernel, text, macros, grid, config.threads, config.shared_bytes, params)
 
     def run_text(
         self,

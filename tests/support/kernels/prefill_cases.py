@@ -153,7 +153,7 @@ def run_prefill(
         at=at,
         scratch=address(scratch),
     )
-    values = attention_values(sequences, cache, rows, context_lens, features)
+    values = attention_values(sequences, cache, rows, features) | {"context_lens": address(context_lens)}
     unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
     split = rule.splits(features.window)
     with launcher.forbidden(*(cache.pool[block] for block in unused)):

@@ -190,9 +190,7 @@ class Rows:
         return self.out[:count, : heads * size].reshape(self.shape).copy()
 
 
-def attention_values(
-    sequences: Sequences, cache: Cache, rows: Rows, context_lens: Array, features: Features
-) -> dict[str, float]:
+def attention_values(sequences: Sequences, cache: Cache, rows: Rows, features: Features) -> dict[str, float]:
     """The fields that the parameters of decode and prefill have in common."""
     _, layers, _, block_size, kv_heads, size = cache.pool.shape
     kv_stride = block_size * kv_heads * size
@@ -201,7 +199,6 @@ def attention_values(
         "out": address(rows.out),
         "pool": address(cache.pool),
         "block_tables": address(cache.tables),
-        "context_lens": address(context_lens),
         "block_stride": layers * 2 * kv_stride,
         "kv_stride": kv_stride,
         "query_stride": rows.query.shape[1],

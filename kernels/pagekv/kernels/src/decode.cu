@@ -3,18 +3,20 @@
 // Floor. Every visible key and value is read once: 2 * context * kv_heads * HEAD_SIZE * bytes per row, at memory speed;
 // nothing else counts. To keep a memory of B bytes/s with a latency of t busy, B * t bytes must be on their way: 4.8 TB/s
 // and a loaded microsecond are 36 KB on each of an H200's 132 SMs. Three thread blocks share an SM (72 KB of shared memory
-// each) and each keeps a tile of 64 tokens on its way, 32 KB of bf16 at head size 128, while it works on another. Where a
-// key has at most 128 bytes (fp8, and head size 64) four do, each with 16 KB on its way, or twice 16 KB.
+// each) and each keeps a tile of 64 tokens on its way, 32 KB of bf16 at head size 128, while it works on another. With fp8
+// keys of up to 128 bytes four do, each with 16 KB on its way or more. Tiles stay on their way from one item to the next
+// (decode_walk.cuh).
 //
 // Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
 // Work: one (row, split, KV head); a split is 256 keys, more of long rows (decode_plan.py). All query heads of the KV head
 // are in one thread block, so that keys and values are read once. Groups of more than BLOCK_ROWS heads, and splits that several rows share, are the
 // work of decode_wide.cu (f32: several neighbouring blocks, which find the keys in L2).
-// Grid: x walks over the work, KV head fastest, because the KV heads of a token are neighbours in memory and should be
-// read at the same time. Any grid size serves any amount of work: a block goes on to the work one grid further, until
-// there is none or a padded item comes (items behind one are not looked at), so that captured graphs need no exact size.
+// Grid: as many thread blocks as run at a time, or one for each (item, KV head) where these are fewer. Work is dealt as
+// blocks ask for it, KV head fastest, because the KV heads of a token are neighbours in memory and should be read at the
+// same time. Any grid size serves any amount of work, and how much there is stands in memory, so that captured graphs need no
+// exact size.
 // Threads: all copy tiles; decode_mma.cuh (16-bit and fp8) and decode_fma.cuh (f32) say how warps share the computation.
-// Shared memory: row indices of blocks, 256 keys at a time (a block id is read once; paging costs an add a row), then a ring
+// Shared memory: block ids, 256 keys at a time (an id is read once; paging costs a multiply-add a row), then a ring
 // of STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
 // padded against bank conflicts (attention.cuh).
 //
@@ -38,9 +40,5 @@ constexpr bool WIDE = false;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) pagekv_decode(const DecodeParams p) {
     PAGEKV_DYNAMIC_SHARED(shared);
-    Work work;
-    for (i32 index = (i32)blockIdx.x; work.load(p, index, BLOCK_ROWS); index += (i32)gridDim.x) {
-        decode_work(p, work, shared);
-        __syncthreads();  // shared memory is free for the next work
-    }
+    decode(p, shared);
 }

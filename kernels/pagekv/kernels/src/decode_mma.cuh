@@ -4,10 +4,10 @@
 // as many warps as a tile has slices, and these wait for each other only at the tile's barrier. A thread block has one row
 // tile, or (WIDE) up to four over the same keys and values. Each warp has a softmax state; at the end the states of the
 // slices are merged in order, through shared memory, one row tile after the other.
-// Queries lie in the ring's last stage until they are in registers, or behind the ring where either has no room: with four
-// thread blocks a multiprocessor a thread has 128 registers.
+// Queries lie behind the ring, and go into registers where there is room: with four thread blocks a multiprocessor a thread
+// has 128.
 #pragma once
-#include "decode.cuh"
+#include "decode_walk.cuh"
 #include "fragments.cuh"
 
 constexpr int SLICES = TILE / 16;
@@ -15,16 +15,17 @@ constexpr int ROW_TILES = !WIDE ? 1 : HEAD_SIZE <= 128 ? 4 : 2;  // long heads: 
 constexpr int WARPS = SLICES * ROW_TILES;
 constexpr int THREADS = WARPS * 32;
 constexpr int BLOCK_ROWS = ROW_TILES * 16;
-constexpr int BLOCKS_PER_SM = WIDE ? 1 : SHORT_ROWS ? 4 : HEAD_SIZE <= 128 ? 3 : 2;
-constexpr bool QUERY_IN_REGISTERS = !WIDE && HEAD_SIZE <= (SHORT_ROWS ? 64 : 128);
+constexpr int BLOCKS_PER_SM = WIDE ? 1 : FOUR_BLOCKS ? (SMALL_SM ? 2 : 4) : HEAD_SIZE <= 128 ? 3 : 2;
+constexpr bool QUERY_IN_REGISTERS = !WIDE && HEAD_SIZE <= (FOUR_BLOCKS ? 64 : 128);
 constexpr int QUERY_BYTES = BLOCK_ROWS * Q_ROW_STRIDE;
-constexpr bool QUERY_IN_RING = QUERY_IN_REGISTERS && QUERY_BYTES <= 2 * TILE_BYTES;
-constexpr int SHARED_BYTES = RING + RING_BYTES + (QUERY_IN_RING ? 0 : QUERY_BYTES);
+constexpr int SHARED_BYTES = RING + RING_BYTES + QUERY_BYTES;
 static_assert(BLOCK_ROWS <= (WIDE ? MOST_MEMBERS : BLOCK_ROWS) && BLOCK_ROWS <= THREADS, "a thread for each member");
 
-// For the merge of the slices, in the ring: out [SLICES][16][OUT_STRIDE] and (maximum, sum) [SLICES][16].
-constexpr int OUT_STRIDE = HEAD_SIZE + 8;  // floats; rows of a fragment lie in different banks
-static_assert(SLICES * 16 * (OUT_STRIDE + 2) * 4 + 16 <= RING_BYTES, "results of a row tile's warps fit the ring");
+// For the merge of the slices, in one stage of the ring: of each of TILE (slice, row) pairs as many dims at a time as that has
+// room for, then (maximum, sum).
+constexpr int OUT_STRIDE = STAGE_BYTES / TILE / 4;  // floats; rows of a fragment lie in different banks
+constexpr int MERGED_DIMS = OUT_STRIDE - 8 < HEAD_SIZE ? (OUT_STRIDE - 8) / 16 * 16 : HEAD_SIZE;
+static_assert(OUT_STRIDE % 4 == 0 && MERGED_DIMS + 2 <= OUT_STRIDE, "float4 and a state fit a row");
 
 // Starts copying the query rows of `work` into shared memory; rows up to `rows` that do not exist become zeros.
 __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& work, i32 rows, u8* target) {
@@ -40,24 +41,26 @@ __device__ __forceinline__ void copy_queries(const DecodeParams& p, const Work& 
     }
 }
 
-// Merges the slices of row tile `row_tile`, whose warps have put their results into `outs` and `states`.
-__device__ __forceinline__ void merge_slices(const DecodeParams& p, const Work& work, i32 row_tile, const float* outs,
-                                             const Softmax* states) {
-    constexpr int PIECES = HEAD_SIZE / 4;
+// Merges `dims` dims from `first_dim` on of the slices of row tile `row_tile`, whose warps have put their results into `outs`.
+__device__ __forceinline__ void merge_slices(const DecodeParams& p, const Work& work, i32 row_tile, i32 first_dim, int dims,
+                                             const float* outs) {
+    const int pieces = dims / 4;
     const float value_scale = STORED_VALUE_SCALE * kv_scale(p, 1, work.kv_head);
     const i32 rows = min(work.rows() - row_tile * 16, 16);
-    for (i32 i = (i32)threadIdx.x; i < rows * PIECES; i += THREADS) {
-        const i32 row = i / PIECES, dim = i % PIECES * 4;
+    for (i32 i = (i32)threadIdx.x; i < rows * pieces; i += THREADS) {
+        const i32 row = i / pieces, dim = i % pieces * 4;
         Softmax state = no_keys();
+        const float* const first = outs + row * OUT_STRIDE;
+        auto part_of = [&](int slice) { return *(const float2*)(first + slice * 16 * OUT_STRIDE + MERGED_DIMS); };
 #pragma unroll
-        for (int slice = 0; slice < SLICES; ++slice) state.maximum = fmaxf(state.maximum, states[slice * 16 + row].maximum);
+        for (int slice = 0; slice < SLICES; ++slice) state.maximum = fmaxf(state.maximum, part_of(slice).x);
         float out[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
         for (int slice = 0; slice < SLICES; ++slice) {
-            const Softmax part = states[slice * 16 + row];
-            const float4 values = *(const float4*)(outs + (slice * 16 + row) * OUT_STRIDE + dim);
-            const float w = weight(part.maximum, state.maximum);
-            state.sum = fmaf(w, part.sum, state.sum);
+            const float2 part = part_of(slice);
+            const float4 values = *(const float4*)(first + slice * 16 * OUT_STRIDE + dim);
+            const float w = weight(part.x, state.maximum);
+            state.sum = fmaf(w, part.y, state.sum);
             out[0] = fmaf(w, values.x, out[0]);
             out[1] = fmaf(w, values.y, out[1]);
             out[2] = fmaf(w, values.z, out[2]);
@@ -67,90 +70,107 @@ __device__ __forceinline__ void merge_slices(const DecodeParams& p, const Work& 
         for (int j = 0; j < 4; ++j) out[j] *= value_scale;
         const i32 of_block = row_tile * 16 + row;
         const Member& member = work.member(work.member_of(of_block));
-        store_result(p, work, member, work.first_head + work.head_of(of_block), dim, state, out);
+        store_result(p, work, member, work.first_head + work.head_of(of_block), first_dim + dim, state, out);
     }
 }
 
-__device__ __forceinline__ void decode_work(const DecodeParams& p, Work& work, u8* shared) {
-    u8* ring = shared + RING;
-    u8* query_rows = QUERY_IN_RING ? ring + (STAGES - 1) * 2 * TILE_BYTES : ring + RING_BYTES;
+__device__ __forceinline__ void decode(const DecodeParams& p, u8* shared) {
+    u8* const query_rows = shared + RING + RING_BYTES;
     const i32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const i32 row_tile = warp / SLICES, slice = warp % SLICES;
-
-    const PagedRows rows = PagedRows::of(p, work.kv_head);
-    const RowAddresses addresses = RowAddresses::of(rows, (u32*)shared);
-    const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, STORED_KEY_SCALE * kv_scale(p, 0, work.kv_head));
-    // All loads from memory are issued before the first result is needed.
-    work.load_members(p, (Member*)(shared + ROW_INDEX_BYTES));
-    const i32 row_tiles = (work.rows() + 15) / 16;
-    copy_queries(p, work, row_tiles * 16, query_rows);
-    // Block ids arrive together with the context length, which a longer split has to know first.
-    if (work.one_segment()) addresses.load<THREADS>(p, work, work.split);
-    const Span span = Span::of(logits, work);
-    if (!work.one_segment()) addresses.load_two<THREADS>(p, work, span.first_tile / SEGMENT_TILES);
-    Visible seen[2];  // of the lane's rows
-#pragma unroll
-    for (int half = 0; half < 2; ++half) seen[half] = span.of_row(logits, work, row_tile * 16 + lane / 4 + half * 8);
-    __syncthreads();  // the row indices are there
-
-    Rows16 result;
-    result.clear();
-    u32 queries[QUERY_IN_REGISTERS ? K_STEPS : 1][4];
     const u8* own_query = query_rows + row_tile * 16 * Q_ROW_STRIDE;
-    auto query = [&](int step, u32 (&a)[4]) {
-        if constexpr (QUERY_IN_REGISTERS) {
+
+    Walk<THREADS, BLOCK_ROWS> walk(p, shared);
+    {
+        Work work;
+        if (!walk.begin(work)) return;
+        copy_queries(p, work, (work.rows() + 15) / 16 * 16, query_rows);
+        walk.look_up_first(work, Span::of(Logits::of(p.scale, p.soft_cap, p.window, 1.0f), work));
+        __syncthreads();  // the block ids are there
+        walk.start();
+    }
+    while (true) {
+        const Work work = walk.work();
+        const Logits logits = Logits::of(p.scale, p.soft_cap, p.window, STORED_KEY_SCALE * kv_scale(p, 0, work.kv_head));
+        const Span span = Span::of(logits, work);
+        Visible seen[2];  // of the lane's rows
 #pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = queries[step][i];
-        } else {
-            load_query(own_query, step, a);
-        }
-    };
-    for_each_tile<THREADS>(
-        p, work, addresses, span, ring,
-        [&] {
+        for (int half = 0; half < 2; ++half) seen[half] = span.of_row(logits, work, row_tile * 16 + lane / 4 + half * 8);
+
+        Rows16 result;
+        result.clear();
+        u32 queries[QUERY_IN_REGISTERS ? K_STEPS : 1][4];
+        auto query = [&](int step, u32 (&a)[4]) {
             if constexpr (QUERY_IN_REGISTERS) {
 #pragma unroll
-                for (int step = 0; step < K_STEPS; ++step) load_query(own_query, step, queries[step]);
+                for (int i = 0; i < 4; ++i) a[i] = queries[step][i];
+            } else {
+                load_query(own_query, step, a);
             }
-        },
-        [&](i32 tile, const u8* keys, const u8* values) {
-            const i32 position = tile * TILE + slice * 16;
-            // No row, or nothing visible: an exact no-op.
-            if (row_tile >= row_tiles || position >= span.last || position + 16 <= span.first) return;
-            float s[2][4];
-            scores(query, keys, slice * 16, s);
+        };
+        walk.over(
+            logits, span,
+            [&] {
+                if constexpr (QUERY_IN_REGISTERS) {
 #pragma unroll
-            for (int n = 0; n < 2; ++n)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const i32 key = position + n * 8 + lane % 4 * 2 + i % 2;
-                    const bool visible = key >= seen[i / 2].first && key < seen[i / 2].last;
-                    s[n][i] = visible ? logits.base2(s[n][i]) : -infinity();
+                    for (int step = 0; step < K_STEPS; ++step) load_query(own_query, step, queries[step]);
                 }
-            soften(s, result);
-            add_values(s, values, slice * 16, result);
-        });
+            },
+            [&](i32 tile, const u8* keys, const u8* values) {
+                const i32 position = tile * TILE + slice * 16;
+                // Nothing visible, or no row: an exact no-op.
+                if (position >= span.last || position + 16 <= span.first) return;
+                if (WIDE && row_tile * 16 >= walk.work().rows()) return;
+                float s[2][4];
+                scores(query, keys, slice * 16, s);
+#pragma unroll
+                for (int n = 0; n < 2; ++n)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const i32 key = position + n * 8 + lane % 4 * 2 + i % 2;
+                        const bool visible = key >= seen[i / 2].first && key < seen[i / 2].last;
+                        s[n][i] = visible ? logits.base2(s[n][i]) : -infinity();
+                    }
+                soften(s, result);
+                add_values(s, values, slice * 16, result);
+            });
 
-    // Merge of the slices.
-    result.finish();
-    float* const outs = (float*)ring;
-    Softmax* const states = (Softmax*)(outs + SLICES * 16 * OUT_STRIDE);
-    for (i32 merged = 0; merged < row_tiles; ++merged) {
-        if (WIDE && merged > 0) __syncthreads();  // the row tile before is merged
-        if (row_tile == merged) {
+        // Merge of the slices.
+        // The work is read again from shared memory where it is needed: registers are short.
+        result.finish();
+        float* const outs = (float*)walk.free_stage();
+        const i32 row_tiles = (walk.work().rows() + 15) / 16;
+        i32 merged = 0;
+        do {
 #pragma unroll
-            for (int n = 0; n < OUT_FRAGMENTS; ++n)
+            for (int first_dim = 0; first_dim < HEAD_SIZE; first_dim += MERGED_DIMS) {
+                const int dims = HEAD_SIZE - first_dim < MERGED_DIMS ? HEAD_SIZE - first_dim : MERGED_DIMS;
+                if (first_dim > 0 || (WIDE && merged > 0)) __syncthreads();  // those before are merged
+                if (row_tile == merged) {
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
-                    outs[(slice * 16 + lane / 4 + i / 2 * 8) * OUT_STRIDE + output_dim(n, i % 2)] = result.out[n][i];
-            if (lane % 4 == 0) {
+                    for (int n = 0; n < OUT_FRAGMENTS; ++n)
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    states[slice * 16 + lane / 4 + 8 * half] = {result.maximum[half], result.sum[half]};
+                        for (int i = 0; i < 4 && n * 8 >= first_dim && n * 8 < first_dim + dims; ++i)
+                            outs[(slice * 16 + lane / 4 + i / 2 * 8) * OUT_STRIDE + output_dim(n, i % 2) - first_dim] =
+                                result.out[n][i];
+                    if (lane % 4 == 0) {
+#pragma unroll
+                        for (int half = 0; half < 2; ++half)
+                            *(float2*)(outs + (slice * 16 + lane / 4 + 8 * half) * OUT_STRIDE + MERGED_DIMS) =
+                                make_float2(result.maximum[half], result.sum[half]);
+                    }
+                }
+                __syncthreads();
+                if (merged == 0 && first_dim == 0 && walk.more()) {
+                    const Work next = walk.next_work();
+                    copy_queries(p, next, (next.rows() + 15) / 16 * 16, query_rows);
+                    cp_async_commit();
+                }
+                merge_slices(p, walk.work(), merged, first_dim, dims, outs);
             }
-        }
-        __syncthreads();
-        merge_slices(p, work, merged, outs, states);
+        } while (++merged < row_tiles);
+        merge_if_last<THREADS>(p, walk.work(), (u32*)(shared + MERGED_FLAGS));
+        if (!walk.more()) return;
+        walk.go_on();
     }
-    merge_if_last<THREADS>(p, work, (u32*)(WIDE ? shared + ROW_INDEX_BYTES + MOST_MEMBERS * 12 : (u8*)(states + SLICES * 16)));
 }

@@ -22,14 +22,5 @@ constexpr bool WIDE = true;
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) pagekv_decode_wide(const DecodeParams p) {
     PAGEKV_DYNAMIC_SHARED(shared);
-    __shared__ i32 index;  // of the work: registers are short
-    if (threadIdx.x == 0) index = (i32)blockIdx.x;
-    __syncthreads();
-    Work work;
-    while (work.load(p, index, BLOCK_ROWS)) {
-        decode_work(p, work, shared);
-        __syncthreads();  // shared memory is free for the next work
-        if (threadIdx.x == 0) index += (i32)gridDim.x;
-        __syncthreads();
-    }
+    decode(p, shared);
 }

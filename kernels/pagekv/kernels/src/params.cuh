@@ -52,12 +52,13 @@ struct DecodeParams {
     void* out;                  // [T, H, D], rows out_stride apart
     const void* pool;
     const i32* block_tables;    // [S, table_stride]
-    const i32* context_lens;    // [S] visible keys, those of this step included
-    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none); row < 0: no item from here on.
+    const i32* items;           // [num_items, 4]: row, sequence, split, merge (-1: none).
                                 // pagekv_decode_wide: first member, sequence, split, members
+    const i32* item_contexts;   // [num_items] visible keys of the item's row, those of this step included; pagekv_decode_wide: null
+    u32* dealt;                 // [2]: zero, and zero again after the kernel; number of items, the rest is padding
     const float* kv_scales;     // as CacheWriteParams
     const float* sinks;         // [H] a logit beside those of the keys, without a value; null: none
-    const i32* members;         // pagekv_decode_wide: [members, 4]: row, sequence, merge, 0; else null
+    const i32* members;         // pagekv_decode_wide: [members, 4]: row, sequence, merge, visible keys; else null
     const i32* merges;          // [merges, 4]: row, first partial, partials, split of the first partial
     u32* merge_counters;        // [merges, G, head groups] zeros, and zeros again after the kernel; null: merge kernel
     float* partial_out;         // [partials, H, D] sums of weighted values
