@@ -8,9 +8,9 @@
 // (decode_walk.cuh).
 //
 // Shapes: params.cuh. Any group size (query heads a KV head), block sizes of powers of two, any strides between rows.
-// Work: one (row, split, KV head); a split is 256 keys, more of long rows (decode_plan.py). All query heads of the KV head
-// are in one thread block, so that keys and values are read once. Groups of more than BLOCK_ROWS heads, and splits that several rows share, are the
-// work of decode_wide.cu (f32: several neighbouring blocks, which find the keys in L2).
+// Work: one (row, split, KV head); a split is 256 keys, more of long rows (decode_plan.py). All query heads of the KV head are
+// in one thread block, so that keys and values are read once. Groups of more than BLOCK_ROWS heads, and splits that several
+// rows share, are the work of decode_wide.cu (f32: several neighbouring blocks, which find the keys in L2).
 // Grid: as many thread blocks as run at a time, or one for each (item, KV head) where these are fewer. Work is dealt as
 // blocks ask for it, KV head fastest, because the KV heads of a token are neighbours in memory and should be read at the
 // same time. Any grid size serves any amount of work, and how much there is stands in memory, so that captured graphs need no
@@ -20,12 +20,12 @@
 // of STAGES tiles filled by cp.async, 16 bytes a copy, neighbouring threads on neighbouring chunks of a row; rows are
 // padded against bank conflicts (attention.cuh).
 //
-// Batch invariance. Keys are cut at absolute multiples of a length that follows from the row's own context, and walked in
-// tiles at absolute multiples of TILE from position 0; the group size decides which warp has which tokens; partial results are merged in position order; a
-// tile that is wholly masked is an exact no-op. So the bits of a row's result are a function of its own query, keys and
-// values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical blocks,
-// the block size, or the kernel that has the split. Both decode kernels and the merge are compiled without contraction to
-// multiply-adds, so that the text alone says where a result is rounded.
+// Batch invariance. Keys are cut at absolute multiples of a length that follows from the row's own context, and walked in tiles
+// at absolute multiples of TILE from position 0; the group size decides which warp has which tokens; partial results are merged
+// in position order; a tile that is wholly masked is an exact no-op. So the bits of a row's result are a function of its own
+// query, keys and values (and of window and scales) alone: not of the other rows, the order of the work, the grid, the physical
+// blocks, the block size, or the kernel that has the split. Both decode kernels and the merge are compiled without contraction
+// to multiply-adds, so that the text alone says where a result is rounded.
 //
 // The mapping of the first PagedAttention kernel (thread group: query x key; warp: query x block; thread block: query x
 // sequence) is replaced: it reads keys and values once for each query head and leaves most of a GPU idle when there are
