@@ -75,7 +75,7 @@ class Child:
         return read_port_file(self._port_file)
 
     def leave(self) -> None:
-        """Has it end at once, as without its parent. Idempotent."""
+        """Ends the process at once, as if its parent were gone. Idempotent."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
 

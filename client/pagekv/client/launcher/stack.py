@@ -217,15 +217,16 @@ class Stack:
     def new_deaths(self) -> list[str]:
         """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
 
-        Raises StackError when no pair is left, or nothing in front of it. The processes left then end as if this
-        one were gone, without waiting for streams, which nobody could finish.
+        Raises StackError when no pair is left, or nothing in front of it. Where no pair is left, the other processes
+        end without waiting for streams, which nobody could finish.
         """
         dead = [child for child in self.children if child.popen.poll() is not None]
         found = [str(child.death()) for child in dead if child.name not in self._reported]
         self._reported.update(child.name for child in dead)
-        lost = {child.name.partition(" ")[2] for child in dead}
-        if dead and (len(lost) == self._config.replicas or any(child.name == "gateway" for child in dead)):
-            for child in self.children:
+        lost = {child.name.partition(" ")[2] for child in dead if child.name != "gateway"}
+        no_pair = len(lost) == self._config.replicas
+        if no_pair or any(child.name == "gateway" for child in dead):
+            for child in self.children if no_pair else ():
                 child.leave()
             raise StackError("\n".join(found) or "the last pair has died")
         return found

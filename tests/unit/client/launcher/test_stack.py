@@ -249,8 +249,13 @@ def test_of_several_pairs_one_may_die(journal: Path) -> None:
         assert stack.new_deaths() == []
         second.kill()
         second.wait()
+        left = stack.children[2].popen.stdin
+        assert left is not None
+        assert not left.closed
         with pytest.raises(StackError, match="the manager 2 was killed by SIGKILL"):
             stack.new_deaths()
+        # So it ends as without its parent.
+        assert left.closed
 
 
 def test_where_nobody_can_finish_a_stream_nobody_waits_for_it() -> None:
@@ -303,6 +308,22 @@ def test_the_gateway_is_started_once_the_managers_serve_and_killed_if_it_lingers
     for word in ("--policy=round_robin", "--extra", *(f"grpc://{target}" for target in stack.targets)):
         assert f"'{word}'" in told
     assert stack.children[-1].popen.returncode == -signal.SIGKILL
+
+
+def test_a_dead_gateway_leaves_managers_their_own_streams(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Callers of gRPC have them without a gateway; `stop` gives these the grace."""
+    monkeypatch.setattr("pagekv.client.launcher.stack.serves", lambda target, managers: True)
+    monkeypatch.setattr("pagekv.client.launcher.stack.has_tokenizer", lambda manager: True)
+    gateway = GatewayConfig(port=0, command=[sys.executable, "-c", "import time; time.sleep(60)"])
+    with Stack(config(journal, gateway=gateway)) as stack:
+        stack.start()
+        assert stack.wait_ready(120)
+        *servers, dead = (child.popen for child in stack.children)
+        dead.kill()
+        dead.wait()
+        with pytest.raises(StackError, match="the gateway was killed by SIGKILL"):
+            stack.new_deaths()
+        assert [server.stdin is not None and server.stdin.closed for server in servers] == [False, False]
 
 
 def test_the_page_has_the_port_asked_for_or_a_free_one_where_that_is_taken(journal: Path) -> None:
