@@ -36,6 +36,7 @@ class Call:
         self._missing = {_OWN, *others}
         self._answers: dict[int, Any] = {}
         self._reason = ""
+        self._breaking = False
 
     @property
     def can_pass(self) -> bool:
@@ -60,18 +61,21 @@ class Call:
         with self._changed:
             if not self._missing:
                 return
+            self._breaking = True
             waiting = f"rank {', '.join(map(str, sorted(self._missing)))}"
         reason = f"{reason}; left waiting for it: {waiting}"
         # First, since the caller that `wait` raises in would end this process in its own way.
-        self._broken(reason)
-        with self._changed:
-            self._reason = reason
-            self._changed.notify_all()
+        try:
+            self._broken(reason)
+        finally:
+            with self._changed:
+                self._reason = reason
+                self._changed.notify_all()
 
     def wait(self) -> dict[int, Any]:
         """The answers of the others, by rank, once all ranks have come to the end. Raises CallBroken."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._missing or self._reason)
+            self._changed.wait_for(lambda: self._reason or not (self._missing or self._breaking))
             if self._reason:
                 raise CallBroken(self._reason)
             return {rank: answer for rank, answer in sorted(self._answers.items()) if rank != _OWN}

@@ -39,7 +39,7 @@ def test_a_failure_that_all_come_to_breaks_nothing(monkeypatch: pytest.MonkeyPat
 
 
 def test_the_caller_hears_of_it_when_the_group_has_been_ended() -> None:
-    """It would end the process too, as one whose device is lost, and torchrun would start the ranks anew."""
+    """The caller would end the process as one whose device is lost, and torchrun would start the ranks anew."""
     done = threading.Event()
 
     def broken(reason: str) -> None:
@@ -58,6 +58,20 @@ def test_the_caller_hears_of_it_when_the_group_has_been_ended() -> None:
     call._break("rank 0 failed")
     thread.join()
     assert done.is_set()
+
+
+def test_the_caller_hears_of_it_though_the_group_cannot_be_ended() -> None:
+    def broken(reason: str) -> None:
+        # Too late: the group is about to end.
+        call.answer(1, {})
+        raise OSError("no link")
+
+    call = Call("describe", [1], broken)
+    call.answer(0, failure(RuntimeError("no memory")))
+    with pytest.raises(OSError, match="no link"):
+        call._break("rank 0 failed")
+    with pytest.raises(CallBroken, match="rank 0 failed; left waiting for it: rank 1"):
+        call.wait()
 
 
 GLOO = RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer")
