@@ -75,7 +75,6 @@ def memory_for(work: str, remedy: str) -> Iterator[None]:
         if isinstance(error, TooLittleMemory) or not (isinstance(error, MemoryError) or _NO_MEMORY.search(str(error))):
             raise
         said = str(error).partition("\n")[0] or type(error).__name__
-        # To a tenth: a manager that asks again and again logs a reason once, unless its words change.
         raise TooLittleMemory(
             f"{work} needs more memory than there is; {available_bytes() / 2**30:.1f} GiB are available ({said}): "
             f"{remedy}"

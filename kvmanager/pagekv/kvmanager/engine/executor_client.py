@@ -51,8 +51,18 @@ class NoExecutor(ExecutorLost):
     FOR_CALLERS = "nothing answers at --executor; the manager's log says which address that is, and what to start"
 
 
+class NoRoom(ExecutorLost):
+    """The executor has no memory for pools of `asked` blocks, device and host, or, where that is None, for a step. It
+    may offer less, or find more, the next time.
+    """
+
+    def __init__(self, message: str, asked: tuple[int, int] | None) -> None:
+        super().__init__(message)
+        self.asked = asked
+
+
 class AttachRefused(Exception):
-    """The flags and this executor, or its memory, do not go together; trying again would hardly help."""
+    """The flags and this executor do not go together; trying again would not help."""
 
 
 class ExecutorLink:
@@ -91,7 +101,7 @@ class ExecutorLink:
         self.epoch = 0
 
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
-        """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers, or cannot."""
+        """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
         request = pb.DescribeRequest(
             block_size=block_size, token_budget=token_budget, contract_revision=CONTRACT_REVISION
         )
@@ -114,7 +124,7 @@ class ExecutorLink:
             required_features=feature_numbers(model.features),
             contract_revision=self._revision,
         )
-        with _refusals("Attach", self._target):
+        with _refusals("Attach", self._target, (model.num_device_blocks, model.num_host_blocks)):
             answer = await self._stub.Attach(request, timeout=ATTACH_TIMEOUT_S)
         if not answer.epoch:
             raise ExecutorLost("AttachResponse.epoch: must not be 0, which stands for no epoch")
@@ -191,8 +201,8 @@ class ExecutorLink:
 
 
 @contextmanager
-def _refusals(method: str, target: str) -> Iterator[None]:
-    """Turns the status of a call into AttachRefused, NoExecutor or another ExecutorLost."""
+def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) -> Iterator[None]:
+    """Turns the status of a call into AttachRefused, NoExecutor, NoRoom or another ExecutorLost."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
@@ -201,11 +211,11 @@ def _refusals(method: str, target: str) -> Iterator[None]:
             for said, meaning in _NOBODY_THERE.items():
                 if said in words:
                     raise NoExecutor(meaning.format(target)) from error
-        raise (AttachRefused if error.code() in _REFUSALS else ExecutorLost)(_words(error, method)) from error
+        if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+            raise NoRoom(_words(error, method), asked) from error
+        refused = error.code() == grpc.StatusCode.INVALID_ARGUMENT
+        raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
-
-# Numbers that the executor will not have, and pools or steps that it has no memory for.
-_REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 # How gRPC words an address where nothing answers, and what the operator is told. Other words, such as those of TLS, say
 # what is wrong.

@@ -22,14 +22,21 @@ from pagekv.kvmanager.engine.admission_control import check_admissible
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.engine.description import check_description
-from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, NoExecutor, UnfitExecutor
+from pagekv.kvmanager.engine.executor_client import (
+    AttachRefused,
+    ExecutorLink,
+    ExecutorLost,
+    NoExecutor,
+    NoRoom,
+    UnfitExecutor,
+)
 from pagekv.kvmanager.engine.executor_wire import pack_token_ids
 from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
 from pagekv.kvmanager.engine.observer import Observers, RequestEnd
 from pagekv.kvmanager.engine.outputs import deliver
 from pagekv.kvmanager.engine.queries import EngineQueries
-from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, WrongAnswer
+from pagekv.kvmanager.engine.recovery import FailedSteps, Fault, Reconnect, RoomRefusals, WrongAnswer
 from pagekv.kvmanager.engine.request_ends import RequestEnds
 from pagekv.kvmanager.engine.sizing import make_pools, size_limits, size_model, wanted_model_len
 from pagekv.kvmanager.engine.snapshots import EngineSnapshots
@@ -52,7 +59,7 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# In words of an executor that is asked again and again.
+# Two reasons of an executor that is asked again and again are the same without their figures.
 _FIGURES = re.compile(r"\d+")
 
 
@@ -104,10 +111,11 @@ class EngineLoop:
     async def run(self) -> None:
         """Serves until `stop`; comes back from every loss of the executor.
 
-        Raises AttachRefused when the very first executor does not go with the flags, or has no memory for what they
-        ask, and TenantsError when its pool is too small for the tenants' floors; later ones are waited out.
+        Raises AttachRefused when the very first executor does not go with the flags, or has again and again no memory
+        for what they ask, and TenantsError when its pool is too small for the tenants' floors; later ones are waited
+        out.
         """
-        reconnect, told = Reconnect(), ""
+        reconnect, room, told = Reconnect(), RoomRefusals(), ""
         state = self._state
         while not state.stopping:
             link = ExecutorLink(self._config.executor, self._wake.set, self._executor_credentials())
@@ -117,6 +125,8 @@ class EngineLoop:
                 told = ""
                 await self._drive(link)
             except (ExecutorLost, AttachRefused, WrongAnswer) as error:
+                if isinstance(error, NoRoom) and state.model is None and room.are_final(error.asked):
+                    raise AttachRefused(str(error)) from error
                 if isinstance(error, AttachRefused) and state.model is None:
                     raise
                 if isinstance(error, NoExecutor):

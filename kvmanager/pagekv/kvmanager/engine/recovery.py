@@ -71,6 +71,26 @@ class FailedSteps:
                 self._attempts.pop(sequence.request, None)
 
 
+# Refusals of the same pools in a row, a second or two in all, in which memory of an executor before may come free.
+MOST_ROOM_REFUSALS = 8
+
+
+class RoomRefusals:
+    """Counts how often an executor had no memory for the same pools. One that offers less each time, until the host
+    pool can be page-locked, is asked on.
+    """
+
+    def __init__(self) -> None:
+        self._asked: tuple[int, int] | None = None
+        self._count = 0
+
+    def are_final(self, asked: tuple[int, int] | None) -> bool:
+        """Counts a refusal of so many device and host blocks, None for a step's memory; whether to give up."""
+        self._count = self._count + 1 if asked == self._asked else 1
+        self._asked = asked
+        return self._count >= MOST_ROOM_REFUSALS
+
+
 # Seconds between attempts to attach, doubled from the first to the last.
 RECONNECT_FIRST_S, RECONNECT_LAST_S = 0.05, 2.0
 # Asking an executor that does not answer, or that another manager drives, costs next to nothing, and clients wait.

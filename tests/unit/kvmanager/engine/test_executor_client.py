@@ -17,7 +17,7 @@ from support.engine.fake_engine import MODEL
 from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
 from pagekv.kvmanager.engine import executor_client
-from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, NoExecutor
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLink, ExecutorLost, NoExecutor, NoRoom
 from pagekv.kvmanager.engine.recovery import Fault
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NewSeq, StepPlan, StepResult
@@ -91,17 +91,15 @@ def test_an_address_where_nothing_answers(target: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "refused"),
+    ("code", "kind"),
     [
-        (grpc.StatusCode.INVALID_ARGUMENT, True),
-        (grpc.StatusCode.RESOURCE_EXHAUSTED, True),
-        (grpc.StatusCode.FAILED_PRECONDITION, False),
-        (grpc.StatusCode.INTERNAL, False),
+        (grpc.StatusCode.INVALID_ARGUMENT, AttachRefused),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, NoRoom),
+        (grpc.StatusCode.FAILED_PRECONDITION, ExecutorLost),
+        (grpc.StatusCode.INTERNAL, ExecutorLost),
     ],
 )
-def test_numbers_and_pools_that_an_executor_cannot_have_are_refused_for_good(
-    code: grpc.StatusCode, refused: bool
-) -> None:
+def test_refusals_by_what_another_attempt_would_help(code: grpc.StatusCode, kind: type[Exception]) -> None:
     class Unwilling(_Executor):
         async def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachResponse:
             await context.abort(code, "lower --kv-memory")
@@ -111,8 +109,11 @@ def test_numbers_and_pools_that_an_executor_cannot_have_are_refused_for_good(
         async with _link(Unwilling(grpc.StatusCode.OK)) as link:
             await link.attach("m", MODEL, "", take_over=False)
 
-    with pytest.raises(AttachRefused if refused else ExecutorLost, match=f"Attach: {code.name}: lower --kv-memory"):
+    with pytest.raises(kind, match=f"Attach: {code.name}: lower --kv-memory") as caught:
         asyncio.run(main())
+    assert type(caught.value) is kind
+    if isinstance(caught.value, NoRoom):
+        assert caught.value.asked == (MODEL.num_device_blocks, MODEL.num_host_blocks)
 
 
 # By code of a status without details; of all others the step is at fault.

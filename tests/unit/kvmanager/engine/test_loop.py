@@ -11,9 +11,11 @@ from support.engine.engine_harness import VOCAB, Bench, Link, command, config, d
 
 from pagekv.common.errors import Draining, InvalidRequest, SequenceFailed, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
-from pagekv.kvmanager.engine.executor_client import ExecutorLost
+from pagekv.kvmanager.engine.executor_client import AttachRefused, ExecutorLost, NoRoom
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
+from pagekv.kvmanager.engine.recovery import MOST_ROOM_REFUSALS
+from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.request.command import FinishReason, GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
@@ -327,3 +329,40 @@ def test_a_reason_for_no_executor_is_logged_once_until_it_changes(
         str(vars(record)["fields"]["reason"]) for record in caplog.records if record.getMessage() == "no executor"
     ]
     assert reasons == ["loading: 1 GB", "still starting", "still starting"]
+
+
+@pytest.mark.parametrize("offers_less", [False, True])
+def test_a_first_executor_without_room_is_asked_on_only_while_it_offers_less(
+    monkeypatch: pytest.MonkeyPatch, offers_less: bool
+) -> None:
+    """As one that cannot page-lock a host pool offers half of it the next time."""
+    asked: list[int] = []
+
+    class Full(Link):
+        async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> pb.AttachResponse:
+            asked.append(model.num_device_blocks)
+            if offers_less and len(asked) > 2 * MOST_ROOM_REFUSALS:
+                return await super().attach(manager_id, model, layout, take_over)
+            if offers_less:
+                self._bench.description.device_kv_bytes -= self._bench.description.bytes_per_block
+            raise NoRoom("Attach: no room", (model.num_device_blocks, model.num_host_blocks))
+
+    async def main() -> None:
+        bench = Bench()
+        bench.description = described()
+        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Full(bench, wake))
+        monkeypatch.setattr("pagekv.kvmanager.engine.recovery.Reconnect.pause_s", lambda *_, **__: 0.0)
+        engine = EngineLoop(config())
+        task = asyncio.create_task(engine.run())
+        if offers_less:
+            await engine.wait_ready()
+            await engine.stop(1)
+        await task
+
+    if offers_less:
+        asyncio.run(main())
+        assert len({*asked}) == len(asked) == 2 * MOST_ROOM_REFUSALS + 1
+    else:
+        with pytest.raises(AttachRefused, match="Attach: no room"):
+            asyncio.run(main())
+        assert len(asked) == MOST_ROOM_REFUSALS

@@ -7,7 +7,15 @@ from support.engine.engine_harness import Bench, command, expect, read, run, unt
 
 from pagekv.common.errors import ComputationFailed
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.recovery import RECONNECT_FIRST_S, RECONNECT_LAST_S, UNREACHABLE_S, Fault, Reconnect
+from pagekv.kvmanager.engine.recovery import (
+    MOST_ROOM_REFUSALS,
+    RECONNECT_FIRST_S,
+    RECONNECT_LAST_S,
+    UNREACHABLE_S,
+    Fault,
+    Reconnect,
+    RoomRefusals,
+)
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
@@ -109,3 +117,10 @@ def test_an_executor_that_is_away_is_asked_often() -> None:
     reconnect = Reconnect()
     assert max(reconnect.pause_s(attached=False, steps=0) for _ in range(50)) == UNREACHABLE_S
     assert reconnect.pause_s(attached=True, steps=0) == RECONNECT_LAST_S
+
+
+def test_refusals_of_the_same_pools_in_a_row_are_final() -> None:
+    room = RoomRefusals()
+    again = [(8, 4)] * (MOST_ROOM_REFUSALS - 1)
+    assert not any(room.are_final(asked) for asked in (*again, (8, 2), *again, None, *again))
+    assert room.are_final(again[0])
