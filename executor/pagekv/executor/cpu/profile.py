@@ -21,7 +21,7 @@ from pagekv.executor.model.shards import Shards
 SWAP_BYTES = 8 * 2**20
 SWAP_ROUNDS = 4
 # Tokens of a profiled step at most: enough for products to reach their speed. Memory that does not grow with tokens is
-# counted too often, which errs on caution.
+# counted too often; masks of long prompts in a window, where no compiled loop reads the pool, are not: some MiB.
 PROFILED_TOKENS = 256
 
 
@@ -54,8 +54,8 @@ def profile_step(
     shards: Shards | None = None,
 ) -> StepProfile:
     """Runs a step of prompt tokens over a pool of this call, as many as are budgeted or PROFILED_TOKENS, in prompts as
-    long as the model allows. By how much the process grew for it counts as many times as the budget has so many tokens:
-    gaps of the heap are in it, and the operators' own memory. The logits of a step in which as many sequences sample as
+    long as the model allows. The growth of the process is scaled up to the budget: gaps of the heap are in it, and the
+    operators' own memory. The logits of a step in which as many sequences sample as
     can are added: with a large vocabulary they are most of such a step's memory, and to compute them would take a
     second and more.
     """
