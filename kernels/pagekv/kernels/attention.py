@@ -210,9 +210,9 @@ class PagedAttention:
     ) -> None:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
 
-        `norm`: heads of keys are normed on the way and those of queries in place; weights of both, queries first,
-        [num_heads + num_kv_heads, head_size] of norms over each head, or in one dimension of one norm over all queries
-        of a row and one over all its keys. `rope`: so they are rotated, pairs being half of the rotated elements
+        `norm`: keys are normed on the way and queries in place, each head by itself, or all queries of a row together
+        and all its keys. Weights have queries first: [num_heads + num_kv_heads, head_size] for heads, and as many
+        elements in one dimension for the other. `rope`: so they are rotated, pairs being half of the rotated elements
         apart: float32 [positions, rotated elements of a head], contiguous: cosines, then sines, of each position.
         Either needs `query` ([rows, num_heads, head_size]; rows may be apart). Raises ValueError for other shapes.
         """
@@ -260,9 +260,11 @@ class PagedAttention:
         if norm is None:
             return {"norm_weight": 0, "norm_eps": 0.0}
         shape = (self.num_heads + self.num_kv_heads, self.variant.head_size)
-        if tuple(norm.weight.shape) not in (shape, (math.prod(shape),)) or dtype_name(norm.weight) != "float32":
+        shapes = (shape, (math.prod(shape),))
+        if tuple(norm.weight.shape) not in shapes or dtype_name(norm.weight) != "float32":
             raise ValueError(
-                f"norm: needs a weight float32 {shape}, got {dtype_name(norm.weight)} {tuple(norm.weight.shape)}"
+                f"norm: needs a weight float32 {shapes[0]} or {shapes[1]}, got {dtype_name(norm.weight)} "
+                f"{tuple(norm.weight.shape)}"
             )
         return {"norm_weight": norm.weight.data_ptr(), "norm_eps": norm.eps}
 

@@ -23,7 +23,7 @@ def launch_merge(
     """Enqueues the merge of the plan's partial results, if the layer has any that no other kernel merges. `values`:
     `out`, `out_stride` and `sinks` of `MergeParams` at least. `split`: rows of prompts left partial results.
 
-    Decodes among split prompts are merged by the kernel for these; either gives the same bits.
+    Decodes in a step with split prompts are merged by the kernel for prompts; either gives the same bits.
     """
     if split and plan.num_split_items:
         kernel, items = "pagekv_merge_rows", "row_merges"
