@@ -55,9 +55,8 @@ def profile_step(
 ) -> StepProfile:
     """Runs a step of prompt tokens over a pool of this call, as many as are budgeted or PROFILED_TOKENS, in prompts as
     long as the model allows. The growth of the process is scaled up to the budget: gaps of the heap are in it, and the
-    operators' own memory. The logits of a step in which as many sequences sample as
-    can are added: with a large vocabulary they are most of such a step's memory, and to compute them would take a
-    second and more.
+    operators' own memory. The logits of a step in which as many sequences sample as can are added: with a large
+    vocabulary they are most of such a step's memory, and to compute them would take a second and more.
     """
     # First calls set things up; they are not what is measured.
     run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)
