@@ -22,23 +22,22 @@ def resident_mib():
 
 keep_freed_memory(KEPT * 2**20)
 before = resident_mib()
-for mib in (8, 100):
+for mib in (32, 100):
     buffer = b"x" * (mib * 2**20)
     del buffer
-    print(round((resident_mib() - before) / mib, 1))
+    print((resident_mib() - before) / mib)
 give_back_freed_memory()
-print(round((resident_mib() - before) / mib, 1))
+print((resident_mib() - before) / mib)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
-@pytest.mark.parametrize(
-    ("kept", "wanted"), [(64, ["1.0", "0.1", "0.0"]), (1024, ["1.0", "1.0", "0.0"]), (1, ["0.0", "0.0", "0.0"])]
-)
-def test_as_much_is_kept_as_allowed_until_it_is_given_back(kept: int, wanted: list[str]) -> None:
+@pytest.mark.parametrize(("kept", "wanted"), [(64, [1.0, 0.32, 0.0]), (1024, [1.0, 1.0, 0.0]), (1, [0.0, 0.0, 0.0])])
+def test_as_much_is_kept_as_allowed_until_it_is_given_back(kept: int, wanted: list[float]) -> None:
+    """The last share may be below zero: giving back also takes what was free before."""
     command = [sys.executable, "-c", CODE.replace("KEPT", str(kept))]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
-    assert done.stdout.split() == wanted, done.stderr
+    assert [float(share) for share in done.stdout.split()] == pytest.approx(wanted, abs=0.1), done.stderr
 
 
 HEAPS = """
