@@ -7,7 +7,7 @@ States of a block (a column of parallel arrays, not an object; DESIGN 5):
     active    ref_count > 0, not in the table   private to its holder, which may write to it
     shared    ref_count > 0, in the table       read by any number of sequences, never written again
 
-Moves: `allocate` free|cached → active (evicting), `publish_chain` and `publish_after` active → shared, `touch` and
+Moves: `allocate` free|cached → active (evicting), `publish_chain` and `publish_one_each` active → shared, `touch` and
 `share` +1 and out of the free queue, `free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector
 operations, however many.
 """
@@ -126,7 +126,7 @@ class BlockPool:
         """Raises the alarm if a digest whose tokens were not found is in the table: it stands for another content."""
         self.hash_alarms += self.table.lookup(digest) is not None
 
-    def publish_after(
+    def publish_one_each(
         self,
         blocks: Sequence[int],
         digests: Sequence[bytes],
@@ -135,10 +135,10 @@ class BlockPool:
         tokens: BlockTokens,
     ) -> list[int]:
         """Enters full, held blocks without media into the prefix table, one each of several sequences; see
-        `PrefixTable.add_after`. Returns the positions of blocks that are left out, for `publish_chain` to judge.
+        `PrefixTable.add_one_each`. Returns the positions of blocks that are left out, for `publish_chain` to judge.
         """
         self._check_held(np.array(blocks, np.int32))
-        left_out = self.table.add_after(blocks, digests, parents, parent_digests, tokens)
+        left_out = self.table.add_one_each(blocks, digests, parents, parent_digests, tokens)
         if self._log is not None and self._log.watched:
             firsts = [isinstance(parent, bytes) for parent in parents]
             if left_out or any(firsts):

@@ -15,7 +15,6 @@ Blocks are never merged: of two with one content that are held, one has the entr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +25,7 @@ from pagekv.kvmanager.kvcache.digest_map import DigestMap
 from pagekv.kvmanager.kvcache.fresh_memory import fresh_zeros
 from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 from pagekv.kvmanager.kvcache.retired_blocks import Note
+from pagekv.kvmanager.kvcache.table_columns import TableColumns
 from pagekv.kvmanager.kvcache.twins import Twins
 
 Blocks = NDArray[np.int32]
@@ -33,24 +33,6 @@ Blocks = NDArray[np.int32]
 BlockTokens = NDArray[np.uint32]
 # Namespace and adapter.
 Names = tuple[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class TableColumns:
-    """A prefix table at one moment: columns by block id, whose rows mean something for published blocks only."""
-
-    published: NDArray[np.bool_]
-    digests: list[bytes | None]
-    # The block before each in its chain; -1 for the first.
-    parents: Blocks
-    # Roots of the chains, by first block.
-    roots: dict[int, bytes]
-    # Blocks that have a medium, or one before them, which tokens alone do not identify.
-    media: set[int]
-    # [num_blocks, block_size].
-    tokens: BlockTokens
-    # Of blocks that have a namespace or an adapter.
-    names: dict[int, Names]
 
 
 class Added(NamedTuple):
@@ -210,7 +192,7 @@ class PrefixTable:
 
     # -- changing
 
-    def add_after(
+    def add_one_each(
         self,
         blocks: Sequence[int],
         digests: Sequence[bytes],
@@ -218,10 +200,10 @@ class PrefixTable:
         parent_digests: Sequence[bytes],
         tokens: BlockTokens,
     ) -> list[int]:
-        """Enters blocks without media, block i after `parents[i]`, a block or, of chains without namespace and adapter,
-        a root, whose digest is `parent_digests[i]`. Covers only the simple case: every block whose digest is in the
-        table already, or whose parent is not what the table has under its digest, is left out, and its position is
-        returned.
+        """Enters one block of each of several sequences, without media: block i after `parents[i]`, a block or, of
+        chains without namespace and adapter, a root, whose digest is `parent_digests[i]`. The simple case alone: every
+        block whose digest is in the table already, or whose parent is not what the table has under its digest, is left
+        out, and its position is returned, for `add_chain`.
         """
         block_of, column = self._block_of, self._digest
         if self._retired.count:
@@ -256,8 +238,8 @@ class PrefixTable:
         names: Names | None = None,
     ) -> Added:
         """Enters consecutive blocks of one sequence, at least one, that are not in the table, the first one after the
-        block with the digest `parent` or, if it is the `first` of a chain, after that root. Blocks whose parent is not
-        in the table are refused.
+        block with the digest `parent` or, if it is the `first` of a chain, after that root. Every case: blocks whose
+        parent is not in the table are refused.
 
         Where a digest is there already and somebody holds its block, the new one is its twin from now on. Where nobody
         does, the new one gets the entry: the blocks after it are in use, and a parent that is evicted before its

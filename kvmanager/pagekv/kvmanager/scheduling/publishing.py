@@ -115,7 +115,7 @@ class Publisher:
         if ready:
             if computed_now and self._limits.partial_hits:
                 self._being_computed.append(np.array(offered, np.int32))
-            for place in self._pool.publish_after(offered, digests, before, parents, tokens[ready]):
+            for place in self._pool.publish_one_each(offered, digests, before, parents, tokens[ready]):
                 # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]
                 sequence.num_published -= 1

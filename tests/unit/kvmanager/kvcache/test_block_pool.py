@@ -268,7 +268,7 @@ def test_misuse_is_a_broken_invariant() -> None:
     with pytest.raises(InvariantError, match="nobody holds"):
         pool.publish_chain(ids([0]), [b"x" * 32], ROOT, rows_of([1], 1), first=True, media=False)
     with pytest.raises(InvariantError, match="nobody holds"):
-        pool.publish_after([0], [b"x" * 32], [ROOT], [ROOT], rows_of([1], 1))
+        pool.publish_one_each([0], [b"x" * 32], [ROOT], [ROOT], rows_of([1], 1))
 
 
 @pytest.mark.parametrize("damage", ["ref", "table"])

@@ -255,26 +255,13 @@ def test_what_leaves_the_table_has_no_twins(everything: bool) -> None:
     assert [table.is_entered(block) for block in range(4)] == [False] * 4
 
 
-def test_columns_are_a_copy() -> None:
-    table = Table()
-    table.publish([3, 1], [1, 2, 3, 4])
-    columns = table.columns()
-    assert table.clear() == 2
-    assert len(table) == 0
-    check_table(table)
-    assert columns.published.nonzero()[0].tolist() == [1, 3]
-    assert (columns.parents[1], columns.parents[3], columns.roots) == (3, -1, {3: ROOT})
-    assert columns.tokens[[3, 1]].tolist() == [[1, 2], [3, 4]]
-    assert [columns.digests[block] for block in (3, 1)] == chain_digests(ROOT, token_bytes([1, 2, 3, 4]), SIZE)
-
-
-def test_blocks_after_others_enter_only_in_the_simple_case() -> None:
+def test_one_block_each_of_several_sequences_enters_in_the_simple_case_alone() -> None:
     """Publications of sequences that decode: each block after the sequence's own one, or else left out."""
     table = Table()
     table.publish([0, 1], [1, 1, 2, 2])
     digests = table.digests([0, 1])
     news = [bytes([number]) * 32 for number in range(5)]
-    left_out = table.add_after(
+    left_out = table.add_one_each(
         [2, 3, 4, 5, 6],
         [news[0], digests[1], news[2], news[3], news[0]],
         [1, 0, ROOT, 0, 1],
@@ -297,7 +284,7 @@ def test_names_follow_the_chain_and_go_with_its_blocks() -> None:
     digests = chain_digests(root, token_bytes([1, 2, 3, 4, 5, 6]), SIZE)
     assert table.names([4, 2]) is None
     table.add_chain(ids([4]), digests[:1], root, rows([1, 2]), first=True, media=False, names=names)
-    assert table.add_after([2], digests[1:2], [4], digests[:1], rows([3, 4])) == []
+    assert table.add_one_each([2], digests[1:2], [4], digests[:1], rows([3, 4])) == []
     table.publish([5], [9, 9])
     table.add_chain(ids([6]), digests[2:], digests[1], rows([5, 6]), first=False, media=False, names=("n", "a"))
     assert table.names([4, 2, 6, 5]) == [names, names, names, None]

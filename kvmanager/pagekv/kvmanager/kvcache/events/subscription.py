@@ -13,7 +13,8 @@ from pagekv.common.errors import FellBehind
 from pagekv.kvmanager.kvcache.block_hash import Root
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Names, PrefixTable, TableColumns
+from pagekv.kvmanager.kvcache.prefix_table import Names, PrefixTable
+from pagekv.kvmanager.kvcache.table_columns import TableColumns
 
 # Changes that a reader may leave unread, including changes that cancel out: some tens of megabytes.
 MAX_UNREAD = 131_072
@@ -102,27 +103,20 @@ def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
 
     Only the copy of the columns is made here; blocks are put together one by one as the iterator is read.
     """
-    device = _parents_first(table.columns())
+    device = _device_blocks(table.columns())
     return device if host is None or not host.num_cached else chain(device, _host_blocks(host))
 
 
-def _parents_first(columns: TableColumns) -> Snapshot:
-    written = np.zeros(len(columns.published), np.bool_).data
-    parents, by_digest, media = columns.parents.data, columns.roots, columns.media
-    for block in np.flatnonzero(columns.published).tolist():
-        chain = []
-        while block >= 0 and not written[block]:
-            written[block] = True
-            chain.append(block)
-            block = parents[block]
-        for link in reversed(chain):
-            parent = by_digest.get(link) or columns.digests[parents[link]]
-            digest = columns.digests[link]
-            assert digest is not None
-            assert parent is not None
-            tokens, first = columns.tokens[link].tobytes(), parents[link] < 0
-            names = [columns.names[link]] if link in columns.names else None
-            yield Stored(Tier.DEVICE, [digest], [parent], tokens, link not in media, first, names)
+def _device_blocks(columns: TableColumns) -> Snapshot:
+    parents = columns.parents.data
+    for block in columns.parents_first():
+        first = parents[block] < 0
+        digest, parent = columns.digests[block], columns.roots[block] if first else columns.digests[parents[block]]
+        assert digest is not None
+        assert parent is not None
+        names = [columns.names[block]] if block in columns.names else None
+        tokens, text = columns.tokens[block].tobytes(), block not in columns.media
+        yield Stored(Tier.DEVICE, [digest], [parent], tokens, text, first, names)
 
 
 def _host_blocks(host: HostPool) -> Snapshot:
