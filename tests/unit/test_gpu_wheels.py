@@ -176,7 +176,10 @@ for module in sys.argv[2:]:
     importlib.import_module(module)
 """
 STACK = ("support.clients.stack", "support.clients.calls", "pagekv.client.aio", "pagekv.client.planning.load_test")
-STEPS = ("gpu_first.kernel_steps", "gpu_first.serving_steps", "gpu_first.rank_steps", "gpu_first.failures")
+STEPS = (
+    *("gpu_first.kernel_steps", "gpu_first.watched_steps", "gpu_first.serving_steps", "gpu_first.rank_steps"),
+    "gpu_first.failures",
+)
 PROCESSES = ("pagekv.kvmanager.server", "pagekv.executor.server", "pagekv.executor.cuda.backend")
 
 

@@ -12,7 +12,7 @@ PARTS = {1: "correctness", 2: "kernels", 3: "end to end"}
 
 @dataclass(frozen=True)
 class Step:
-    """One process, which runs the function of its name in `kernel_steps` or `serving_steps`."""
+    """One process, which runs the function of its name in the module that `step.function_of` finds."""
 
     name: str
     part: int
@@ -64,6 +64,8 @@ SHORT = (
 
 SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama", "one_rank"}
 """Steps that run a model, and so import transformers."""
+WATCHED = frozenset(step.name for step in STEPS if step.tool) | {"sanitized", "planted", "profiled"}
+"""Steps in which another program watches the kernels, and what these start under that program."""
 
 
 def steps_of(part: int) -> list[Step]:

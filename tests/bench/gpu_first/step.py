@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_first.parts import SERVING, STEPS
+from gpu_first.parts import SERVING, STEPS, WATCHED
 from gpu_first.records import Records, StepLog
 
 OK, WRONG, MISSING, TOO_LATE = 0, 1, 3, 4
@@ -63,7 +63,12 @@ class Context:
 
 def function_of(name: str) -> Callable[[Context], None]:
     """The function of a step."""
-    module = "rank_steps" if name == "one_rank" else "serving_steps" if name in SERVING else "kernel_steps"
+    if name == "one_rank":
+        module = "rank_steps"
+    elif name in SERVING:
+        module = "serving_steps"
+    else:
+        module = "watched_steps" if name in WATCHED else "kernel_steps"
     function: Callable[[Context], None] = getattr(importlib.import_module(f"gpu_first.{module}"), f"step_{name}")
     return function
 
