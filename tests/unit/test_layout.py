@@ -64,9 +64,15 @@ def test_every_module_of_the_kernels_has_a_test_of_its_name() -> None:
     assert sorted(missing) == []
 
 
-@pytest.mark.parametrize("package", ["engine", "kvcache", "scheduling"])
+@pytest.mark.parametrize(
+    "package",
+    [
+        *(f"kvmanager/pagekv/kvmanager/{name}" for name in ("engine", "kvcache", "scheduling")),
+        *(f"executor/pagekv/executor/{name}" for name in ("cpu", "cpu/native")),
+    ],
+)
 def test_the_order_to_read_a_large_package_in_has_each_of_its_modules_once(package: str) -> None:
-    folder = ROOT / "kvmanager/pagekv/kvmanager" / package
-    order = (folder / "__init__.py").read_text().split("in this order:")[1]
+    folder = ROOT / package
+    order = (folder / "__init__.py").read_text().split("in this order")[1].split('"""')[0]
     named = [name for line in order.splitlines() for name in line[32:].split(", ") if name]
     assert sorted(named) == sorted(modules(folder))

@@ -1,4 +1,15 @@
-"""The CPU backend: transformers models over PageKV's paged block pool, with torch."""
+"""The CPU backend: transformers models over PageKV's paged block pool, with torch; `native` has the compiled
+loops.
+
+A reader may take the modules in this order:
+
+    a step                      backend, runner, attention_plan, forward, sampler
+    by loops                    fused_decoder, sharded_decoder, rotations, products, paged_reads
+    by transformers' model      gathered_attention, linear
+    keys and values             kv_cache
+    the start                   choose_forward, profile
+    threads and processor       threads, openmp_runtime, instruction_set
+"""
 
 from pagekv.executor.machine import shorten_spinning
 

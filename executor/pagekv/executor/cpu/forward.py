@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.gathered_attention import GatheredStepAttention
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.model.attention_interface import LAST_ROW, StepAttention, forward
@@ -32,7 +32,7 @@ class ModuleForward:
         """`pack`: the model's linear layers are laid out anew, in place. `loops`: compiled loops compute attention and,
         where they are faster, linear layers.
         """
-        self._attention: Callable[[KvCache, CpuAttentionPlan], StepAttention] = PagedStepAttention
+        self._attention: Callable[[KvCache, CpuAttentionPlan], StepAttention] = GatheredStepAttention
         make = None
         if loops:
             from pagekv.executor.cpu.native.step_attention import LoopStepAttention

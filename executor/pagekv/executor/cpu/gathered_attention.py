@@ -1,4 +1,6 @@
-"""One step's attention over the paged pool: writes the new keys and values, then reads as the plan says."""
+"""One step's attention by torch's operators, over blocks that are gathered first: where `native/step_attention`, which
+reads the block pool in place, cannot serve.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ SCORE_ROWS = 256
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
-class PagedStepAttention:
-    """The attention of one step. Implements `StepAttention`."""
+class GatheredStepAttention:
+    """The attention of one step: writes its keys and values, then reads as the plan says. Implements
+    `StepAttention`.
+    """
 
     def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
         self._cache = cache

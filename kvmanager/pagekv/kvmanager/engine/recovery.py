@@ -1,4 +1,7 @@
-"""Recovery from a lost step or executor: requests to give up, and pauses between attempts to attach."""
+"""Recovery from a lost step or executor: requests to give up, and pauses between attempts to attach.
+
+The recovery itself is `EngineLoop.run`: it attaches anew, and in the new epoch everything is planned again.
+"""
 
 from __future__ import annotations
 

@@ -11,10 +11,10 @@ import torch
 from support.executor.cpu_driver import save_model
 
 from pagekv.executor.cpu import choose_forward, products
-from pagekv.executor.cpu.attention import PagedStepAttention
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
+from pagekv.executor.cpu.gathered_attention import GatheredStepAttention
 from pagekv.executor.cpu.native.step_attention import LoopStepAttention
 from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
@@ -47,7 +47,7 @@ def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Pa
     for dtype, fused in ((torch.float32, False), (torch.float64, True)):
         _, forward = load_forward(llama, dtype, fused=fused)
         assert isinstance(forward, ModuleForward)
-        assert forward._attention is PagedStepAttention
+        assert forward._attention is GatheredStepAttention
 
 
 def test_attention_that_computes_something_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_attention_that_computes_something_else_is_not_used(tmp_path: Path, monk
     monkeypatch.setattr(LoopStepAttention, "attend", lambda *given: attend(*given) * 0.9)
     loaded, forward = load_forward(tmp_path, torch.float32, fused=True)
     assert isinstance(forward, ModuleForward)
-    assert forward._attention is PagedStepAttention
+    assert forward._attention is GatheredStepAttention
     assert torch.equal(choose_forward._logits(forward, loaded), expected)
 
 
@@ -124,7 +124,7 @@ def test_products_that_fail_behind_the_first_layers_are_not_used(
     loaded, forward = load_forward(tmp_path, torch.float32, fused=True)
     assert len(made) == 3
     assert isinstance(forward, ModuleForward)
-    assert forward._attention is PagedStepAttention
+    assert forward._attention is GatheredStepAttention
     assert torch.equal(choose_forward._logits(forward, loaded), expected)
 
 

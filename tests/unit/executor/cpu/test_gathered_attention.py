@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu.attention import PagedStepAttention, attend, merge
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.gathered_attention import GatheredStepAttention, attend, merge
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.loading import BlockGeometry
@@ -59,7 +59,7 @@ def test_chunks_and_decodes_read_what_plain_attention_reads(scores: Scores) -> N
     for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
         scheduled = [Scheduled(state, start, end - start)]
         plan = CpuAttentionPlan(scheduled, BLOCK_SIZE, cache.null_block, 1024, torch.float64)
-        step = PagedStepAttention(cache, plan)
+        step = GatheredStepAttention(cache, plan)
         outputs.append(step.attend(0, query[:, start:end], key[:, start:end], value[:, start:end], scores))
     assert torch.allclose(torch.cat(outputs), plain(query, key, value, scores))
 
@@ -93,7 +93,7 @@ def test_chunks_and_decodes_of_one_step_are_each_their_own_rows(scores: Scores) 
         packed = [
             torch.stack([of[r, :, p] for r, p in zip(rows, places, strict=True)], 1) for of in (query, key, value)
         ]
-        out = PagedStepAttention(cache, plan).attend(0, packed[0], packed[1], packed[2], scores)
+        out = GatheredStepAttention(cache, plan).attend(0, packed[0], packed[1], packed[2], scores)
         for row, (which, place) in enumerate(at_rows):
             assert torch.allclose(out[row], wanted[which][place])
 

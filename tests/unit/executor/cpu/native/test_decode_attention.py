@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagekv.executor.cpu.attention import attend
+from pagekv.executor.cpu.gathered_attention import attend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.decode_attention import decode_attention
 from pagekv.executor.cpu.paged_reads import PagedDecodes

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagekv.executor.cpu.attention import attend
+from pagekv.executor.cpu.gathered_attention import attend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native import prompt_attention as prompt_module
 from pagekv.executor.cpu.native.prompt_attention import prompt_attention

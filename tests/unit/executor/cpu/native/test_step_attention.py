@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu.attention import PagedStepAttention, attend
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.gathered_attention import GatheredStepAttention, attend
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.native.step_attention import LoopStepAttention, step_attention
 from pagekv.executor.cpu.paged_reads import paged_reads
@@ -62,7 +62,7 @@ def test_steps_of_transformers_model_are_those_by_its_own_attention(dtype: torch
     torch.manual_seed(0)
     tables = [[*range(8)], [*range(6), 9, 10], [11, 12, 13, 14]]
     found = []
-    for kind in (PagedStepAttention, LoopStepAttention):
+    for kind in (GatheredStepAttention, LoopStepAttention):
         pools = KvCache(BlockGeometry(3, KV_HEADS, SIZE, dtype), BLOCK_SIZE, 16)
         rng = torch.Generator().manual_seed(1)
         outs = []
