@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import wraps
@@ -41,11 +43,14 @@ class FlagParser(argparse.ArgumentParser):
         super().__init__(
             prog=prog,
             description=description,
-            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=100),
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=32, width=help_width()),
             allow_abbrev=False,
             epilog=f"Every flag can be set as an environment variable: --a-flag is {ENV_PREFIX}A_FLAG. "
             "A flag on the command line wins.",
         )
+        # Types without bounds, which a server may have: refusals in the words of those with bounds.
+        self.register("type", int, _bounded(int, -math.inf, math.inf, "a whole number"))
+        self.register("type", float, _any_number)
         # Whether a refusal is one line of JSON.
         self.as_json = False
         self._env = os.environ if env is None else env
@@ -150,6 +155,11 @@ class FlagParser(argparse.ArgumentParser):
                 message = message.replace(f"argument {flag}:", f"argument {flag} (from {variable}):")
         shown = error_line(USAGE, message) if self.as_json else f"{self.prog}: {message}\nTry '{self.prog} --help'."
         self.exit(2, f"{shown}\n")
+
+
+def help_width() -> int:
+    """Columns of a help text: 100, or what the terminal or the variable COLUMNS leaves."""
+    return min(100, shutil.get_terminal_size((102, 24)).columns - 2)
 
 
 _FLAG = "flag"
@@ -267,6 +277,13 @@ def _bounded(convert: Callable[[str], N], low: float, high: float, wanted: str) 
         raise argparse.ArgumentTypeError(f"must be {wanted}, got {text!r}")
 
     return parse
+
+
+def _any_number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:

@@ -11,6 +11,7 @@ import sys
 from argparse import SUPPRESS, _SubParsersAction
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from textwrap import fill
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
 # The variable is read once, while gRPC is imported. Processes that `up` starts inherit it: at ERROR gRPC's core would
@@ -39,7 +40,7 @@ from pagekv.client.cli.parser import CommandParser, UsageError
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.errors import PageKVError
 from pagekv.client.launcher.errors import StackError
-from pagekv.common.flags import add_version
+from pagekv.common.flags import add_version, help_width
 
 EXAMPLES = """\
   pagekv demo                              see it work: starts everything, generates, stops
@@ -80,7 +81,8 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     completion.add(commands, parser)
     for each in _parsers(parser):
         each.as_json = as_json
-    parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, EXIT_STATUS])
+        each.elsewhere = {**each.elsewhere, "other commands": [name.removeprefix("--") for name in VALUE_FLAGS]}
+    parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, fill(EXIT_STATUS, help_width())])
     return parser
 
 
@@ -100,7 +102,8 @@ def _listed(commands: Mapping[str, CommandParser]) -> Iterator[str]:
         for name in names:
             text = commands[name].description or ""
             shown = ", ".join((name, *up.ALIASES)) if name == "up" else name
-            yield f"    {shown:<12} {text[:1].lower()}{text[1:].removesuffix('.')}"
+            line = f"{shown:<12} {text[:1].lower()}{text[1:].removesuffix('.')}"
+            yield fill(line, help_width(), initial_indent=" " * 4, subsequent_indent=" " * 17)
     yield ""
 
 

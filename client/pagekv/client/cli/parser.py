@@ -7,11 +7,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Sequence
+from textwrap import fill
 from typing import Any, NoReturn, TypeAlias
 
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.generation_types import CacheControls
-from pagekv.common.flags import FlagParser
+from pagekv.common.flags import FlagParser, help_width
 
 Run: TypeAlias = Callable[[argparse.Namespace, Terminal], int]
 
@@ -25,8 +26,12 @@ class CommandParser(FlagParser):
 
     def __init__(self, prog: str, description: str = "", examples: str = "", **_: Any) -> None:
         # A variable that is empty is none, as in the client library.
-        super().__init__(prog, description, {name: value for name, value in os.environ.items() if value})
-        self.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
+        super().__init__(
+            prog, fill(description, help_width()), {name: value for name, value in os.environ.items() if value}
+        )
+        self.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=30, width=help_width()
+        )
         self.epilog = f"examples:\n{examples}" if examples else None
 
     def error(self, message: str) -> NoReturn:

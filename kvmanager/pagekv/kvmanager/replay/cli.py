@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagekv.common.error_line import FAILED, error_line
-from pagekv.common.flags import FlagParser, add_flags, from_args, integer, number, power_of_two
+from pagekv.common.flags import FlagParser, add_flags, from_args, help_width, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
 from pagekv.kvmanager.replay.modes import replay_cache, replay_timed
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions, TimedOptions
@@ -74,7 +74,9 @@ def make_parser() -> FlagParser:
         "preemptions, utilisation and simulated latencies, one row per policy and capacity.",
         env={},
     )
-    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=30, width=100)
+    parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(
+        prog, max_help_position=30, width=help_width()
+    )
     parser.epilog = _EPILOG
     add, flag = parser.add_argument, parser.flag
     add("trace", type=Path, nargs="?", metavar="TRACE", help="Mooncake JSONL or Azure LLM inference CSV")

@@ -67,7 +67,7 @@ def test_with_json_a_failure_is_one_line_of_json(
 @pytest.mark.parametrize(
     ("command", "status", "code", "message"),
     [
-        ("generate x --temperature hot", 2, "USAGE", "argument --temperature: invalid float value: 'hot'"),
+        ("generate x --temperature hot", 2, "USAGE", "argument --temperature: must be a number, got 'hot'"),
         ("pin x --lease 0", 2, "USAGE", "argument --lease: must be a whole number from 1 to 86400, got '0'"),
         ("generate", 2, "USAGE", "exactly one of PROMPT and --token-ids is required"),
         ("nope", 2, "USAGE", "no command 'nope'"),

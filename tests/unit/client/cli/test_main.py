@@ -125,7 +125,13 @@ def test_options_may_stand_before_the_command(
         ("generate x --max-token 5", "Try 'pagekv generate --help'.\n"),
         ("pin x --lease 0", "got '0'\nTry 'pagekv pin --help'.\n"),
         ("frobnicate", "no command 'frobnicate'\n"),
-        ("--target 127.0.0.1:1 plan demo", "unrecognized arguments: --target=127.0.0.1:1"),
+        (
+            "--target 127.0.0.1:1 plan demo",
+            "unrecognized arguments: --target=127.0.0.1:1; --target is a flag of other commands\n",
+        ),
+        ("--timeout 3 bench", "pagekv bench: unrecognized arguments: --timeout=3; --timeout is a flag of other comm"),
+        ("generate x -n many", "argument -n/--n: must be a whole number, got 'many'"),
+        ("generate x --top-p most", "argument --top-p: must be a number, got 'most'"),
     ],
 )
 def test_the_nearest_name_and_where_help_is(command: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,6 +139,19 @@ def test_the_nearest_name_and_where_help_is(command: str, message: str, capsys: 
         main(command.split())
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["--help", "generate --help"])
+def test_help_fits_a_narrow_terminal(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for what is printed as it is: the usage of all commands, and examples."""
+    monkeypatch.setenv("COLUMNS", "60")
+    with pytest.raises(SystemExit):
+        main(command.split())
+    lines = capsys.readouterr().out.partition("\nexamples:\n")[0].splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if len(line) > 60] == ([lines[0]] if command == "--help" else [])
 
 
 def test_a_command_that_is_empty_is_like_no_other(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,7 +172,10 @@ def test_help_is_a_command_too(command: str, capsys: pytest.CaptureFixture[str])
     assert shown[0] == shown[1]
 
 
-def test_usage_begins_with_the_command_as_it_is_typed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_begins_with_the_command_as_it_is_typed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     commands: Any = next(action for action in make_parser()._actions if hasattr(action, "choices") and action.choices)
     for name, parser in commands.choices.items():
         json_flag = "" if name in SCRIPTS else " [--json]"

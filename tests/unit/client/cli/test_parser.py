@@ -17,6 +17,8 @@ from pagekv.client.cli.parser import token_ids
         ("", "required: COMMAND"),
         ("generate", "exactly one of PROMPT and --token-ids is required"),
         ("generate x --token-ids 1", "exactly one of PROMPT and --token-ids is required"),
+        ("tokenize", "exactly one of PROMPT, --token-ids and --chat is required"),
+        ("tokenize x --token-ids 1", "exactly one of PROMPT, --token-ids and --chat is required"),
         ("generate --token-ids 1,a", "--token-ids: must be token ids with commas between them"),
         ("generate x --temperature hot", "--temperature"),
         ("stats --target nowhere", "--target: must be host:port"),

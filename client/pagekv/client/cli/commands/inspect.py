@@ -137,7 +137,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("misses", f"{now.misses_never_seen_total} never seen, {now.misses_evicted_total} evicted, "
                        f"{now.misses_cleared_total} cleared, {now.misses_diverged_total} diverged, "
                        f"{now.misses_partial_tail_total} partial tail"),
-            ("hash alarms", f"{now.hash_alarms_total}"),
+            ("hash alarms", f"{now.hash_alarms_total} digests that stood for other tokens"),
         ],
         "load": [
             ("sequences", f"{now.running_sequences} running, {now.waiting_sequences} waiting"),
@@ -290,15 +290,15 @@ def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) ->
 
 
 def tokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Tokenize."""
+    """Tokenize. Raises UsageError."""
+    if (args.prompt, args.token_ids, args.chat).count(None) != 2:
+        raise UsageError("exactly one of PROMPT, --token-ids and --chat is required")
     ids = client.tokenize(read_prompt(args) if args.chat is None else _conversation(args))
     return Shown({"token_ids": ids}, ",".join(map(str, ids)))
 
 
 def _conversation(args: argparse.Namespace) -> list[ChatMessage]:
     """The messages of --chat. Raises UsageError."""
-    if args.prompt is not None or args.token_ids is not None:
-        raise UsageError("exactly one of PROMPT, --token-ids and --chat is required")
     try:
         return [ChatMessage(each["role"], each["content"]) for each in json.loads(args.chat.read_text("utf-8"))]
     except OSError as error:
