@@ -116,6 +116,11 @@ _HANDSHAKES = (
         "WRONG_VERSION_NUMBER",
         "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)",
     ),
+    (
+        "Failed parsing HTTP/2",
+        "it speaks another protocol than gRPC: is that the port of the live page, or of a gateway? Name the manager's "
+        "own with --target (target= in Python)",
+    ),
     ("certificate has expired", "its certificate has expired, or that of its authority"),
     ("certificate is not yet valid", "its certificate is not valid yet: compare the clocks"),
     (
@@ -194,7 +199,10 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
                 f"PageKV at {target} did not finish in time; allow more with --timeout (timeout= in Python)"
             )
         case grpc.StatusCode.UNIMPLEMENTED, None:
-            message = f"the server at {target} does not know this call: is it a PageKV manager? ({message})"
+            message = (
+                f"the server at {target} does not know this call: is it a PageKV manager, and neither an executor nor "
+                f"a gateway? ({message})"
+            )
             return ServerError(code.name, message)
     return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}", reason or "")
 

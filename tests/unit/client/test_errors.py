@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +99,22 @@ def test_nobody_listens(make_client: Any) -> None:
         for call in (client.stats, lambda: client.generate("x"), lambda: next(client.stream("x"))):
             with pytest.raises(Unreachable, match=rf"cannot reach PageKV at {target}.*pagekv up"):
                 call()
+
+
+class _Page(BaseHTTPRequestHandler):
+    """Speaks HTTP 1, as the live page does."""
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing."""
+
+
+def test_a_port_that_speaks_http_is_none_of_a_manager(make_client: Any) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        target = f"127.0.0.1:{page.server_port}"
+        with pytest.raises(Unreachable, match=rf"PageKV at {target}: it speaks another protocol than gRPC.*live page"):
+            make_client(target, max_retries=0).stats()
+        page.shutdown()
 
 
 def test_a_message_beyond_the_servers_bound_is_the_callers_mistake(client: PageKVClient) -> None:
