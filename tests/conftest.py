@@ -9,6 +9,10 @@ from collections import Counter
 import pytest
 from hypothesis import Phase, settings
 
+# As in every process of PageKV: gRPC's core, whose threads outlive a test, would write into what the next one captures.
+# Read while gRPC is imported, which nothing above does.
+os.environ["GRPC_VERBOSITY"] = "NONE"
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
