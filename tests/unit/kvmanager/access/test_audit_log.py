@@ -36,6 +36,12 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last lines are written however busy the machine is."""
+    monkeypatch.setattr("pagekv.kvmanager.access.audit_log.CLOSE_S", 120.0)
+
+
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text("ascii").splitlines()]
 
