@@ -8,7 +8,6 @@ import asyncio
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from support.clients import stack as stack_module
 from support.clients.calls import Caller, Result, request_for
+from support.clients.held_port import held_port
 from support.clients.processes import runs
 from support.clients.stack import (
     CPU,
@@ -260,24 +260,23 @@ def test_a_group_that_has_served_waits_for_the_files_of_its_model(tmp_path: Path
 
 def start_by_hand(ranks: list[tuple[dict[str, str], list[str]]], join_s: float = 60.0) -> list[tuple[int, str]]:
     """Exit status and output of ranks that are started with these variables and flags."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    env = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", EXECUTOR, "--listen", "127.0.0.1:0", "--join-timeout-s", str(join_s), *flags],
-            env={**env, **variables},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for variables, flags in ranks
-    ]
-    try:
-        outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with held_port() as port:
+        env = {**environment(), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-m", EXECUTOR, "--listen", "127.0.0.1:0", "--join-timeout-s", str(join_s), *flags],
+                env={**env, **variables},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for variables, flags in ranks
+        ]
+        try:
+            outputs = [process.communicate(timeout=WAIT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     return [(process.returncode, output) for process, output in zip(processes, outputs, strict=True)]
 
 

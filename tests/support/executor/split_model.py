@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from support.clients.held_port import held_port
 from support.clients.stack import ROOT, environment
 
 if TYPE_CHECKING:
@@ -55,26 +55,25 @@ def rank_0_of(arguments: Sequence[str], ranks: int) -> str:
     """The output of rank 0 of so many, which run Python with these arguments. Raises AssertionError with the last words
     of a rank that failed.
     """
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
-    env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    with held_port() as port:
+        env |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        processes = [
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                env={**env, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            outputs = [process.communicate(timeout=2 * WAIT_S)[0] for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
     failed = [output[-3000:] for process, output in zip(processes, outputs, strict=True) if process.returncode]
     assert not failed, "\n---\n".join(failed)
     return outputs[0]

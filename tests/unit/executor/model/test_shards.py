@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support.clients.held_port import held_port
 from support.clients.stack import environment
 
 from pagekv.executor.model.shards import Shards
@@ -41,24 +41,23 @@ os._exit(0)
 @contextmanager
 def ranks_running(code: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that have joined in `shards` of one `world`, and go on with `code`."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", JOINED + code + ENDED],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        yield ranks
-    finally:
-        for each in ranks:
-            each.kill()
-            each.wait()
+    with held_port() as port:
+        env = {**environment(), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", JOINED + code + ENDED],
+                env={**env, "RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(size)
+        ]
+        try:
+            yield ranks
+        finally:
+            for each in ranks:
+                each.kill()
+                each.wait()
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.clients.held_port import held_port
 
 from pagekv.executor.ranks.gathering import JoinTime, Meeting, NoGroup
 from pagekv.executor.ranks.rendezvous import (
@@ -24,14 +26,14 @@ from pagekv.executor.world import World
 WAIT_S = 60.0
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of the store, and of no other process."""
+    with held_port() as port:
+        yield port
 
 
-def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one() -> None:
-    port = free_port()
+def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one(port: int) -> None:
     store = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
     world = World(0, 2, 2, "127.0.0.1", port)
     listener, meeting = listen_as_leader(store, world)
@@ -46,9 +48,9 @@ def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one() ->
     again.close()
 
 
-def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone() -> None:
-    world = World(0, 2, 2, "127.0.0.1", free_port())
-    store = open_store(world, JoinTime(0.5))
+def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone(port: int) -> None:
+    world = World(0, 2, 2, "127.0.0.1", port)
+    store = open_store(world, JoinTime(WAIT_S))
     listener, meeting = listen_as_leader(store, world)
     listener.close()
     end_meeting(store, meeting)
@@ -62,34 +64,35 @@ def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone
     again.close()
 
 
-def test_a_store_that_is_not_there_and_two_that_keep_it() -> None:
-    port = free_port()
+def test_a_store_that_is_not_there_and_two_that_keep_it(port: int) -> None:
     with pytest.raises(NoGroup, match=f"MASTER_ADDR 127.0.0.1, MASTER_PORT {port}: the ranks' store is not there"):
         open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(1.0))
-    kept = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
+    kept = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
     with pytest.raises(NoGroup, match="rank 0 cannot keep the ranks' store there; is there another rank 0"):
         open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     with pytest.raises(NoGroup, match="rank 0 is missing"):
         find_leader(kept, JoinTime(0.5))
 
 
-def test_that_ranks_have_served_is_told_to_those_that_come_after_them() -> None:
-    store = open_store(World(0, 2, 2, "127.0.0.1", port := free_port()), JoinTime(WAIT_S))
+def test_that_ranks_have_served_is_told_to_those_that_come_after_them(port: int) -> None:
+    store = open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
     later = open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
     assert not has_served(later)
     tell_served(store)
     assert has_served(later)
 
 
-def test_on_several_machines_rank_0_warns_that_nothing_is_encrypted(caplog: pytest.LogCaptureFixture) -> None:
-    world = World(0, 2, 1, "127.0.0.1", free_port())
+def test_on_several_machines_rank_0_warns_that_nothing_is_encrypted(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = World(0, 2, 1, "127.0.0.1", port)
     listener, _ = listen_as_leader(open_store(world, JoinTime(WAIT_S)), world)
     listener.close()
     assert "have neither TLS nor a login, so keep them on a private network" in caplog.text
 
 
-def test_a_process_group_over_the_store() -> None:
-    world = World(0, 1, 1, "127.0.0.1", free_port())
+def test_a_process_group_over_the_store(port: int) -> None:
+    world = World(0, 1, 1, "127.0.0.1", port)
     store = open_store(world, JoinTime(WAIT_S))
     listener, meeting = listen_as_leader(store, world)
     listener.close()
@@ -100,21 +103,21 @@ def test_a_process_group_over_the_store() -> None:
         dist.destroy_process_group()
 
 
-def test_collectives_that_cannot_connect_end_the_start_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collectives_that_cannot_connect_end_the_start_in_one_line(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("connection refused, remote=[127.0.0.1]:29612\nframe #0")
 
-    world = World(0, 1, 1, "127.0.0.1", free_port())
+    world = World(0, 1, 1, "127.0.0.1", port)
     store = open_store(world, JoinTime(WAIT_S))
     monkeypatch.setattr(dist, "init_process_group", fail)
     with pytest.raises(NoGroup, match=r"GLOO_SOCKET_IFNAME .* connection refused, remote=\[127\.0\.0\.1\]:29612$"):
         join_process_group(store, world, Meeting("", 0, "one"), JoinTime(WAIT_S))
 
 
-def test_ranks_on_gpus_have_nccl_for_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_on_gpus_have_nccl_for_their_tensors(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
     monkeypatch.setattr(dist, "init_process_group", lambda backend, **_: made.append(backend))
-    world = World(0, 2, 2, "127.0.0.1", free_port(), local_rank=0)
+    world = World(0, 2, 2, "127.0.0.1", port, local_rank=0)
     store, meeting = open_store(world, JoinTime(WAIT_S)), Meeting("", 0, "one")
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
     with pytest.raises(NoGroup, match="--backend cuda: this torch has no NCCL"):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from support.access.key_server import key_server
+from support.clients.held_port import held_port
 
 from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES
 from pagekv.kvmanager.access.key_set_download import KeySetDownloadError, download_key_set
@@ -72,9 +73,7 @@ def test_a_server_that_says_nothing_is_left() -> None:
 
 
 def test_nobody_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
-    with pytest.raises(KeySetDownloadError, match="ConnectionRefusedError"):
+    with held_port() as port, pytest.raises(KeySetDownloadError, match="ConnectionRefusedError"):
         download_key_set(f"http://127.0.0.1:{port}/")
 
 
