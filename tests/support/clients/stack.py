@@ -110,9 +110,12 @@ class Process:
         with self.log.open("ab") as log:
             self.popen = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=self.directory)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while "listen" not in (listening := read_port_file(port_file)):
-            if self.popen.poll() is not None or time.monotonic() > deadline:
-                raise AssertionError(f"{self.module} did not start:\n{self.tail()}")
+        while True:
+            # First: it may listen and end between two looks.
+            over = self.popen.poll() is not None or time.monotonic() > deadline
+            if "listen" in (listening := read_port_file(port_file)):
+                break
+            assert not over, f"{self.module} did not start:\n{self.tail()}"
             time.sleep(0.01)
         self.port, self.http = port_of(listening), listening.get("http", "")
         if self._tls:
