@@ -16,7 +16,8 @@ from pagekv.client import PageKVClient
 def site() -> Iterator[Site]:
     need_chromium()
     http = ["--http-listen", "127.0.0.1:0", PLAIN]
-    executor = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "5", PLAIN]
+    # A stream of 1500 tokens, beside which a browser does something, is under way for half a minute.
+    executor = [*ORACLE, "--kv-memory", "64MiB", "--step-time-ms", "20", PLAIN]
     manager = ["--num-device-blocks", str(BLOCKS), "--num-host-blocks", "64", "--write-back", *http]
     with (
         running_stack(executor, manager) as stack,
