@@ -350,7 +350,7 @@ def test_floors_above_the_pool_end_the_start_with_one_line(tmp_path: Path) -> No
             [*START, f"--executor=127.0.0.1:{executor.port}", *flags],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             env=environment(),
             check=False,
         )
@@ -370,7 +370,7 @@ def test_the_cluster_secret_must_be_a_secret(tmp_path: Path) -> None:
             [*START, f"--identities={identities}", f"--cluster-secret={secret}"],
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             env=environment(),
             check=False,
         )

@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -45,7 +46,7 @@ def client(ca: Path, pair: Pair | None = None) -> grpc.ChannelCredentials:
 async def health_of(channel: grpc.aio.Channel) -> None:
     # Any: without a serializer the stubs know no type of request.
     call: Any = channel.unary_unary(CHECK)
-    await call(b"", timeout=5)
+    await call(b"", timeout=120)
 
 
 async def ask(port: int, credentials: grpc.ChannelCredentials | None) -> str:
@@ -127,25 +128,28 @@ async def test_connections_from_many_threads_do_not_end_a_process_that_rotates(
 ) -> None:
     config = config_of(authority.pair("server"))
     with running_server(config) as (process, port):
-        end = time.monotonic() + 6
-        callers = [asyncio.create_task(asyncio.to_thread(connect_until, end, port)) for _ in range(8)]
-        while time.monotonic() < end:
-            authority.pair("server")
-            await asyncio.sleep(0.3)
-        counts = await asyncio.gather(*callers)
+        over, made = threading.Event(), [0] * 8
+        callers = [asyncio.create_task(asyncio.to_thread(connect_until, over, port, made, at)) for at in range(8)]
+        begun = time.monotonic()
+        try:
+            # Twenty rotations, and longer on a busy machine.
+            while time.monotonic() < begun + 6 or (sum(made) < 1000 and time.monotonic() < begun + 240):
+                authority.pair("server")
+                await asyncio.sleep(0.3)
+        finally:
+            over.set()
+        await asyncio.gather(*callers)
         # Nothing but an end of the process refuses connections here.
         assert process.poll() is None
-        assert sum(counts) > 1000
+        assert sum(made) >= 1000
         assert await ask(port, client(authority.ca)) == "OK"
 
 
-def connect_until(end: float, port: int) -> int:
-    """How many connections were made until then."""
-    count = 0
-    while time.monotonic() < end:
+def connect_until(over: threading.Event, port: int, made: list[int], at: int) -> None:
+    """Counts the connections that were made until then."""
+    while not over.is_set():
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=5):
-            count += 1
-    return count
+            made[at] += 1
 
 
 @contextmanager
