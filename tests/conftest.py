@@ -13,6 +13,10 @@ from hypothesis import Phase, settings
 # Read while gRPC is imported, which nothing above does.
 os.environ["GRPC_VERBOSITY"] = "NONE"
 
+# Tables are as wide as where there is no terminal, whatever the caller's terminal is.
+for _name in ("COLUMNS", "LINES"):
+    os.environ.pop(_name, None)
+
 # A shell that starts the tests in the background lets them ignore Ctrl-C, and so would every process that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

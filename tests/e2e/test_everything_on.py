@@ -150,7 +150,8 @@ async def watched_load(stack: Stack, directory: Path) -> operator_pb.GetStatsRes
         deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             replica = await missed(directory)
-            if index == names and set(replica.blocks["GPU"]) == cached and not reader.requests:
+            tables = set(replica.blocks["GPU"]) == cached and len(replica.blocks["CPU"]) == stats.host_cached_blocks
+            if index == names and tables and not reader.requests and len(reader.device) == BLOCKS:
                 break
             await asyncio.sleep(0.02)
         assert set(replica.blocks["GPU"]) == cached != set()
