@@ -158,8 +158,8 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def help_width() -> int:
-    """Columns of a help text: 100, or what the terminal or the variable COLUMNS leaves."""
-    return min(100, shutil.get_terminal_size((102, 24)).columns - 2)
+    """Columns of a help text: 100, or what the terminal or the variable COLUMNS leaves; never below 40."""
+    return max(40, min(100, shutil.get_terminal_size((102, 24)).columns - 2))
 
 
 _FLAG = "flag"

@@ -18,6 +18,7 @@ from pagekv.common.flags import (
     flag_group,
     flag_metadata,
     from_args,
+    help_width,
     integer,
     is_true,
     listening_host,
@@ -169,3 +170,9 @@ def test_an_address_of_another_form_is_answered_with_the_one_wanted(text: str, w
 
 def test_true_is_written_in_four_ways() -> None:
     assert [text for text in ("1", "TRUE", "yes", "on", "0", "off", "") if is_true(text)] == ["1", "TRUE", "yes", "on"]
+
+
+@pytest.mark.parametrize(("columns", "wanted"), [("1", 40), ("60", 58), ("500", 100)])
+def test_help_has_a_width_in_any_terminal(monkeypatch: pytest.MonkeyPatch, columns: str, wanted: int) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert help_width() == wanted
