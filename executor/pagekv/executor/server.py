@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 # gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
+from pagekv.common.freed_memory import share_heaps
 from pagekv.common.logs import Log, setup_logs
 from pagekv.common.loopback import is_local
 from pagekv.common.phases import phases_told
@@ -215,6 +216,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if end.code:
                 end_torchrun(read_world(os.environ))
         raise
+    # The worker thread's buffers come and go: a heap of its own would give them back each time.
+    share_heaps(1)
     try:
         world = read_world(os.environ)
     except ValueError as error:

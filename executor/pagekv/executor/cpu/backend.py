@@ -21,10 +21,11 @@ from pagekv.executor.backend.interface import (
 )
 from pagekv.executor.cpu.choose_forward import load_forward
 from pagekv.executor.cpu.instruction_set import instruction_set
-from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.kv_cache import AHEAD_BYTES, KvCache
 from pagekv.executor.cpu.openmp_runtime import Waiting
 from pagekv.executor.cpu.profile import measure_swap_rates, profile_step
 from pagekv.executor.cpu.runner import run_step
+from pagekv.executor.cpu.step_memory import StepMemory
 from pagekv.executor.cpu.threads import Way, WayChooser, ways
 from pagekv.executor.machine import available_bytes, memory_for, usable_cores
 from pagekv.executor.model.description import ModelBackendInfo
@@ -81,6 +82,7 @@ class CpuBackend:
         self._shards = shards
         self._loaded = loaded
         self._cache: KvCache | None = None
+        self._step_memory: StepMemory | None = None
         self._info = ModelBackendInfo(
             backend="cpu",
             model_id=model_id,
@@ -127,6 +129,8 @@ class CpuBackend:
                 "--num-host-blocks"
             )
         self._cache = KvCache(self._loaded.geometry, block_size, num_device_blocks, num_host_blocks)
+        profiled = [profile.activation_bytes for profile in self._info.profiles.values()]
+        self._step_memory = StepMemory(min(AHEAD_BYTES, max(profiled, default=0)))
 
     @property
     def cache(self) -> KvCache:
@@ -140,6 +144,8 @@ class CpuBackend:
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """Computes at once."""
+        if self._step_memory is not None:
+            self._step_memory.leave()
         tokens, context = sum(item.count for item in scheduled), sum(item.start + item.count for item in scheduled)
         way = self._chooser.choose(tokens, context)
         # Not counted: to change how threads wait takes time only once where the way stays.
@@ -150,7 +156,9 @@ class CpuBackend:
         return Finished(sampled, way.threads, 0.0 if self._shards is None else self._shards.waited_s - waited_s)
 
     def prepare(self) -> bool:
-        """Memory for blocks that will be written next, a piece at a time."""
+        """Memory of a full step, then for blocks that will be written next, a piece at a time."""
+        if self._step_memory is not None and self._step_memory.prepare():
+            return True
         return self._cache is not None and self._cache.prepare()
 
     def _use(self, way: Way) -> None:

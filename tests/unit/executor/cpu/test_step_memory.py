@@ -1,0 +1,72 @@
+"""Memory of a step is touched before the step."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+
+import pytest
+from support.clients.stack import environment
+
+from pagekv.executor.cpu.step_memory import PIECE_BYTES, StepMemory
+
+# Prints the fresh pages of a worker thread that takes 80 MiB in buffers of 10.
+CODE = """
+import resource
+import threading
+from pagekv.common.freed_memory import keep_freed_memory, share_heaps
+
+# Before any thread has a heap.
+share_heaps(1)
+keep_freed_memory(2**30)
+
+import torch
+from pagekv.executor.cpu.step_memory import StepMemory
+
+def step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    buffers = [torch.empty(10 * 2**20, dtype=torch.uint8).zero_() for _ in range(8)]
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+def work():
+    memory = StepMemory(PREPARED * 2**20)
+    while memory.prepare():
+        pass
+    step()
+
+torch.set_num_threads(1)
+worker = threading.Thread(target=work)
+worker.start()
+worker.join()
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries give freed memory back")
+def test_the_first_step_takes_fresh_pages_only_where_none_were_prepared() -> None:
+    fresh = {}
+    for prepared in (1, 100):
+        command = [sys.executable, "-c", CODE.replace("PREPARED", str(prepared))]
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+        assert done.returncode == 0, done.stderr
+        fresh[prepared] = int(done.stdout)
+    # Pages may be of 4 KiB or, where the system gives huge ones, of 2 MiB.
+    assert fresh[1] >= 40
+    assert fresh[100] < fresh[1] / 4
+
+
+def test_it_is_written_a_piece_at_a_time() -> None:
+    memory = StepMemory(2 * PIECE_BYTES + 1)
+    assert [memory.prepare() for _ in range(4)] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES])
+def test_a_small_one_is_written_at_once(num_bytes: int) -> None:
+    assert not StepMemory(num_bytes).prepare()
+
+
+def test_a_step_that_comes_ends_it() -> None:
+    memory = StepMemory(3 * PIECE_BYTES)
+    assert memory.prepare()
+    memory.leave()
+    assert not memory.prepare()
