@@ -1,8 +1,7 @@
 """Memory of a full step, touched while nobody waits, so that the first one takes no fresh pages.
 
-A start profiles a part of a full step. Whatever a step takes beyond that is fresh: 30,000 pages of 4 KiB for 2,048
-tokens of a model of 33.6M parameters, in a virtual machine some 60 ms, and many times that where the host has to find
-them.
+A start profiles a part of a full step. The rest of a step's memory is fresh: 30,000 pages of 4 KiB for 2,048 tokens of
+a model of 33.6M parameters, in a virtual machine some 60 ms, and many times that where the host has to find them.
 """
 
 from __future__ import annotations
