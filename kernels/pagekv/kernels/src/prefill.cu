@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
     const i32 first_tile = first_key / TILE_KEYS;
     KeyStream stream = {p, shared, 0, -1};
     i32* const positions = (i32*)(shared + POSITIONS);
-    put_position(rows, positions);
+    put_position<TILE_ROWS, WARP_ROWS>(rows, positions);
     if (threadIdx.x == 0) {
         const PagedRows paged = PagedRows::of(p, rows.head / rows.group);
         const i32* const block_table = p.block_tables + (i64)sequence * p.table_stride;
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
 
     WarpRows warp;
     warp.start(shared);
-    for (i32 tile = first_tile; tile < stream.keys().end_tile(); ++tile) {
+    for (i32 tile = first_tile; tile < stream.end_tile(); ++tile) {
         const u8* const keys = stream.next(2 * tile);
         if (tile == first_tile) warp.keep_query();
         const i32 begin = tile * TILE_KEYS, first = warp.positions[0], last = warp.positions[WARP_ROWS - 1];
@@ -81,7 +81,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) pagekv_prefill(const Pr
         warp.store_partials(QueryRows::of(p, sequence), PartialRows{p, Split::of(p).index}, stream.keys());
     } else {
         // Without tiles there was no barrier: keeps the queries' copies apart from the results that `store` writes over them.
-        if (stream.keys().end_tile() <= first_tile) __syncthreads();
+        if (stream.end_tile() <= first_tile) __syncthreads();
         warp.store(QueryRows::of(p, sequence), shared, p.out, p.out_stride, stream.keys().value_factor, p.sinks);
     }
 }

@@ -1,10 +1,10 @@
-// Prefill: sizes of tiles, the query rows of a tile, and the way of keys and values into shared memory.
+// Prefill: sizes of tiles, and the way of queries, keys and values into shared memory.
 //
 // One thread block works on TILE_ROWS query rows of one KV head and walks that head's keys in tiles of TILE_KEYS. Keys
 // and values of a tile are two halves of one stream (keys of tile 0, values of tile 0, keys of tile 1, ...) that goes
 // through a ring of STAGES slots: while one half is used, the next STAGES - 1 are on their way.
 #pragma once
-#include "partials.cuh"
+#include "prefill_rows.cuh"
 
 constexpr int WARPS = 4;
 constexpr int THREADS = WARPS * 32;
@@ -16,7 +16,6 @@ constexpr int TILE_ROWS = WARPS * WARP_ROWS;
 constexpr int TILE_KEYS = FP32 || HEAD_SIZE > 128 ? 32 : 64;
 constexpr int STAGES = FP32 ? 2 : 3;
 
-constexpr int ROW_BYTES = HEAD_SIZE * ELEMENT_BYTES;
 constexpr int ROW_STRIDE = padded_row(ROW_BYTES);
 // fp8 waits in the ring as it is and is widened into one of two more tiles, once for all warps.
 constexpr int SLOT_STRIDE = FP8_KV ? KV_ROW_BYTES : ROW_STRIDE;
@@ -31,89 +30,7 @@ constexpr int KEYS = ADDRESSES + 2 * TILE_KEYS * 8;
 constexpr int POSITIONS = KEYS + 32;
 constexpr int WEIGHTS = POSITIONS + TILE_ROWS * 4;
 
-// The query rows of a tile. Row r of a sequence and KV head is query r / group, head r % group of the group, so that
-// all heads that share keys and values meet them in one tile.
-struct QueryRows {
-    i32 token;     // first row of the sequence in the packed batch
-    i32 head;      // first query head of the group
-    i32 group;     // query heads of one KV head
-    i32 past;      // position of the sequence's first query
-    i32 first;     // the tile's first row
-    i32 count;     // rows of the item, 1 to TILE_ROWS
-
-    // The rows of this thread block's item (sequence, first row, number of rows, split; prefill_plan.py) and KV head;
-    // sequence < 0: there is nothing to do.
-    __device__ __forceinline__ static QueryRows of(const PrefillParams& p, i32& sequence) {
-        const i32 kv_head = (i32)blockIdx.x % p.num_kv_heads;
-        const i32* const item = p.items + (i64)((i32)blockIdx.x / p.num_kv_heads) * 4;
-        QueryRows rows = {};
-        sequence = item[0];
-        if (sequence < 0) return rows;
-        rows.token = p.query_start[sequence];
-        rows.group = p.num_heads / p.num_kv_heads;
-        rows.head = kv_head * rows.group;
-        rows.first = item[1];
-        const i32 queries = p.query_start[sequence + 1] - rows.token;
-        rows.past = p.context_lens[sequence] - queries;
-        rows.count = item[2];
-        return rows;
-    }
-
-    __device__ __forceinline__ i32 position(i32 row) const { return past + (first + row) / group; }
-
-    // Query head of a row at `position`.
-    __device__ __forceinline__ i32 head_of(i32 row, i32 position) const {
-        return head + first + row - (position - past) * group;
-    }
-
-    // Bytes to a row at `position` in a tensor [T, H, D] with `stride` elements from one token to the next.
-    __device__ __forceinline__ i64 offset(i32 row, i32 position, i64 stride) const {
-        const i32 query = position - past;
-        return ((token + query) * stride + (i64)(head + first + row - query * group) * HEAD_SIZE) * ELEMENT_BYTES;
-    }
-};
-
 static_assert(TILE_ROWS <= THREADS, "a thread for each row");
-
-// The keys of this thread block's item, by position: a split of those that its rows see, or all of them.
-struct Split {
-    i32 index;  // in units of its own length, from position 0
-    i32 log2;   // of its length in keys, a multiple of TILE_KEYS; 0: all keys
-
-    __device__ __forceinline__ static Split of(const PrefillParams& p) {
-        const u32 word = (u32)p.items[(i64)((i32)blockIdx.x / p.num_kv_heads) * 4 + 3];
-        return {(i32)(word & 0xffffffu), (i32)(word >> 24)};
-    }
-
-    __device__ __forceinline__ bool all() const { return log2 == 0; }
-    __device__ __forceinline__ i32 first_key() const { return index << log2; }
-    __device__ __forceinline__ i32 end_key() const { return (index + 1) << log2; }
-};
-
-// Where partial results of a split go.
-struct PartialRows {
-    const PrefillParams& p;
-    i32 split;
-
-    // Of row `row` of the item, at `position`: its place among all partial results of heads; negative: the row has none, as
-    // it does not exist or stands in front of the split.
-    __device__ __forceinline__ i64 place(const QueryRows& all, i32 row, i32 position) const {
-        if (row >= all.count) return -1;
-        const Merge merge = Merge::load(p.merges, all.token + position - all.past);
-        const i32 partial = split - merge.first_split;
-        if (partial < 0 || partial >= merge.partials) return -1;
-        return (i64)(merge.first_partial + partial) * p.num_heads + all.head_of(row, position);
-    }
-};
-
-// Positions of the tile's rows, in shared memory, because registers are short and divisions long. Rows that do not exist
-// stand at the last row's position; the rows of a warp that has none stand in front of every key.
-__device__ __forceinline__ void put_position(const QueryRows& rows, i32* positions) {
-    const i32 row = (i32)threadIdx.x, last = min(row, rows.count - 1);
-    if (row >= TILE_ROWS) return;
-    const i32 position = rows.position(last);
-    positions[row] = row / WARP_ROWS * WARP_ROWS < rows.count ? position : -1;
-}
 
 // How threads share the copies of rows of CHUNKS chunks: PER_ROW neighbours take neighbouring chunks of one row. A
 // power of two, so that a thread's rows and chunks are its first ones plus constants.
@@ -141,17 +58,6 @@ __device__ __forceinline__ void load_queries(const QueryRows& rows, const i32* p
     }
 }
 
-// The keys that a thread block walks and the factors of their scores and values. Kept in shared memory like the positions.
-struct alignas(8) Keys {
-    i64 first_slot;  // address of the KV head's key in slot 0 of block 0
-    const i32* table;
-    i32 first;       // keys outside [first, end) are not looked up: zeros take their place
-    i32 end;
-    float factor;    // of a score, in the exponent
-    float value_factor;
-
-    __device__ __forceinline__ i32 end_tile() const { return (end + TILE_KEYS - 1) / TILE_KEYS; }
-};
 static_assert(sizeof(Keys) == POSITIONS - KEYS, "keys fill their room in shared memory");
 
 // The keys and values that a tile of queries sees, as a stream of halves: keys of tile t (at positions from t *
@@ -170,6 +76,7 @@ struct KeyStream {
     i32 next_block;  // of this thread's key, the table's entry two tiles ahead; negative: none
 
     __device__ __forceinline__ const Keys& keys() const { return *(const Keys*)(shared + KEYS); }
+    __device__ __forceinline__ i32 end_tile() const { return (keys().end + TILE_KEYS - 1) / TILE_KEYS; }
     __device__ __forceinline__ i64* addresses(i32 tile) const {
         return (i64*)(shared + ADDRESSES) + (tile & 1) * TILE_KEYS;
     }
@@ -206,7 +113,7 @@ struct KeyStream {
     // Starts the loads of a half, as one group of copies (empty past the last).
     __device__ __forceinline__ void issue(i32 half, i32 into) const {
         using Mine = Copies<KV_ROW_BYTES / CHUNK_BYTES>;
-        if (half < 2 * keys().end_tile() && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
+        if (half < 2 * end_tile() && (Mine::ROWS_AT_ONCE <= TILE_KEYS || Mine::first_row() < TILE_KEYS)) {
             const i64* const from = addresses(half / 2) + Mine::first_row();
             const i64 offset = (half % 2 ? p.kv_stride * KV_ELEMENT_BYTES : 0) + Mine::first_byte();
             u8* const to = shared + RING + into * SLOT_BYTES + Mine::first_row() * SLOT_STRIDE + Mine::first_byte();
