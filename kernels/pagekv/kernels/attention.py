@@ -36,7 +36,7 @@ from pagekv.kernels.prefill_splits import SPLIT_RULE, partial_bytes
 from pagekv.kernels.rows import Norm
 from pagekv.kernels.shared_splits import Ints
 from pagekv.kernels.tensors import Tensor, dtype_name
-from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads
+from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads, check_wgmma
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_POOL_ROWS = 2**32
@@ -68,6 +68,7 @@ class PagedAttention:
         soft_cap: float = 0.0,
         sinks: Tensor | None = None,
         kv_scales: Tensor | None = None,
+        wgmma_prefill: bool = False,
     ) -> None:
         """`pool`: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_size], contiguous, of `variant.kv_dtype`.
 
@@ -77,6 +78,7 @@ class PagedAttention:
         softmax and has no value, minus infinity where a layer has none.
         `kv_scales`: of an fp8 pool, float32 [num_layers, 2, num_kv_heads] on the device, contiguous: what stored keys,
         and stored values, of a head are multiplied by; default 1.
+        `wgmma_prefill`: prompts are multiplied by warpgroups, which the launcher's GPU must have (`check_wgmma`).
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
         that does not match the variant.
@@ -96,6 +98,8 @@ class PagedAttention:
                 f"pool: at most {MAX_POOL_ROWS} rows (a token's keys or values of a layer), got {rows}"
             )
         check_heads(num_heads, self.num_kv_heads)
+        if wgmma_prefill:
+            check_wgmma(variant)
         if scale is not None and not (math.isfinite(scale) and scale > 0):
             # Prefill finds the largest logit by the largest dot product.
             raise ValueError(f"scale: must be finite and more than 0, got {scale}")
@@ -121,7 +125,7 @@ class PagedAttention:
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.soft_cap = soft_cap
         self._windows = tuple(windows) or (0,) * self.num_layers
-        self._launcher = launcher
+        self._launcher, self._wgmma_prefill = launcher, wgmma_prefill
         # Keep the memory behind the addresses below.
         self._pool, self._sinks, self._kv_scales = pool, sinks, kv_scales
         kv_stride = self.block_size * self.num_kv_heads * head_size
@@ -313,6 +317,7 @@ class PagedAttention:
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
                 split=split,
+                wgmma=self._wgmma_prefill,
             )
         launch_merge(self._launcher, self.variant, plan, values, num_heads=self.num_heads, split=split)
 

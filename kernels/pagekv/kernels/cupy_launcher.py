@@ -21,7 +21,7 @@ from pagekv.kernels.machine_code import MachineCode
 from pagekv.kernels.nvrtc import Nvrtc, NvrtcMissing
 from pagekv.kernels.params import Struct
 from pagekv.kernels.sources import translation_unit
-from pagekv.kernels.variants import KERNELS, MIN_COMPUTE_CAPABILITY, Variant
+from pagekv.kernels.variants import EVERYWHERE, KERNELS, MIN_COMPUTE_CAPABILITY, Variant
 
 STATIC_SHARED_LIMIT = 48 << 10
 """Bytes of dynamic shared memory; more has to be requested for each kernel."""
@@ -167,7 +167,7 @@ class CupyLauncher:
             self._at_a_time[kernel, variant] = of_one * self._cupy.cuda.Device().attributes["MultiProcessorCount"]
         return self._at_a_time[kernel, variant]
 
-    def prepare(self, variant: Variant, kernels: Iterable[str] = tuple(KERNELS)) -> None:
+    def prepare(self, variant: Variant, kernels: Iterable[str] = EVERYWHERE) -> None:
         """Compiles in parallel the kernels that would be compiled at first use: before serving, and before a graph is
         captured.
         """
@@ -195,4 +195,9 @@ class CupyLauncher:
 
     def _compile(self, name: str, variant: Variant) -> Path:
         kernel = KERNELS[name]
-        return self._machine_code.file(self._text(kernel.source), kernel.source, kernel.options(variant))
+        return self._machine_code.file(
+            self._text(kernel.source),
+            kernel.source,
+            kernel.options(variant),
+            kernel.architecture(self._machine_code.arch),
+        )

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from pagekv.kernels.decode_plan import decode_tile
 from pagekv.kernels.params import Struct
-from pagekv.kernels.prefill_plan import prefill_tile
+from pagekv.kernels.prefill_plan import prefill_tile, wgmma_tile
 from pagekv.kernels.variants import Variant
 
 DEALT = True
@@ -97,8 +97,8 @@ def merge_rows(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig
     return LaunchConfig((num_items, -(-pieces // 256), 1), 256, 0)
 
 
-def prefill(variant: Variant, num_items: int, num_kv_heads: int) -> LaunchConfig:
+def prefill(variant: Variant, num_items: int, num_kv_heads: int, *, wgmma: bool = False) -> LaunchConfig:
     """One thread block an item (a tile of query rows, or a split of one) and KV head; the KV heads of an item are
-    neighbours."""
-    tile = prefill_tile(variant)
+    neighbours. `wgmma`: of the kernel that multiplies by warpgroups."""
+    tile = wgmma_tile(variant) if wgmma else prefill_tile(variant)
     return LaunchConfig((num_items * num_kv_heads, 1, 1), tile.threads, tile.shared_bytes)

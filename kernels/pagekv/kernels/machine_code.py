@@ -38,13 +38,14 @@ class MachineCode:
         self._lock = threading.Lock()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
-    def file(self, text: str, name: str, options: Sequence[str]) -> Path:
+    def file(self, text: str, name: str, options: Sequence[str], architecture: str = "") -> Path:
         """A file with the machine code of a text, compiled now where none is kept. `name`: of the text, in messages.
+        `architecture`: default that of `arch`, such as sm_90.
 
         In a folder that cannot be written to, the file lasts as long as this object. Raises CompileError, and OSError
         where there is no place for the file at all.
         """
-        options = [f"--gpu-architecture=sm_{self.arch}", *options]
+        options = [f"--gpu-architecture={architecture or f'sm_{self.arch}'}", *options]
         key = _digest("\0".join([self._version, *options, text]).encode())
         if kept := _kept(self._folder, key):
             return kept

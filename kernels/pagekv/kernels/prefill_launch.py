@@ -20,15 +20,19 @@ def launch_prefill(
     num_heads: int,
     num_kv_heads: int,
     split: bool,
+    wgmma: bool = False,
 ) -> None:
     """Enqueues the attention of the plan's prompts. `values`: the fields of `PrefillParams` but for items and partial
-    results. `split`: rows of many keys are split, as the layer's window decides, and leave partial results."""
+    results. `split`: rows of many keys are split, as the layer's window decides, and leave partial results.
+    `wgmma`: by warpgroups, where the GPU and the variant allow it."""
     splits = split and plan.num_split_items > 0
     partial_out, partial_state = plan.partials(num_heads, variant.head_size)
     launcher.launch(
-        "pagekv_prefill",
+        "pagekv_prefill_wgmma" if wgmma else "pagekv_prefill",
         variant,
-        launch_config.prefill(variant, plan.num_split_items if splits else plan.num_prefill_items, num_kv_heads),
+        launch_config.prefill(
+            variant, plan.num_split_items if splits else plan.num_prefill_items, num_kv_heads, wgmma=wgmma
+        ),
         fill(
             PREFILL,
             items=plan.at["split_items" if splits else "prefill_items"],

@@ -32,6 +32,15 @@ def prefill_tile(variant: Variant) -> KernelTile:
     return KernelTile(keys, rows, WARPS * 32, shared)
 
 
+def wgmma_tile(variant: Variant) -> KernelTile:
+    """The tile of the kernel that multiplies by warpgroups (`src/prefill_wgmma.cuh`); its rows are those of
+    `prefill_tile`."""
+    rows = keys = 128
+    shared = 5 * rows * variant.head_size * variant.element_bytes  # queries, two tiles each of keys and values
+    shared += rows * 4 + 10 * 8  # positions of rows, barriers
+    return KernelTile(keys, rows, 3 * 128, -(-shared // 1024) * 1024)
+
+
 @dataclass(frozen=True)
 class PrefillWork:
     """Items of a step's prompts. A layer takes either list, as its window decides."""

@@ -13,6 +13,9 @@ HEAD_SIZES = (64, 80, 96, 128, 256)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_GROUP_SIZE = 64
 MIN_COMPUTE_CAPABILITY = 80
+WGMMA_CAPABILITY = 90
+"""The compute capability whose GPUs alone multiply matrices by warpgroups: Hopper."""
+WGMMA_HEAD_SIZES = (64, 128)
 
 # Name -> code of PAGEKV_DTYPE and PAGEKV_KV_DTYPE (types.cuh).
 DTYPE_CODES: Mapping[str, int] = {"float32": 0, "float16": 1, "bfloat16": 2, "float8_e4m3fn": 3}
@@ -77,6 +80,16 @@ class Variant:
         return f"{self.dtype}{kv_dtype} d{self.head_size}{' features' if self.features else ''}"
 
 
+def check_wgmma(variant: Variant) -> None:
+    """Raises UnsupportedVariant where prompts of this variant cannot be multiplied by warpgroups."""
+    if variant.element_bytes != 2 or variant.kv_dtype != variant.dtype or variant.head_size not in WGMMA_HEAD_SIZES:
+        sizes = " or ".join(map(str, WGMMA_HEAD_SIZES))
+        raise UnsupportedVariant(
+            "prefill by warpgroups: needs float16 or bfloat16, KV memory of the same type and a head size of "
+            f"{sizes}, got {variant}"
+        )
+
+
 def check_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raises UnsupportedVariant where no kernel serves this many query heads over this many KV heads."""
     if num_heads < 1 or num_heads % num_kv_heads:
@@ -103,9 +116,24 @@ class Kernel:
     name: str
     source: str
     macros: tuple[str, ...]
+    arch: int = 0
+    """The one compute capability whose own instructions it has; 0: it runs on all."""
     contracts: bool = True
     """Whether the compiler may round a product and a sum once. False for kernels that share rows, whose bits must not
     depend on the kernel."""
+
+    def serves(self, variant: Variant) -> bool:
+        """Whether the kernel exists for a variant."""
+        if self.arch:
+            try:
+                check_wgmma(variant)
+            except UnsupportedVariant:
+                return False
+        return True
+
+    def architecture(self, capability: int) -> str:
+        """The compiler's name of the machine code for a compute capability, such as sm_90."""
+        return f"sm_{capability}{'a' if self.arch else ''}"
 
     def macros_of(self, variant: Variant) -> dict[str, int]:
         """The variant's macros, with the plainest variant's values for those that this kernel does not depend on: equal
@@ -149,6 +177,14 @@ KERNELS: Mapping[str, Kernel] = {
         Kernel("pagekv_decode_wide", "decode_wide.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), contracts=False),
         Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
         Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
+        Kernel(
+            "pagekv_prefill_wgmma",
+            "prefill_wgmma.cu",
+            (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"),
+            arch=WGMMA_CAPABILITY,
+        ),
         Kernel("pagekv_merge_rows", "merge_rows.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
     )
 }
+EVERYWHERE = tuple(name for name, kernel in KERNELS.items() if not kernel.arch)
+"""Names of the kernels that every GPU runs, for every variant."""

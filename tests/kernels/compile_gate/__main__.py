@@ -40,7 +40,7 @@ def compile_job(job: Job) -> Outcome:
         usage = ptxas_log.parse(compiled.log)[job.kernel.name]
     except (CompileError, ValueError, KeyError) as error:
         return Outcome(job, None, error=str(error))
-    return Outcome(job, usage, warnings="\n".join(line for line in compiled.log.splitlines() if "warning" in line))
+    return Outcome(job, usage, warnings="\n".join(filter(ptxas_log.warns, compiled.log.splitlines())))
 
 
 def compile_all(todo: Sequence[Job], processes: int, caches: Mapping[int, Cache]) -> Iterator[Outcome]:

@@ -38,7 +38,7 @@ class Job:
         return translation_unit(self.kernel.source)
 
     def options(self) -> list[str]:
-        return [f"--gpu-architecture=sm_{self.arch}", *self.plain_options()]
+        return [f"--gpu-architecture={self.kernel.architecture(self.arch)}", *self.plain_options()]
 
     def plain_options(self) -> list[str]:
         """The options without the architecture."""
@@ -49,7 +49,7 @@ class Job:
         return hashlib.sha256("\0".join([*self.plain_options(), self.text]).encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
-        return f"{self.kernel.name} {self.label} sm_{self.arch} CUDA {self.cuda}"
+        return f"{self.kernel.name} {self.label} {self.kernel.architecture(self.arch)} CUDA {self.cuda}"
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,10 @@ def jobs(architectures: Sequence[int], kernels: Iterable[Kernel], variants: Iter
     distinct: dict[tuple[object, ...], Job] = {}
     variants = list(variants)
     for kernel in kernels:
-        for variant in variants:
+        for variant in filter(kernel.serves, variants):
             for arch, cuda in product(architectures, COMPILERS):
+                if kernel.arch not in (0, arch):
+                    continue
                 key = (kernel.name, *kernel.macros_of(variant).values(), arch, cuda)
                 distinct.setdefault(key, Job(kernel, variant, arch, cuda))
     return list(distinct.values())
@@ -103,4 +105,6 @@ def launch_limits(kernel: Kernel, variant: Variant) -> tuple[int, int]:
                 shapes.append(launch_config.merge_rows(variant, 1, group_size))
             case "pagekv_prefill":
                 shapes.append(launch_config.prefill(variant, 1, 1))
+            case "pagekv_prefill_wgmma":
+                shapes.append(launch_config.prefill(variant, 1, 1, wgmma=True))
     return max(shape.shared_bytes for shape in shapes), max(shape.threads for shape in shapes)

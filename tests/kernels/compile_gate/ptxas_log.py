@@ -29,6 +29,12 @@ USED = re.compile(r"Used (\d+) registers")
 SHARED = re.compile(r"(\d+) bytes smem")
 
 
+def warns(line: str) -> bool:
+    """Whether a line is a warning, or says that the assembler made code slower than it is written: matrix products in a
+    row, registers of a warpgroup that stay as they are."""
+    return "warning" in line or "Potential Performance Loss" in line
+
+
 def parse(log: str) -> dict[str, Usage]:
     """Usage of every kernel named in a log. Raises ValueError where the log lacks one of its numbers."""
     usage: dict[str, Usage] = {}

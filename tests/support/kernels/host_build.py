@@ -42,7 +42,7 @@ CACHE = Path(os.environ.get("PAGEKV_HOST_KERNELS", HERE.parents[2] / "build" / "
 SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
 # Headers of every kernel; the library depends on them.
-HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h")
+HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h", "host_sm90a.h")
 FLAGS = [
     *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-fno-strict-aliasing"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"),

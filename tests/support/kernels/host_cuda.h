@@ -5,6 +5,8 @@
 // reverse. What a GPU leaves undefined is made visible:
 // - shared memory starts as 0xff bytes (NaN in every element type) and ends at a page that cannot be touched;
 // - what cp.async copies is 0xff from its start to the wait of its thread;
+// - a product of a warpgroup reads its operands, and writes its result, 0xff before, when its warp waits for it and no other
+//   thread can go on;
 // - locals that were not initialised hold a pattern, undefined arithmetic and misaligned accesses trap (compiler flags);
 // - a barrier, shuffle or matrix instruction that not all of its threads reach at the same place ends the launch, as do a
 //   wrong address, an address that is not shared where it must be, and a launch that takes too long. `launch` says which.
@@ -169,6 +171,34 @@ inline void entry() {
     abort();  // nobody resumes a thread that left
 }
 
+// Lets threads go on whose condition has come true; else one warp that goes on as late as it can. False: there is none.
+inline bool go_on(size_t count, bool reversed) {
+    bool any = false;
+    for (size_t i = 0; i < count; ++i) {
+        Thread& thread = run.threads[i];
+        if (thread.state != Thread::kUntil || !thread.until(thread)) continue;
+        thread.state = Thread::kReady;
+        any = true;
+    }
+    if (any) return true;
+    for (size_t i = 0; i < count; ++i) {
+        const size_t at = reversed ? count - 1 - i : i, begin = at / 32 * 32;
+        if (run.threads[at].state != Thread::kLate) continue;
+        for (size_t j = begin; j < count && j < begin + 32; ++j)
+            if (run.threads[j].state == Thread::kLate) run.threads[j].state = Thread::kReady;
+        return true;
+    }
+    return false;
+}
+
+// At the end of a block: four warps together execute each product.
+inline void check_warpgroups(size_t count) {
+    for (size_t i = 0; i < count; ++i)
+        if (run.threads[i].num_products != run.threads[i / 128 * 128].num_products)
+            return note("all warps of a warpgroup must execute its products: thread %zu did %u, thread %zu %u", i,
+                        run.threads[i].num_products, i / 128 * 128, run.threads[i / 128 * 128].num_products);
+}
+
 inline void run_block(size_t count, size_t shared_bytes, bool reversed) {
     run.shared = run.shared_end - (shared_bytes + 15) / 16 * 16;
     memset(run.shared, 0xff, run.shared_end - run.shared);
@@ -177,6 +207,9 @@ inline void run_block(size_t count, size_t shared_bytes, bool reversed) {
     for (size_t i = 0; i < count; ++i) {
         run.threads[i].state = Thread::kReady;
         run.threads[i].groups.assign(1, {});
+        run.threads[i].products.clear();
+        run.threads[i].product_group = run.threads[i].num_products = 0;
+        run.threads[i].fenced = false;
         prepare(run.threads[i], run.stacks + i * kStride + kPage, entry);
     }
     const size_t warps = (count + 31) / 32;
@@ -186,13 +219,15 @@ inline void run_block(size_t count, size_t shared_bytes, bool reversed) {
             run_warp(warp * 32, warp * 32 + 32 < count ? warp * 32 + 32 : count, reversed);
         }
         if (run.error[0]) return;
+        if (go_on(count, reversed)) continue;
         const Thread& first = run.threads[0];
-        for (size_t i = 1; i < count; ++i) {
+        for (size_t i = 0; i < count; ++i) {
             const Thread& other = run.threads[i];
+            if (other.state == Thread::kUntil) return complain("a wait that does not end", other, first);
             if (other.state != first.state || (first.state == Thread::kBarrier && !(other.site == first.site)))
                 return complain("all threads must come to the same barrier", first, other);
         }
-        if (first.state == Thread::kDone) return;
+        if (first.state == Thread::kDone) return check_warpgroups(count);
         for (size_t i = 0; i < count; ++i) run.threads[i].state = Thread::kReady;
     }
 }
@@ -258,6 +293,7 @@ template <typename Params> const char* launch(void (*kernel)(Params), const Laun
 }  // namespace host_run
 
 #include "host_builtins.h"
+#include "host_sm90a.h"
 
 // At the end of a kernel's text: what host_build.py calls. Returns what went wrong, or an empty string.
 #define PAGEKV_HOST_KERNEL(name) \

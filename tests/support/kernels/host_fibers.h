@@ -23,8 +23,21 @@ typedef void (*Resolve)(void** operands, unsigned mask);
 
 struct AsyncCopy { char* to; char bytes[16]; };
 
+// A lane's part of a product of its warpgroup that is under way (host_sm90a.h).
+struct Product {
+    Site site;
+    float* d;
+    unsigned columns;
+    const unsigned* a_registers;  // null: a is in shared memory
+    u_int64_t a, b;               // descriptors
+    bool b_by_columns, add, is_bf16;
+    unsigned group;
+    std::vector<float> before;  // what d held; empty for all but the first product of the same d
+};
+
 struct Thread {
-    enum State { kReady, kBarrier, kWarp, kDone } state = kDone;
+    // kUntil: waits until `until` is true. kLate: goes on once no other thread can.
+    enum State { kReady, kBarrier, kWarp, kUntil, kLate, kDone } state = kDone;
     Site site;
     unsigned mask = 0;
     Resolve resolve = nullptr;
@@ -32,6 +45,13 @@ struct Thread {
     void* stack_pointer = nullptr;
     ucontext_t context;
     std::vector<std::vector<AsyncCopy>> groups;  // of cp.async, the last one open
+    bool (*until)(const Thread&) = nullptr;
+    const u_int64_t* barrier = nullptr;
+    unsigned parity = 0;
+    std::vector<Product> products;
+    unsigned product_group = 0;  // the open one
+    unsigned num_products = 0;
+    bool fenced = false;
 };
 
 struct Run {

@@ -118,10 +118,12 @@ def run_prefill(
     padding: int = 0,
     rule: SplitRule = SPLIT_RULE,
     plan_window: int | None = None,
+    wgmma: bool = False,
 ) -> Array:
     """[T, H, D]: the kernels' results, as stored elements. `padding`: items that do nothing, as in a captured graph.
 
     `rule`: of splits. `plan_window`: the widest of any layer, where that is another one than this layer's.
+    `wgmma`: by the kernel of warpgroups.
     """
     variant, sequences = prompts.variant, prompts.sequences
     heads, kv_heads = prompts.queries[0].shape[1], cache.pool.shape[4]
@@ -165,6 +167,7 @@ def run_prefill(
             num_heads=heads,
             num_kv_heads=kv_heads,
             split=split,
+            wgmma=wgmma,
         )
         launch_merge(launcher, variant, plan, values, num_heads=heads, split=split)
     return rows.result()

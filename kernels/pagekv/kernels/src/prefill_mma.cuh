@@ -3,7 +3,12 @@
 #include "prefill_softmax.cuh"
 #include "prefill_tile.cuh"
 
-struct WarpRows : SoftmaxRows<WARP_ROWS / 16, TILE_KEYS> {
+struct PaddedRow {
+    static constexpr int STRIDE = ROW_STRIDE;
+    static __device__ __forceinline__ i32 chunk(i32, i32 chunk) { return chunk * CHUNK_BYTES; }
+};
+
+struct WarpRows : SoftmaxRows<WARP_ROWS / 16, TILE_KEYS, PaddedRow> {
     static constexpr int STRIPS = WARP_ROWS / 16;
     static constexpr int STEPS = HEAD_SIZE / 16;
     // Queries of short heads stay in registers; queries of long heads are read again for every tile.
@@ -81,12 +86,5 @@ struct WarpRows : SoftmaxRows<WARP_ROWS / 16, TILE_KEYS> {
                     mma_m16n8k16<Element>(out[strip][2 * n + 1], weight[strip][k], b[2], b[3]);
                 }
             }
-    }
-
-    // Writes the rows that exist, through their own places among the queries.
-    __device__ __forceinline__ void store(const QueryRows& all, u8* shared, void* to, i64 stride, float value_scale,
-                                          const float* sinks) {
-        u8* const mine = shared + row_of_warp * ROW_STRIDE;
-        SoftmaxRows::store(all, [&](i32 row, i32 byte) { return mine + row * ROW_STRIDE + byte; }, to, stride, value_scale, sinks);
     }
 };

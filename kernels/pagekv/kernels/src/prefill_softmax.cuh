@@ -8,8 +8,9 @@
 #pragma once
 #include "prefill_rows.cuh"
 
-// One warp's STRIPS * 16 query rows, over tiles of TILE_KEYS keys.
-template <int STRIPS, int TILE_KEYS> struct SoftmaxRows {
+// One warp's STRIPS * 16 query rows, over tiles of TILE_KEYS keys. `Row`: of a tile of queries in shared memory; one is STRIDE
+// bytes after the one before, and has 16-byte chunk c at byte `chunk(row, c)`.
+template <int STRIPS, int TILE_KEYS, class Row> struct SoftmaxRows {
     static constexpr int HELD = 2 * STRIPS;  // of a lane: row i is 16 * (i / 2) + 8 * (i % 2) + lane / 4 of the warp's
 
     i32 row_of_warp;
@@ -116,11 +117,10 @@ template <int STRIPS, int TILE_KEYS> struct SoftmaxRows {
         }
     }
 
-    // Writes the rows that exist, by way of shared memory so that they leave 16 bytes at a time. `staged(row, byte)`: where
-    // 16 bytes of a row of the warp lie meanwhile, in memory that is the warp's own.
-    template <class Staged>
-    __device__ __forceinline__ void store(const QueryRows& all, Staged staged, void* to, i64 stride, float value_scale,
+    // Writes the rows that exist, through the warp's own rows of shared memory so that they leave 16 bytes at a time.
+    __device__ __forceinline__ void store(const QueryRows& all, u8* shared, void* to, i64 stride, float value_scale,
                                           const float* sinks) {
+        u8* const staged = shared + row_of_warp * Row::STRIDE;
 #pragma unroll
         for (int i = 0; i < HELD; ++i) {
             float total = sum[i];
@@ -131,11 +131,11 @@ template <int STRIPS, int TILE_KEYS> struct SoftmaxRows {
             if (PAGEKV_FEATURES && sinks != nullptr && row_of_warp + row(i) < all.count)
                 factor = normaliser({maximum[i], total}, sinks, all.head_of(row_of_warp + row(i), positions[row(i)]));
             const float scale = value_scale * factor;
+            u32* const mine = (u32*)(staged + row(i) * Row::STRIDE) + lane() % 4;
 #pragma unroll
             for (int n = 0; n < HEAD_SIZE / 8; ++n) {
                 const float(&from)[4] = out[i / 2][n];
-                ((u32*)staged(row(i), n * CHUNK_BYTES))[lane() % 4] =
-                    pack2<Element>(from[i % 2 * 2] * scale, from[i % 2 * 2 + 1] * scale);
+                mine[Row::chunk(row(i), n) / 4] = pack2<Element>(from[i % 2 * 2] * scale, from[i % 2 * 2 + 1] * scale);
             }
         }
         __syncwarp();
@@ -144,7 +144,7 @@ template <int STRIPS, int TILE_KEYS> struct SoftmaxRows {
             const i32 from = index / CHUNKS, byte = index % CHUNKS * CHUNK_BYTES;
             if (row_of_warp + from < all.count) {
                 *(Bytes16*)((u8*)to + all.offset(row_of_warp + from, positions[from], stride) + byte) =
-                    *(const Bytes16*)staged(from, byte);
+                    *(const Bytes16*)(staged + from * Row::STRIDE + Row::chunk(from, index % CHUNKS));
             }
         }
     }
