@@ -35,6 +35,27 @@ def test_variants_that_a_kernel_does_not_tell_apart_are_compiled_once() -> None:
     assert len(jobs([80], [KERNELS["pagekv_decode"]], all_variants())) == 50 * len(COMPILERS)
 
 
+def test_a_kernel_of_one_architecture_is_compiled_for_that_alone() -> None:
+    found = jobs(list(ARCHITECTURES), [KERNELS["pagekv_prefill_wgmma"]], all_variants())
+    assert len(found) == 8 * len(COMPILERS)
+    assert {job.options()[0] for job in found} == {"--gpu-architecture=sm_90a"}
+    assert jobs([80, 100], [KERNELS["pagekv_prefill_wgmma"]], all_variants()) == []
+
+
+def test_products_of_a_warpgroup_in_a_row_fail_the_gate() -> None:
+    """Accumulators that are touched between a product and its wait: the assembler then waits for each product."""
+    kernel = KERNELS["pagekv_prefill_wgmma"]
+    commit = "        wgmma_commit();\n"
+
+    class Touched(Job):
+        @property
+        def text(self) -> str:
+            return super().text.replace(commit, "        for (auto& n : score[0]) n[0] += 1.0f;\n" + commit, 1)
+
+    outcome = gate.compile_job(Touched(kernel, Variant("float16", "float16", 128), 90, 12))
+    assert "Potential Performance Loss" in outcome.warnings, outcome
+
+
 SPILLING = """
 extern "C" __global__ void spilling(float* p) {
     float a[128];

@@ -17,7 +17,7 @@ from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.nvrtc import Compiled
 from pagekv.kernels.params import BLOCK_COPY, MERGE, fill
 from pagekv.kernels.sources import translation_unit
-from pagekv.kernels.variants import KERNELS, Variant
+from pagekv.kernels.variants import EVERYWHERE, KERNELS, Variant
 
 PLAIN = Variant("float16", "float16", 128)
 
@@ -217,11 +217,11 @@ def test_prepare_compiles_every_kernel_ahead(launcher: CupyLauncher, log: list[A
     launcher.prepare(PLAIN)
     launcher.prepare(PLAIN)
     launcher.launch("pagekv_merge", PLAIN, LaunchConfig((1, 1, 1), 32, 0), merge_params())
-    assert len(asked(log, "compile")) == len(asked(log, "load")) == len(KERNELS)
+    assert len(asked(log, "compile")) == len(asked(log, "load")) == len(EVERYWHERE)
 
 
 def test_prepare_compiles_all_kernels_at_the_same_time(launcher: CupyLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
-    together = threading.Barrier(len(KERNELS), timeout=240)  # for a hang, not for speed
+    together = threading.Barrier(len(EVERYWHERE), timeout=240)  # for a hang, not for speed
     compile_ = FakeNvrtc.compile
 
     def wait_for_the_others(self: FakeNvrtc, *args: Any) -> Compiled:

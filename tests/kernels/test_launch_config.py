@@ -36,6 +36,7 @@ def test_other_grids() -> None:
     assert launch_config.cache_write(Variant("float16", "float16", 80), 7, 13).grid == (7, 2, 1)
     assert launch_config.cache_write_together(7).grid == (7, 2, 1)
     assert launch_config.prefill(HALF, 3, 8).grid == (24, 1, 1)
+    assert launch_config.prefill(HALF, 3, 8, wgmma=True).grid == (24, 1, 1)
     assert launch_config.merge(HALF, 3, 32).grid == (3, 32, 1)
     assert launch_config.merge_rows(HALF, 3, 32).grid == (3, 4, 1)
     assert launch_config.merge_rows(Variant("float32", "float32", 80), 3, 5).grid == (3, 1, 1)

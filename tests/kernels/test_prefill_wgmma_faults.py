@@ -31,6 +31,11 @@ def of_mixed_batch(launcher: HostLauncher) -> None:
     check(launcher, mixed_batch(HALF, group=2), wgmma=True)
 
 
+def of_crossing(launcher: HostLauncher) -> None:
+    """The last key of a tile, 127, stands among the positions of a warp, 124 to 131."""
+    check(launcher, random_prompts(np.random.default_rng(0), HALF, [70], [170], group=2), wgmma=True)
+
+
 def of_window(launcher: HostLauncher) -> None:
     check(launcher, mixed_batch(Variant("float16", "float16", 64, True), group=2), Features(window=40), wgmma=True)
 
@@ -50,8 +55,10 @@ FULL = "        mbarrier_wait(&barriers.full[turn.slot()], turn.parity());\n"
 FAULTS = [
     fault("keys are released before their product is done", MULTIPLY + RELEASE, RELEASE + MULTIPLY),
     fault("no wait for keys", FULL + MULTIPLY, MULTIPLY),
-    fault("chunks are not swizzled", "(chunk ^ row) % 8", "chunk % 8"),
-    fault("the second panel of values is the first", "EIGHT_ROWS, PANEL_BYTES, EIGHT_ROWS", "EIGHT_ROWS, 0, EIGHT_ROWS"),
+    fault("chunks are not swizzled", "(chunk ^ row) % 8", "(chunk ^ 0 * row) % 8"),
+    fault(
+        "the second panel of values is the first", "EIGHT_ROWS, PANEL_BYTES, EIGHT_ROWS", "EIGHT_ROWS, 0, EIGHT_ROWS"
+    ),
     fault("values are released before their product is done", ADD + RELEASE, RELEASE + ADD),
     fault("no wait for values", FULL + ADD, ADD),
     fault("no wait for products", "        wgmma_wait<0>();\n", ""),
@@ -65,9 +72,14 @@ FAULTS = [
     fault("values follow too closely", "values + k * 2 * EIGHT_ROWS", "values + k * EIGHT_ROWS"),
     fault("the first product adds", ", step > 0);", ", true);"),
     fault("rows see the next token", "if (d > 0 ||", "if (d > 1 ||", of_mixed_batch),
-    fault("warps skip products of their warpgroup", "positions[first_row + GROUP_ROWS - 1];", "mine.positions[15];"),
+    fault(
+        "warps skip products of their warpgroup",
+        "positions[first_row + GROUP_ROWS - 1];",
+        "mine.positions[15];",
+        of_crossing,
+    ),
     fault("a tile with one visible key is left out", "begin <= newest &&", "begin < newest &&", of_mixed_batch),
-    fault("masks look at the last row", "> mine.positions[0] ||", "> mine.positions[15] ||", of_mixed_batch),
+    fault("masks look at the last row", "> mine.positions[0] ||", "> mine.positions[15] ||", of_crossing),
     fault("masks of the window are forgotten", "|| begin < logits.first_visible(mine.positions[15])", "", of_window),
     fault("zeros do not replace what is nobody's", "(from & NOWHERE) == 0", "true", of_mixed_batch),
     fault("blocks of the wrong tile", "block_of_thread(tile + 1)", "block_of_thread(tile)"),

@@ -8,7 +8,15 @@ import pytest
 
 from pagekv.kernels import sources
 from pagekv.kernels.sources import SOURCES
-from pagekv.kernels.variants import DTYPE_PAIRS, KERNELS, UnsupportedVariant, Variant, all_variants
+from pagekv.kernels.variants import (
+    DTYPE_PAIRS,
+    EVERYWHERE,
+    KERNELS,
+    UnsupportedVariant,
+    Variant,
+    all_variants,
+    check_wgmma,
+)
 
 PRESENT = [name for name, kernel in KERNELS.items() if (SOURCES / kernel.source).is_file()]
 PLAIN = Variant("float16", "float16", 128)
@@ -31,6 +39,16 @@ def test_an_unsupported_combination_is_refused_by_name(values: tuple[str, str, i
 def test_every_variant_is_listed_once() -> None:
     variants = all_variants()
     assert len(set(variants)) == len(variants) == sum(map(len, DTYPE_PAIRS.values())) * 5 * 2
+
+
+def test_products_of_warpgroups_are_for_16_bit_types_and_heads_of_64_and_128() -> None:
+    for variant in all_variants():
+        allowed = variant.dtype == variant.kv_dtype != "float32" and variant.head_size in (64, 128)
+        assert KERNELS["pagekv_prefill_wgmma"].serves(variant) == allowed
+        if not allowed:
+            with pytest.raises(UnsupportedVariant, match=r"needs float16 or bfloat16.*64 or 128, got"):
+                check_wgmma(variant)
+    assert "pagekv_prefill_wgmma" not in EVERYWHERE
 
 
 @pytest.mark.parametrize("name", PRESENT)

@@ -46,6 +46,8 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
         return _load_cuda(config, directory, gpu, world, lost)
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
+    if config.wgmma_prefill:
+        raise ValueError("--wgmma-prefill needs --backend cuda")
     check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes(), world.size)
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
@@ -145,6 +147,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World, 
             config.kv_dtype,
             graphs=config.cuda_graphs,
             fused=config.fused,
+            wgmma_prefill=config.wgmma_prefill,
             shards=shards,
             **_pool_options(config),
         )

@@ -104,6 +104,11 @@ class ExecutorConfig:
         "in fused layers (cuda), where the logits agree with those of transformers",
         default=True,
     )
+    wgmma_prefill: bool = flag(
+        "compute prompts with Hopper's matrix instructions (cuda, compute capability 9.0, 16-bit types, KV memory of the "
+        "same type, heads of 64 or 128); no GPU has run this yet",
+        default=False,
+    )
     threads: int = flag(
         "compute threads, 0 to 1024 (cpu); 0: up to one per core, chosen while serving by what steps take",
         default=0,

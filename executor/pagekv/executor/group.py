@@ -91,6 +91,8 @@ def check_group(config: ExecutorConfig, world: World) -> None:
         )
     if config.backend != "cuda" and config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
+    if config.backend != "cuda" and config.wgmma_prefill:
+        raise ValueError("--wgmma-prefill needs --backend cuda")
     if config.backend != "oracle":
         _check_transformers()
 
@@ -277,6 +279,7 @@ def _gpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
     return {
         "--kv-dtype": config.kv_dtype,
         "--cuda-graphs": config.cuda_graphs,
+        "--wgmma-prefill": config.wgmma_prefill,
         "--max-sequences": config.max_sequences,
         "--kv-memory": config.kv_memory,
         "CuPy": cupy_version(),

@@ -134,6 +134,18 @@ def prefill_row(machine: CudaMachine, arena: Arena, case: AttentionCase) -> Row:
     return {**row, "counts_for": {"prefill": row["against_flash"]} if (case.new, cached) == (4096, 0) else {}}
 
 
+def wgmma_row(machine: CudaMachine, arena: Arena, case: AttentionCase) -> Row:
+    """One prefill case by the kernel of warpgroups, beside the other kernel."""
+    seconds, columns = {}, {}
+    for by_warpgroups in (False, True):
+        batch = paged(machine, arena, case, wgmma_prefill=by_warpgroups)
+        timing = machine.timed(batch.attend, batch.num_rounds)
+        seconds[by_warpgroups], columns = timing.seconds, timing.columns()
+    row = {"case": str(case), "new": case.new, "cached": case.context - case.new, **columns}
+    row["tflop_per_s"] = case.flops / seconds[True] / 1e12
+    return {**row, "against_mma": seconds[False] / seconds[True]}
+
+
 @dataclass(frozen=True)
 class RopeWriteCase(WriteCase):
     """A cache write that rotates keys on the way and queries in place."""

@@ -26,13 +26,14 @@ from gpu_first.kernel_rows import (
     layout_cases,
     prefill_row,
     rope_write_row,
+    wgmma_row,
 )
 from gpu_first.machine import FirstMachine
 from gpu_first.row_checks import row_checks
 from gpu_first.step import Absent, Context, OutOfTime
 from gpu_first.swap_rows import SWAP_BYTES, SwapCase, pinned_copy, swap_cases, swap_row
 from pagekv.kernels.bench import speed
-from pagekv.kernels.bench.correctness import BF16, SHORT_LENGTHS, Check, checks, setups
+from pagekv.kernels.bench.correctness import BF16, LENGTHS, SHORT_LENGTHS, Check, checks, setups
 from pagekv.kernels.bench.machine import Arena
 from pagekv.kernels.bench.scene import Setup
 from pagekv.kernels.bench.stages import Bench
@@ -47,7 +48,7 @@ from pagekv.kernels.bench.workload import (
     prefill_cases,
     write_cases,
 )
-from pagekv.kernels.variants import Variant
+from pagekv.kernels.variants import KERNELS, WGMMA_CAPABILITY, Variant, all_variants
 
 TINY = Heads("GQA 2", 2, 1)
 SMALL_VARIANT = Variant("float16", "float16", 64)
@@ -221,6 +222,34 @@ def step_prefill(context: Context) -> None:
     cases = sorted(prefill_cases(), key=lambda case: (case.new, case.context) != (4096, 4096))
     chosen = [AttentionCase(TINY, 1, 40, 24)] if context.small else cases
     measure(context, bench, "prefill", chosen, lambda case: prefill_row(machine, bench.arena, case))
+
+
+def step_prefill_wgmma(context: Context) -> None:
+    """The prefill kernel of warpgroups: right first, then timed. Raises Absent where the GPU has none."""
+    machine = machine_of(context)
+    if not context.small and machine.launcher.arch != f"sm_{WGMMA_CAPABILITY}":
+        raise Absent(f"{machine.launcher.arch} has no products of warpgroups, sm_{WGMMA_CAPABILITY} alone has")
+    passed = True
+    for setup in wgmma_setups(context.small):
+        for check in checks(machine, setup):
+            tell(context, [check])
+            passed &= check.passed
+    if not passed:
+        return  # nothing is timed that computes something wrong
+    bench = bench_of(machine, context)
+    cases = [AttentionCase(TINY, 1, 40, 24)] if context.small else prefill_cases()
+    measure(context, bench, "prefill_wgmma", cases, lambda case: wgmma_row(machine, bench.arena, case))
+
+
+def wgmma_setups(small: bool) -> list[Setup]:
+    """Every type and head size with features and without; a short one in a rehearsal."""
+    if small:
+        return [Setup(Variant("bfloat16", "bfloat16", 64), (1, 40), wgmma_prefill=True)]
+    served = filter(KERNELS["pagekv_prefill_wgmma"].serves, all_variants())
+    return [
+        Setup(BF16, SHORT_LENGTHS, num_heads=16, num_kv_heads=2, block_size=1, wgmma_prefill=True),
+        *(Setup(variant, LENGTHS, wgmma_prefill=True) for variant in served),
+    ]
 
 
 def step_memory(context: Context) -> None:

@@ -40,6 +40,13 @@ STEPS = (
     Step("decode_floors", 2, 130, "decode where a floor counts, paged against no table"),
     Step("flashinfer_decode", 2, 150, "FlashInfer at the same decodes", optional=True),
     Step("prefill", 2, 60, "prefill, beside torch's FlashAttention and cuDNN"),
+    Step(
+        "prefill_wgmma",
+        2,
+        100,
+        "prefill by Hopper's warpgroups, right first, then beside the other kernel",
+        optional=True,
+    ),
     Step("memory", 2, 40, "cache write and block copy"),
     Step("swap_speed", 2, 45, "swaps against one pinned copy"),
     Step("profile_kernels", 2, 110, "six launches under the profiler", tool="ncu", optional=True),

@@ -88,9 +88,13 @@ class HostDevice(CudaDevice):
     tries_capture: bool = False
     memory: int = 2**28
     prepared: Variant | None = None
+    compute_capability: tuple[int, int] = (9, 0)
 
-    def prepare(self, variant: Variant) -> None:
+    def prepare(self, variant: Variant, *, wgmma_prefill: bool = False) -> None:
         self.prepared = variant
+
+    def capability(self) -> tuple[int, int]:
+        return self.compute_capability
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)

@@ -39,6 +39,8 @@ def test_a_machine_without_a_gpu_says_so() -> None:
         load_backend(parse_config(["--backend", "cuda"], env={}))
     with pytest.raises(ValueError, match="--kv-dtype fp8 needs --backend cuda"):
         load_backend(parse_config(["--kv-dtype", "fp8"], env={}))
+    with pytest.raises(ValueError, match="--wgmma-prefill needs --backend cuda"):
+        load_backend(parse_config(["--wgmma-prefill"], env={}))
 
 
 class Stopped(Exception):

@@ -51,6 +51,7 @@ def test_ranks_of_a_machine_share_its_cores() -> None:
     [
         (["--backend", "cuda"], "LOCAL_RANK: must be from 0 to 1 with --backend cuda"),
         (["--backend", "cpu", "--kv-dtype", "fp8"], "--kv-dtype fp8 needs --backend cuda"),
+        (["--backend", "cpu", "--wgmma-prefill"], "--wgmma-prefill needs --backend cuda"),
     ],
 )
 def test_what_ranks_cannot_have_is_refused(flags: list[str], words: str) -> None:

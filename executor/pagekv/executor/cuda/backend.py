@@ -65,16 +65,21 @@ class CudaBackend:
         graphs: bool = True,
         fused: bool = True,
         *,
+        wgmma_prefill: bool = False,
         shards: Shards | None = None,
     ) -> None:
         """`dtype`: auto (as the weights are stored), float32, float16 or bfloat16. `kv_dtype`: auto (as the weights) or
         fp8 (e4m3). `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available after profiling.
-        `graphs`: record decode steps as CUDA graphs. `fused`: compute models that are known in fused layers. `shards`:
-        this process is a rank of a model that is split.
+        `graphs`: record decode steps as CUDA graphs. `fused`: compute models that are known in fused layers.
+        `wgmma_prefill`: compute prompts by Hopper's warpgroups. `shards`: this process is a rank of a model that is
+        split.
 
-        Raises as `load_model`, and ValueError for a model that no kernel serves.
+        Raises as `load_model`, and ValueError for a model that no kernel serves, and where the GPU or the model does
+        not go with `wgmma_prefill`.
         """
-        self._device = device
+        self._device, self._wgmma_prefill = device, wgmma_prefill
+        if wgmma_prefill:
+            device.check_wgmma()
         fingerprint = model_fingerprint(model_path)
         stored = read_model_files(model_path)
         weights, kept = served_dtypes(model_path, stored, dtype, kv_dtype)
@@ -84,7 +89,10 @@ class CudaBackend:
             if kept == FP8:
                 loaded = _with_scales(model_path, loaded, device, shards)
             geometry = replace(loaded.geometry, dtype=getattr(torch, kept))
-            device.prepare(serving_variant(model_path, loaded, geometry, device.launcher))
+            device.prepare(
+                serving_variant(model_path, loaded, geometry, device.launcher, wgmma_prefill=wgmma_prefill),
+                wgmma_prefill=wgmma_prefill,
+            )
             return loaded
 
         self._loaded, self.forward = load_forward(load, device, fused=fused, shards=shards)
@@ -160,7 +168,9 @@ class CudaBackend:
 
     def _step_runner(self, pools: KvPools) -> StepRunner:
         options = (self._info.max_sequences, self._graphs, self._shards, self._mark)
-        return StepRunner(self._loaded, self.forward, self.sampler, pools, self._device, *options)
+        return StepRunner(
+            self._loaded, self.forward, self.sampler, pools, self._device, *options, wgmma_prefill=self._wgmma_prefill
+        )
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts:
         """After an error there are no pools, and nothing is pinned. Ranks of a group have pools on all of them, or on

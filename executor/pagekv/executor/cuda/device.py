@@ -20,7 +20,7 @@ from pagekv.kernels.cupy_launcher import CupyLauncher, GpuUnavailable
 from pagekv.kernels.failed_recording import end_failed_recording
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.swap import Streams
-from pagekv.kernels.variants import Variant
+from pagekv.kernels.variants import EVERYWHERE, WGMMA_CAPABILITY, Variant
 
 log = Log(__name__)
 
@@ -59,9 +59,22 @@ class CudaDevice:
         self._replays: weakref.WeakSet[Callable[[], torch.Tensor]] = weakref.WeakSet()
         self._held_before = 0
 
-    def prepare(self, variant: Variant) -> None:
-        """Compiles the kernels of a variant, so that no step waits for it."""
-        self._cupy_launcher.prepare(variant)
+    def prepare(self, variant: Variant, *, wgmma_prefill: bool = False) -> None:
+        """Compiles the kernels of a variant, so that no step waits for it. `wgmma_prefill`: `check_wgmma`'s too."""
+        self._cupy_launcher.prepare(variant, (*EVERYWHERE, "pagekv_prefill_wgmma") if wgmma_prefill else EVERYWHERE)
+
+    def capability(self) -> tuple[int, int]:
+        """The compute capability."""
+        return torch.cuda.get_device_capability(self.torch_device)
+
+    def check_wgmma(self) -> None:
+        """Raises ValueError where the GPU cannot multiply matrices by warpgroups."""
+        capability = self.capability()
+        if capability != divmod(WGMMA_CAPABILITY, 10):
+            raise ValueError(
+                "--wgmma-prefill: needs a GPU of compute capability 9.0, this one has "
+                f"{'.'.join(map(str, capability))} ({self.versions['gpu']}); leave the flag out"
+            )
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A small page-locked tensor: copies with the device run while the host goes on. Raises MemoryError.

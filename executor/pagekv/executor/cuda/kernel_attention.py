@@ -11,7 +11,7 @@ from pagekv.executor.model.loading import BlockGeometry, LoadedModel
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.launch_config import Launcher
-from pagekv.kernels.variants import UnsupportedVariant, Variant
+from pagekv.kernels.variants import UnsupportedVariant, Variant, check_wgmma
 
 
 class KernelAttention:
@@ -45,7 +45,9 @@ def _rows(heads: torch.Tensor) -> torch.Tensor:
     return rows.contiguous().view(-1).view(rows.shape)
 
 
-def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) -> PagedAttention:
+def make_attention(
+    loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher, *, wgmma_prefill: bool = False
+) -> PagedAttention:
     """The attention of a model over a pool. Raises UnsupportedVariant for what no kernel serves."""
     kinds = {(scores.scale, scores.cap) for scores in loaded.scores}
     if len(kinds) != 1:
@@ -69,6 +71,7 @@ def make_attention(loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher) 
         soft_cap=cap or 0.0,
         sinks=sinks,
         kv_scales=loaded.kv_scales if variant.kv_element_bytes == 1 else None,
+        wgmma_prefill=wgmma_prefill,
     )
 
 
@@ -82,15 +85,28 @@ def _sinks(loaded: LoadedModel) -> torch.Tensor | None:
     return torch.stack([none if sinks is None else sinks.detach().float() for sinks in found])
 
 
-def serving_variant(directory: Path, loaded: LoadedModel, geometry: BlockGeometry, launcher: Launcher) -> Variant:
+def serving_variant(
+    directory: Path,
+    loaded: LoadedModel,
+    geometry: BlockGeometry,
+    launcher: Launcher,
+    *,
+    wgmma_prefill: bool = False,
+) -> Variant:
     """The kernels that serve a model over a pool of blocks of `geometry`. Raises ValueError, naming the model, the
-    reason and what to do, when none do.
+    reason and what to do, when none do, or none with `wgmma_prefill`.
     """
     shape = (1, geometry.num_layers, 2, 1, geometry.num_kv_heads, geometry.head_size)
     try:
-        return make_attention(loaded, torch.empty(shape, dtype=geometry.dtype), launcher).variant
+        variant = make_attention(loaded, torch.empty(shape, dtype=geometry.dtype), launcher).variant
     except UnsupportedVariant as error:
         raise ValueError(
             f"{directory}: {type(loaded.model).__name__} cannot be served by the cuda backend: {error}; "
             "use another model or --backend cpu"
         ) from error
+    if wgmma_prefill:
+        try:
+            check_wgmma(variant)
+        except UnsupportedVariant as error:
+            raise ValueError(f"{directory}: --wgmma-prefill: {error}; leave the flag out") from error
+    return variant

@@ -57,13 +57,14 @@ class StepRunner:
         graphs: bool = True,
         shards: Shards | None = None,
         mark: Callable[[], Mark] | None = None,
+        wgmma_prefill: bool = False,
     ) -> None:
         """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends
         of steps, instead of the device.
         """
         self._loaded, self._model, self._sampler, self._shards = loaded, forward, sampler, shards
         self.pools, self._device = pools, device
-        self.attention = make_attention(loaded, pools.device, device.launcher)
+        self.attention = make_attention(loaded, pools.device, device.launcher, wgmma_prefill=wgmma_prefill)
         self._mark = mark or device.mark
         if shards is None:
             self.graphs = GraphCache(device, graphs)

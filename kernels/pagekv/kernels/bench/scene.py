@@ -32,6 +32,8 @@ class Setup:
     block_size: int = 16
     subnormal: bool = False
     """Keys and values are too small for normal fp8 numbers; queries are larger for it."""
+    wgmma_prefill: bool = False
+    """Prompts are multiplied by warpgroups."""
     decodes_only: bool = False
     """Too many sequences, or too long ones, for a reference of all their rows."""
 
@@ -43,6 +45,8 @@ class Setup:
             words.append(f"block size {self.block_size}")
         if self.subnormal:
             words.append("subnormals")
+        if self.wgmma_prefill:
+            words.append("by warpgroups")
         if self.decodes_only:
             words.append(f"{len(self.lengths)} decodes")
         return ", ".join(words)
@@ -89,7 +93,12 @@ class Scene:
         if variant.features:
             features = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP, "sinks": self.sinks()}
         self.attention = PagedAttention(
-            self.machine.launcher, self.pool, variant, num_heads=setup.num_heads, **features
+            self.machine.launcher,
+            self.pool,
+            variant,
+            num_heads=setup.num_heads,
+            wgmma_prefill=setup.wgmma_prefill,
+            **features,
         )
         plan, held = self.plan(range(len(self.lengths)), self.lengths, self.lengths, decode=False)
         self.attention.write(LAYER, self.key, self.value, plan)

@@ -81,10 +81,16 @@ def upload(
 
 
 def paged(
-    machine: CudaMachine, arena: Arena, case: AttentionCase, *, num_layers: int = 0, scattered: bool = True
+    machine: CudaMachine,
+    arena: Arena,
+    case: AttentionCase,
+    *,
+    num_layers: int = 0,
+    scattered: bool = True,
+    wgmma_prefill: bool = False,
 ) -> Paged:
     """The batch of a case. `num_layers`: of the pool; 0: as many as `layers_and_rounds` says. `scattered`: blocks in
-    random order, else each sequence's blocks in order and side by side.
+    random order, else each sequence's blocks in order and side by side. `wgmma_prefill`: prompts by warpgroups.
     """
     variant = Variant("bfloat16", case.kv_dtype, HEAD_SIZE)
     num_blocks, rows = case.num_blocks, case.batch * case.new
@@ -94,7 +100,9 @@ def paged(
     kv_dtype = getattr(torch, case.kv_dtype)
     pool = arena.view(kv_dtype, num_blocks, layers, 2, case.block_size, case.heads.num_kv_heads, HEAD_SIZE)
     blocks = np.random.default_rng(0).permutation(num_blocks) if scattered else np.arange(num_blocks)
-    attention = PagedAttention(machine.launcher, pool, variant, num_heads=case.heads.num_heads)
+    attention = PagedAttention(
+        machine.launcher, pool, variant, num_heads=case.heads.num_heads, wgmma_prefill=wgmma_prefill
+    )
     step = StepBatch(
         query_start=np.arange(0, rows + 1, case.new, dtype=np.int32),
         context_lens=case.contexts,

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.executor.cpu_driver import Driver, prompts_of, save_model
-from support.executor.cuda_host import host_backend, save_small_model
+from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.kernels.host_build import HostLauncher
 
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
@@ -36,6 +37,37 @@ def test_head_sizes_without_a_kernel_are_refused(
     save_model(name, tmp_path)
     with pytest.raises(ValueError, match=reason):
         host_backend(tmp_path, **options)
+
+
+def test_warpgroups_are_refused_where_the_gpu_or_the_model_has_none(llama: Path, tmp_path: Path) -> None:
+    needs = "float16 or bfloat16, KV memory of the same type and a head size of 64 or 128"
+    for options, got in (({}, "float32 d64"), ({"dtype": "float16", "kv_dtype": "fp8"}, "float16/float8_e4m3fn d64")):
+        with pytest.raises(ValueError, match=f"--wgmma-prefill: .*needs {needs}, got {got}; leave the flag out"):
+            host_backend(llama, wgmma_prefill=True, **options)
+    device = HostDevice(compute_capability=(8, 0))
+    with pytest.raises(ValueError, match=r"--wgmma-prefill: needs .* capability 9\.0, this one has 8\.0 \(emulated\)"):
+        host_backend(llama, device, wgmma_prefill=True, dtype="float16")
+
+
+@pytest.mark.kernels
+def test_prompts_by_warpgroups_give_the_same_tokens(llama: Path) -> None:
+    """And are computed by that kernel, in chunks of several steps."""
+    found, names = [], []
+    for wgmma_prefill in (False, True):
+        started: set[str] = set()
+
+        class Noted(HostLauncher):
+            def launch(self, kernel: str, *args: Any, started: set[str] = started) -> None:
+                started.add(kernel)
+                super().launch(kernel, *args)
+
+        device = HostDevice(launcher=Noted())
+        backend = host_backend(llama, device, dtype="float16", graphs=False, wgmma_prefill=wgmma_prefill)
+        driver = Driver(backend, 16, num_blocks=20)
+        found.append(driver.generate([driver.sequence(prompts_of([70])[0])], 4))
+        names.append(started)
+    assert found[0] == found[1]
+    assert "pagekv_prefill_wgmma" in names[1] - names[0]
 
 
 @pytest.mark.kernels

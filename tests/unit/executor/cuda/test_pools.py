@@ -85,7 +85,7 @@ def test_a_failed_allocation_leaves_nothing_pinned(
     device = _CountingDevice()
     backend = host_backend(llama, device)
 
-    def failing(*_: object) -> None:
+    def failing(*_: object, **_named: object) -> None:
         raise error
 
     with monkeypatch.context() as patch:
