@@ -105,8 +105,8 @@ class ExecutorConfig:
         default=True,
     )
     wgmma_prefill: bool = flag(
-        "compute prompts with Hopper's matrix instructions (cuda, compute capability 9.0, 16-bit types, KV memory of the "
-        "same type, heads of 64 or 128); no GPU has run this yet",
+        "compute prompts with Hopper's matrix instructions (cuda, compute capability 9.0, 16-bit types, KV memory of "
+        "the same type, heads of 64 or 128); no GPU has run this yet",
         default=False,
     )
     threads: int = flag(

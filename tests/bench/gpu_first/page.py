@@ -217,7 +217,8 @@ def tables(rows: dict[str, list[Record]], facts: Record) -> list[tuple[str, str]
             ("predicted", lambda row: shown(predictions.prefill(row["new"], row["cached"]), ".0f")),
             ("measured", _of("tflop_per_s", ".0f")), *timing, *peers, *state]),
         ("prefill_wgmma", "Prefill by warpgroups, TFLOP/s", [
-            ("measured", _of("tflop_per_s", ".0f")), ("vs the other kernel", _of("against_mma", ".2f")), *timing, *state]),
+            ("measured", _of("tflop_per_s", ".0f")), ("vs the other kernel", _of("against_mma", ".2f")),
+            *timing, *state]),
         ("memory", "Cache write and block copy, share of copy bandwidth", [
             ("predicted", _memory_prediction), ("measured", _of("share_of_copy", ".1%")), *timing]),
         ("swap", "Swap, share of one pinned copy", [

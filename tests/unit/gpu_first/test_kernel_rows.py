@@ -48,6 +48,8 @@ def test_decode_and_prefill_rows(machine: HostMachine, arena: Arena, monkeypatch
     row = kernel_rows.prefill_row(machine, arena, AttentionCase(SMALL, 1, 40, 24))
     assert (row["new"], row["cached"], row["against_flash"]) == (24, 16, 1)
     assert "against_cudnn" not in row
+    row = kernel_rows.wgmma_row(machine, arena, AttentionCase(SMALL, 1, 40, 24))
+    assert (row["new"], row["cached"], row["against_mma"]) == (24, 16, 1)
     monkeypatch.setattr(kernel_rows, "SMALL", 0)
     row = kernel_rows.decode_row(machine, arena, AttentionCase(Heads("", 1, 1), 64, 1), 1.0)
     assert row["counts_for"] == {"paged": 1}
