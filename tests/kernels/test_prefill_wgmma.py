@@ -22,7 +22,7 @@ from support.kernels.prefill_cases import (
 )
 from support.kernels.stored_sequences import NOWHERE, PLAIN, TOLERANCE, Features, same_bits, store
 
-from pagekv.kernels.prefill_splits import SplitRule
+from pagekv.kernels.prefill_splits import SPLIT_RULE, SplitRule
 from pagekv.kernels.variants import BLOCK_SIZES, KERNELS, Variant, all_variants
 
 HALF = Variant("float16", "float16", 128)
@@ -86,16 +86,16 @@ def test_huge_logits_do_not_overflow(launcher: HostLauncher) -> None:
 
 
 @pytest.mark.sanitize
-@pytest.mark.parametrize("rule", [None, RULE], ids=["whole", "split"])
-def test_blocks_that_the_window_has_left_are_not_read(launcher: HostLauncher, rule: SplitRule | None) -> None:
+@pytest.mark.parametrize("rule", [SPLIT_RULE, RULE], ids=["whole", "split"])
+def test_blocks_that_the_window_has_left_are_not_read(launcher: HostLauncher, rule: SplitRule) -> None:
     """Their block table entries may lead anywhere: the manager may have given the blocks to someone else."""
     window, block_size = 110, 16
     prompts = random_prompts(np.random.default_rng(7), SHORT, [30], [433], group=2)
     cache = store(np.random.default_rng(7), prompts.sequences, block_size)
     cache.tables[0, : (433 - 30 - window + 1) // block_size] = NOWHERE
-    features, how = Features(window=window), {} if rule is None else {"rule": rule}
+    features = Features(window=window)
     for plan_window in (window, 0):
-        result = run_prefill(launcher, prompts, cache, features, plan_window=plan_window, wgmma=True, **how)
+        result = run_prefill(launcher, prompts, cache, features, plan_window=plan_window, rule=rule, wgmma=True)
         assert worst_error(prompts, result, features) <= TOLERANCE["float16"]
 
 
@@ -118,24 +118,24 @@ def test_prompts_are_split_over_their_keys(launcher: HostLauncher, variant: Vari
 
 @pytest.mark.parametrize(
     ("variant", "features", "rule"),
-    [(HALF, PLAIN, None), (SHORT, Features(window=170, soft_cap=5.0, sinks=True), RULE)],
+    [(HALF, PLAIN, SPLIT_RULE), (SHORT, Features(window=170, soft_cap=5.0, sinks=True), RULE)],
     ids=["plain", "split with features"],
 )
 @pytest.mark.parametrize("group", [1, 7])
 def test_bits_do_not_depend_on_chunks_batch_blocks_or_block_size(
-    launcher: HostLauncher, variant: Variant, features: Features, rule: SplitRule | None, group: int
+    launcher: HostLauncher, variant: Variant, features: Features, rule: SplitRule, group: int
 ) -> None:
     """A prompt computed whole and alone, against chunks of it among others, scattered elsewhere."""
-    rng, how = np.random.default_rng(3), {"wgmma": True} | ({} if rule is None else {"rule": rule})
+    rng = np.random.default_rng(3)
     length = 270
     prompts = random_prompts(rng, variant, [length, 5, 90], [length, 77, 90], group=group, kv_heads=1)
-    whole = run_stored(launcher, rng, prompts.chunk(0, 0, length), features, block_size=16, **how)
+    whole = run_stored(launcher, rng, prompts.chunk(0, 0, length), features, block_size=16, rule=rule, wgmma=True)
     ends = [1, 2, 60, 128, 129, length]
     for begin, end, block_size in zip([0, *ends], ends, [1, 256, 8, 64, 2, 32], strict=False):
         others = [prompts.chunk(1, 72, 77), prompts.chunk(2, 0, int(rng.integers(1, 90)))]
         place = int(rng.integers(0, 3))
         batch = together([*others[:place], prompts.chunk(0, begin, end), *others[place:]])
-        result = run_stored(launcher, rng, batch, features, block_size=block_size, **how)
+        result = run_stored(launcher, rng, batch, features, block_size=block_size, rule=rule, wgmma=True)
         same_bits(result[batch.rows()[place]], whole[begin:end])
 
 

@@ -41,7 +41,11 @@ def test_head_sizes_without_a_kernel_are_refused(
 
 def test_warpgroups_are_refused_where_the_gpu_or_the_model_has_none(llama: Path, tmp_path: Path) -> None:
     needs = "float16 or bfloat16, KV memory of the same type and a head size of 64 or 128"
-    for options, got in (({}, "float32 d64"), ({"dtype": "float16", "kv_dtype": "fp8"}, "float16/float8_e4m3fn d64")):
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({}, "float32 d64"),
+        ({"dtype": "float16", "kv_dtype": "fp8"}, "float16/float8_e4m3fn d64"),
+    ]
+    for options, got in refused:
         with pytest.raises(ValueError, match=f"--wgmma-prefill: .*needs {needs}, got {got}; leave the flag out"):
             host_backend(llama, wgmma_prefill=True, **options)
     device = HostDevice(compute_capability=(8, 0))
