@@ -48,7 +48,7 @@ def fault(name: str, old: str, new: str, check_: Callable[[HostLauncher], None] 
     return Fault(name, "pagekv_prefill_wgmma", old, new, check_)
 
 
-RELEASE = "        if (leader) mbarrier_arrive(&barriers.empty[turn.slot()]);\n"
+RELEASE = "        barriers.release(turn.slot());\n"
 MULTIPLY = "        if (seen) mine.multiply(shared + RING + turn.slot() * TILE_BYTES, score);\n"
 ADD = "        if (seen) mine.add(shared + RING + turn.slot() * TILE_BYTES);\n"
 FULL = "        mbarrier_wait(&barriers.full[turn.slot()], turn.parity());\n"

@@ -216,8 +216,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             if end.code:
                 end_torchrun(read_world(os.environ))
         raise
-    # The worker thread's buffers come and go: a heap of its own would give them back each time.
-    share_heaps(1)
+    if config.backend == "cpu":
+        # The worker thread's buffers come and go: a heap of its own would give them back each time.
+        share_heaps(1)
     try:
         world = read_world(os.environ)
     except ValueError as error:

@@ -120,6 +120,8 @@ class CpuBackend:
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
         # The old pools are freed first: both at once might not fit.
         self._cache = None
+        self._leave_step_memory()
+        give_back_freed_memory()
         size = self._loaded.geometry.bytes_per_block(block_size) * (num_device_blocks + num_host_blocks)
         available = available_bytes()
         if size > available:
@@ -144,8 +146,7 @@ class CpuBackend:
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
         """Computes at once."""
-        if self._step_memory is not None:
-            self._step_memory.leave()
+        self._leave_step_memory()
         tokens, context = sum(item.count for item in scheduled), sum(item.start + item.count for item in scheduled)
         way = self._chooser.choose(tokens, context)
         # Not counted: to change how threads wait takes time only once where the way stays.
@@ -160,6 +161,10 @@ class CpuBackend:
         if self._step_memory is not None and self._step_memory.prepare():
             return True
         return self._cache is not None and self._cache.prepare()
+
+    def _leave_step_memory(self) -> None:
+        if self._step_memory is not None:
+            self._step_memory.leave()
 
     def _use(self, way: Way) -> None:
         torch.set_num_threads(way.threads)

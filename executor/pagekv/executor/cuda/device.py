@@ -60,7 +60,9 @@ class CudaDevice:
         self._held_before = 0
 
     def prepare(self, variant: Variant, *, wgmma_prefill: bool = False) -> None:
-        """Compiles the kernels of a variant, so that no step waits for it. `wgmma_prefill`: `check_wgmma`'s too."""
+        """Compiles the kernels of a variant, so that no step waits for it. `wgmma_prefill`: the one by warpgroups
+        too.
+        """
         self._cupy_launcher.prepare(variant, (*EVERYWHERE, "pagekv_prefill_wgmma") if wgmma_prefill else EVERYWHERE)
 
     def capability(self) -> tuple[int, int]:

@@ -4,7 +4,7 @@
 // of batch invariance, with tiles of 128 keys.
 //
 // One thread block has a multiprocessor: a warpgroup that copies, and two that compute 64 rows each. While one of these
-// exponentiates, the other keeps the tensor cores busy. Pages may be too short for copies of boxes (TMA), so a thread
+// exponentiates, the other can keep the tensor cores busy. Pages may be too short for copies of boxes (TMA), so a thread
 // looks up the address of a key and warps copy rows by cp.async; a fence hands them to the products.
 #include "prefill_wgmma.cuh"
 
@@ -45,7 +45,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pagekv_prefill_wgmma(co
     mbarrier_wait(&barriers.queries[group], 0);
 
     const i32 oldest = positions[first_row], newest = positions[first_row + GROUP_ROWS - 1];  // of the warpgroup's rows
-    const bool leader = threadIdx.x % 32 == 0;
     Turn turn = {0};
     for (i32 tile = first_tile; tile < end_tile; ++tile) {
         const i32 begin = tile * TILE_KEYS;
@@ -54,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pagekv_prefill_wgmma(co
         float score[1][TILE_KEYS / 8][4];
         mbarrier_wait(&barriers.full[turn.slot()], turn.parity());
         if (seen) mine.multiply(shared + RING + turn.slot() * TILE_BYTES, score);
-        if (leader) mbarrier_arrive(&barriers.empty[turn.slot()]);
+        barriers.release(turn.slot());
         ++turn.count;
         if (seen) {
             // Whether any row of the warp does not see all keys of the tile.
@@ -63,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) pagekv_prefill_wgmma(co
         }
         mbarrier_wait(&barriers.full[turn.slot()], turn.parity());
         if (seen) mine.add(shared + RING + turn.slot() * TILE_BYTES);
-        if (leader) mbarrier_arrive(&barriers.empty[turn.slot()]);
+        barriers.release(turn.slot());
         ++turn.count;
     }
     if (!split.all()) {

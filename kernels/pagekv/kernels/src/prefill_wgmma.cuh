@@ -56,6 +56,12 @@ struct Barriers {
         for (int group = 0; group < GROUPS; ++group) mbarrier_init(&queries[group], GROUP_THREADS);
         mbarrier_init_fence();
     }
+
+    // By all lanes of a computing warp, which have seen the slot full: a lane that missed the phase would wait for another.
+    __device__ __forceinline__ void release(u32 slot) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(&empty[slot]);
+    }
 };
 
 // Which tile of the stream keys of a first tile, values of it, keys of the next, ... is at hand; its slot.

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from support.clients.stack import environment
 
 from pagekv.executor.cpu.step_memory import PIECE_BYTES, StepMemory
@@ -58,6 +59,16 @@ def test_the_first_step_takes_fresh_pages_only_where_none_were_prepared() -> Non
 def test_it_is_written_a_piece_at_a_time() -> None:
     memory = StepMemory(2 * PIECE_BYTES + 1)
     assert [memory.prepare() for _ in range(4)] == [True, True, False, False]
+
+
+def test_without_memory_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(*_: object, **__: object) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory")
+
+    memory = StepMemory(3 * PIECE_BYTES)
+    monkeypatch.setattr(torch, "zeros", none_left)
+    assert not memory.prepare()
+    assert not memory.prepare()
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, PIECE_BYTES])
