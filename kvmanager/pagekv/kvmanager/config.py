@@ -17,6 +17,7 @@ PROG = "pagekv-manager"
 EXECUTOR_FLAGS = (
     "backend", "cuda-graphs", "dtype", "eos", "fused", "join-timeout-s", "kv-dtype", "kv-memory", "manager-name",
     "max-sequences", "memory-share", "model", "rank-timeout-s", "step-time-ms", "threads", "vocab-size",
+    "wgmma-prefill",
 )  # fmt: skip  # several names a line: one each would fill a screen
 # --tokenizer: as the executor's model has it, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"
