@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if end.code:
                 end_torchrun(read_world(os.environ))
         raise
-    if config.backend == "cpu":
+    if config.backend in ("auto", "cpu"):
         # The worker thread's buffers come and go: a heap of its own would give them back each time.
         share_heaps(1)
     try:

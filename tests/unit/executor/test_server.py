@@ -356,3 +356,14 @@ def test_a_step_beyond_the_grace_time_does_not_hold_the_exit(tmp_path: Path) -> 
             _, log = popen.communicate(timeout=START_BOUND_S)
         assert popen.returncode == 0, log
         assert "in the middle of work" in log
+
+
+@pytest.mark.parametrize(("backend", "heaps"), [("auto", [1]), ("cpu", [1]), ("cuda", []), ("oracle", [])])
+def test_threads_share_a_heap_where_the_cpu_may_compute(
+    monkeypatch: pytest.MonkeyPatch, backend: str, heaps: list[int]
+) -> None:
+    shared: list[int] = []
+    monkeypatch.setattr(server, "share_heaps", shared.append)
+    monkeypatch.setattr(server, "_run", lambda *_: 0)
+    assert server.main(["--backend", backend]) == 0
+    assert shared == heaps
