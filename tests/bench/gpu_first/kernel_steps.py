@@ -224,11 +224,16 @@ def step_prefill(context: Context) -> None:
     measure(context, bench, "prefill", chosen, lambda case: prefill_row(machine, bench.arena, case))
 
 
+def need_warpgroups(context: Context, machine: FirstMachine) -> None:
+    """Raises Absent where the GPU cannot multiply by warpgroups; the emulation of a rehearsal can."""
+    if not context.small and machine.launcher.arch != f"sm_{WGMMA_CAPABILITY}":
+        raise Absent(f"{machine.launcher.arch} has no products of warpgroups, sm_{WGMMA_CAPABILITY} alone has")
+
+
 def step_prefill_wgmma(context: Context) -> None:
     """The prefill kernel of warpgroups: right first, then timed. Raises Absent where the GPU has none."""
     machine = machine_of(context)
-    if not context.small and machine.launcher.arch != f"sm_{WGMMA_CAPABILITY}":
-        raise Absent(f"{machine.launcher.arch} has no products of warpgroups, sm_{WGMMA_CAPABILITY} alone has")
+    need_warpgroups(context, machine)
     passed = True
     for setup in wgmma_setups(context.small):
         for check in checks(machine, setup):

@@ -43,7 +43,7 @@ STEPS = (
     Step(
         "prefill_wgmma",
         2,
-        100,
+        150,
         "prefill by Hopper's warpgroups, right first, then beside the other kernel",
         optional=True,
     ),
@@ -54,6 +54,14 @@ STEPS = (
     Step("decode_ablation", 2, 60, "decode without one part of the kernel's design at a time"),
     Step("decode_rest", 2, 120, "decode of every other shape"),
     Step("flashinfer_prefill", 2, 150, "FlashInfer at the same prefills", optional=True),
+    Step(
+        "sanitize_wgmma",
+        2,
+        180,
+        "prefill by Hopper's warpgroups under all three checkers",
+        tool="compute-sanitizer",
+        optional=True,
+    ),
     Step("model", 3, 70, "random weights of Llama 3 8B's shape, written where the others read them"),
     Step("with_graphs", 3, 140, "in process, with CUDA graphs: greedy, top-p, steps mixed with prompts"),
     Step("both_processes", 3, 150, "through manager and executor: greedy, and requests that arrive over time"),
@@ -71,7 +79,12 @@ SHORT = (
 
 SERVING = frozenset(step.name for step in STEPS if step.part == 3) | {"llama", "one_rank"}
 """Steps that run a model, and so import transformers."""
-WATCHED = frozenset(step.name for step in STEPS if step.tool) | {"sanitized", "planted", "profiled"}
+WATCHED = frozenset(step.name for step in STEPS if step.tool) | {
+    "sanitized",
+    "sanitized_wgmma",
+    "planted",
+    "profiled",
+}
 """Steps in which another program watches the kernels, and what these start under that program."""
 
 

@@ -1,6 +1,7 @@
 """Steps of parts 1 and 2 in which another program watches the kernels: compute-sanitizer and ncu.
 
-Each starts a process under that program, with a step that is not in the table: `sanitized`, `planted` or `profiled`.
+Each starts a process under that program, with a step that is not in the table: `sanitized`, `sanitized_wgmma`,
+`planted` or `profiled`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch
 from gpu_first import tools
 from gpu_first.kernel_checks import smallest_checks
 from gpu_first.kernel_rows import RopeWriteCase, rope_write
-from gpu_first.kernel_steps import SMALL_VARIANT, TINY, machine_of, tell
+from gpu_first.kernel_steps import SMALL_VARIANT, TINY, machine_of, need_warpgroups, tell, wgmma_setups
 from gpu_first.machine import FirstMachine
 from gpu_first.records import Records, of_step
 from gpu_first.row_checks import row_checks
@@ -40,6 +41,12 @@ def step_sanitized(context: Context) -> None:
     tell(context, checks(machine, Setup(variant, (1, 17) if context.small else SANITIZED_LENGTHS)))
 
 
+def step_sanitized_wgmma(context: Context) -> None:
+    """Prompts by warpgroups, watched apart: what is wrong there is no reason to doubt the other kernels."""
+    setup = wgmma_setups(small=True)[0] if context.small else Setup(BF16, SANITIZED_LENGTHS, wgmma_prefill=True)
+    tell(context, checks(machine_of(context), setup))
+
+
 def step_planted(context: Context) -> None:
     """A copy from a block that is far beyond the pool, which memcheck has to notice: else its silence says nothing."""
     machine = machine_of(context)
@@ -58,40 +65,55 @@ def _planted(context: Context) -> None:
     context.log.check("memcheck notices a planted fault", noticed, exit=done.returncode)
 
 
-def _sanitize(context: Context, tool: str) -> None:
+def _need_sanitizer() -> None:
     if shutil.which("compute-sanitizer") is None:
         raise Absent("compute-sanitizer is not on PATH: it comes with the CUDA toolkit")
-    if tool == "memcheck":
-        _planted(context)
-    records, log = context.folder / f"{tool}.jsonl", context.folder / f"{tool}.log"
+
+
+def _sanitize(context: Context, tool: str, launches: str = "sanitized") -> None:
+    """Runs the step `launches` under a tool."""
+    name = tool if launches == "sanitized" else f"{tool} of {launches}"
+    records, log = (context.folder / f"{name.replace(' ', '-')}.{ending}" for ending in ("jsonl", "log"))
     for file in (records, log):
         file.unlink(missing_ok=True)
-    inner = tools.step_command("sanitized", "--records", str(records), "--folder", str(context.folder))
+    inner = tools.step_command(launches, "--records", str(records), "--folder", str(context.folder))
     # Allocations of their own, so that an access beside one is outside of everything.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(tools.sanitized(tool, log, inner), env=environment)
-    ran = of_step(Records(records).read(), "sanitized", "check")
+    ran = of_step(Records(records).read(), launches, "check")
     said = log.read_text(errors="replace").splitlines() if log.is_file() else []
     for words in said[-40:]:
         context.say(words)
     passed = done.returncode == 0 and bool(ran) and all(check["passed"] for check in ran)
     # By one name, so that a later run's verdict takes the place of an earlier one's.
-    context.log.check(f"{tool} finds nothing", passed, checks=len(ran), exit=done.returncode, said=said[-6:])
+    context.log.check(f"{name} finds nothing", passed, checks=len(ran), exit=done.returncode, said=said[-6:])
 
 
 def step_memcheck(context: Context) -> None:
     """Accesses."""
+    _need_sanitizer()
+    _planted(context)
     _sanitize(context, "memcheck")
 
 
 def step_racecheck(context: Context) -> None:
     """Shared memory."""
+    _need_sanitizer()
     _sanitize(context, "racecheck")
 
 
 def step_synccheck(context: Context) -> None:
     """Barriers."""
+    _need_sanitizer()
     _sanitize(context, "synccheck")
+
+
+def step_sanitize_wgmma(context: Context) -> None:
+    """Prompts by warpgroups, under each tool."""
+    _need_sanitizer()
+    need_warpgroups(context, machine_of(context))
+    for tool in ("memcheck", "racecheck", "synccheck"):
+        _sanitize(context, tool, "sanitized_wgmma")
 
 
 # --- ncu

@@ -87,11 +87,12 @@ class HostDevice(CudaDevice):
     refuses_capture: bool = False
     tries_capture: bool = False
     memory: int = 2**28
-    prepared: Variant | None = None
+    prepared: tuple[Variant, bool] | None = None
+    """The variant that was compiled before serving, and whether prompts by warpgroups were."""
     compute_capability: tuple[int, int] = (9, 0)
 
     def prepare(self, variant: Variant, *, wgmma_prefill: bool = False) -> None:
-        self.prepared = variant
+        self.prepared = variant, wgmma_prefill
 
     def capability(self) -> tuple[int, int]:
         return self.compute_capability

@@ -21,7 +21,7 @@ from pagekv.executor.backend.interface import (
     Scheduled,
     SequenceState,
 )
-from pagekv.executor.cuda.choose_forward import load_forward
+from pagekv.executor.cuda.choose_forward import check_wgmma_prefill, load_forward
 from pagekv.executor.cuda.choose_sampler import choose_sampler
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_attention import serving_variant
@@ -75,7 +75,7 @@ class CudaBackend:
         split.
 
         Raises as `load_model`, and ValueError for a model that no kernel serves, and where the GPU or the model does
-        not go with `wgmma_prefill`.
+        not go with `wgmma_prefill`, or its prompts differ.
         """
         self._device, self._wgmma_prefill = device, wgmma_prefill
         if wgmma_prefill:
@@ -96,6 +96,8 @@ class CudaBackend:
             return loaded
 
         self._loaded, self.forward = load_forward(load, device, fused=fused, shards=shards)
+        if wgmma_prefill:
+            check_wgmma_prefill(self._loaded, self.forward, device, shards)
         logits = (self._loaded.vocab_size, self._loaded.geometry.dtype, device)
         self.sampler = choose_sampler(*logits) if shards is None else choose_rank_sampler(*logits, shards)
         self._graphs, self._shards = graphs, shards

@@ -1,5 +1,5 @@
 """Chooses how steps are computed: in fused layers where the model is of a family that `Decoder` describes and both ways
-agree on a few tokens; else by transformers' model.
+agree on a few tokens; else by transformers' model. Prompts by warpgroups are compared with the other kernel's likewise.
 """
 
 from __future__ import annotations
@@ -30,6 +30,26 @@ log = Log(__name__)
 CHECKED_TOKENS, BLOCK_SIZE = 9, 4
 # Both ways round differently; what is wrong differs by about as much as the largest logit.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
+
+
+def check_wgmma_prefill(
+    loaded: LoadedModel, forward: DeviceForward, device: CudaDevice, shards: Shards | None = None
+) -> None:
+    """Compares prompts by Hopper's warpgroups with those of the kernel that every GPU has. Raises ValueError where they
+    differ or the kernel fails, on all ranks of a group.
+    """
+    with phase("checking prompts by warpgroups"):
+        expected = _logits(forward, loaded, device)
+        try:
+            found = _logits(forward, loaded, device, wgmma_prefill=True)
+            reason = "" if _agree(loaded, found, expected) else "prompts differ from those of the other kernel"
+        except Exception as error:
+            device.synchronize()
+            reason = _failed("prompts by warpgroups", error)
+    if shards is not None and not shards.all_say(not reason):
+        reason = reason or "another rank cannot"
+    if reason:
+        raise ValueError(f"--wgmma-prefill: {reason}: leave the flag out, and report this GPU and model")
 
 
 def load_forward(
@@ -77,20 +97,32 @@ def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> 
             found = _logits(forward, loaded, device)
         # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
         except Exception as error:
-            first_line = str(error).partition("\n")[0]
             # Raises where a kernel ended the use of the device: no other way could compute then.
             device.synchronize()
-            return f"the fused layers failed: {type(error).__name__}: {first_line}"
-    if (found - expected).abs().max() <= TOLERANCE[loaded.geometry.dtype] * expected.abs().max():
+            return _failed("the fused layers", error)
+    if _agree(loaded, found, expected):
         return forward
     return "the fused layers do not compute what transformers does: please report this model"
 
 
+def _failed(subject: str, error: Exception) -> str:
+    """The failure in one line."""
+    first_line = str(error).partition("\n")[0]
+    return f"{subject} failed: {type(error).__name__}: {first_line}"
+
+
+def _agree(loaded: LoadedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether logits differ by rounding alone; NaN agrees with nothing."""
+    return bool((found - expected).abs().max() <= TOLERANCE[loaded.geometry.dtype] * expected.abs().max())
+
+
 @torch.inference_mode()
-def _logits(forward: DeviceForward, loaded: LoadedModel, device: CudaDevice) -> torch.Tensor:
+def _logits(
+    forward: DeviceForward, loaded: LoadedModel, device: CudaDevice, *, wgmma_prefill: bool = False
+) -> torch.Tensor:
     """Logits `[2, num_logits]` of a prompt's last token and the token behind it, over a pool of the weights' type."""
     pools = KvPools(loaded.geometry, BLOCK_SIZE, -(-CHECKED_TOKENS // BLOCK_SIZE), device)
-    attention = make_attention(loaded, pools.device, device.launcher)
+    attention = make_attention(loaded, pools.device, device.launcher, wgmma_prefill=wgmma_prefill)
     where = device.torch_device
     found = []
     for start, end in ((0, CHECKED_TOKENS - 1), (CHECKED_TOKENS - 1, CHECKED_TOKENS)):

@@ -40,7 +40,8 @@ def test_description(llama: Path) -> None:
     assert description.versions["gpu"] == "emulated"
     # Kernels are compiled before anything is served.
     assert device.prepared is not None
-    assert (device.prepared.dtype, device.prepared.kv_dtype) == ("bfloat16", "float8_e4m3fn")
+    variant, wgmma_prefill = device.prepared
+    assert (variant.dtype, variant.kv_dtype, wgmma_prefill) == ("bfloat16", "float8_e4m3fn", False)
 
 
 def test_memory_given_is_memory_taken(llama: Path) -> None:

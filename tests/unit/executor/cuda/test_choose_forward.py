@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 from support.executor.cuda_host import HostDevice, save_small_model
+from support.kernels.host_build import HostLauncher
 
 from pagekv.executor.cuda import choose_forward
-from pagekv.executor.cuda.choose_forward import load_forward
+from pagekv.executor.cuda.choose_forward import check_wgmma_prefill, load_forward
 from pagekv.executor.cuda.forward import TransformersForward
 from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +111,52 @@ def test_a_device_that_is_lost_is_no_reason_for_another_way(llama: Path, monkeyp
     with pytest.raises(RuntimeError, match="illegal memory access"):
         load_forward(load, Lost(), fused=True)
     assert len(loads) == 1
+
+
+@pytest.mark.kernels
+def test_prompts_by_warpgroups_are_held_against_the_other_kernel(llama: Path) -> None:
+    """At the start, in whichever way layers are computed. What differs, or fails, ends it in one line."""
+
+    class Changed(HostLauncher):
+        """Fails in the kernel by warpgroups, or leaves its rows as they were: NaN."""
+
+        def __init__(self, error: Exception | None) -> None:
+            super().__init__()
+            self.error = error
+
+        def launch(self, kernel: str, *args: Any) -> None:
+            if kernel != "pagekv_prefill_wgmma":
+                super().launch(kernel, *args)
+            elif self.error is not None:
+                raise self.error
+
+    for fused in (False, True):
+        device = HostDevice()
+        loaded, forward = load_forward(loader(llama, torch.float16), device, fused=fused)
+        check_wgmma_prefill(loaded, forward, device)
+    refused = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument\nand more of it")
+    for error, reason in (
+        (None, "prompts differ from those of the other kernel: leave the flag out"),
+        (refused, "prompts by warpgroups failed: RuntimeError: CUDA_ERROR_INVALID_VALUE: invalid argument: leave"),
+    ):
+        with pytest.raises(ValueError, match=f"--wgmma-prefill: {reason}"):
+            check_wgmma_prefill(loaded, forward, HostDevice(launcher=Changed(error)))
+
+
+def test_all_ranks_refuse_prompts_by_warpgroups_where_one_does(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others would wait for it else."""
+
+    class Among(Shards):
+        """A rank among such as refuse."""
+
+        def __init__(self) -> None:
+            super().__init__(World(0, 2, 2), lambda reason: None)
+
+        def all_say(self, yes: bool, *, patient: bool = False) -> bool:
+            return False
+
+    loaded, forward = load_forward(loader(llama), HostDevice(), fused=False)
+    monkeypatch.setattr(choose_forward, "_logits", lambda *args, **options: torch.ones(2, 4))
+    check_wgmma_prefill(loaded, forward, HostDevice())
+    with pytest.raises(ValueError, match="--wgmma-prefill: another rank cannot: leave the flag out"):
+        check_wgmma_prefill(loaded, forward, HostDevice(), Among())

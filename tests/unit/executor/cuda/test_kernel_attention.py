@@ -70,6 +70,8 @@ def test_prompts_by_warpgroups_give_the_same_tokens(llama: Path) -> None:
         driver = Driver(backend, 16, num_blocks=20)
         found.append(driver.generate([driver.sequence(prompts_of([70])[0])], 4))
         names.append(started)
+        assert device.prepared is not None
+        assert device.prepared[1] is wgmma_prefill
     assert found[0] == found[1]
     assert "pagekv_prefill_wgmma" in names[1] - names[0]
 
