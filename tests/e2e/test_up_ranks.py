@@ -59,7 +59,7 @@ def test_a_text_over_two_ranks_and_nothing_is_left_after_ctrl_c(backend: list[st
 
 def test_a_wrong_flag_of_ranks_ends_it_by_name() -> None:
     """torchrun would start them for ever."""
-    command = [*CLI, "up", "--tp", "2", "--port", "0", "--executor-args=--no-such-flag"]
+    command = [*CLI, "up", "--tp", "2", "--port", "0", "--executor-port", "0", "--executor-args=--no-such-flag"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=WAIT_S, check=False)
     assert done.returncode == 1
     assert "pagekv-executor: unrecognized arguments: --no-such-flag" in done.stderr
