@@ -7,6 +7,7 @@ known. An answer is right because the simplest way has nothing that could go wro
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 from pagekv.conformance.answers import NUM_OUTPUTS
 from pagekv.conformance.kit import Kit
@@ -14,9 +15,6 @@ from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, Played, PlayedEpo
 from pagekv.conformance.target import NUM_BLOCKS, NUM_HOST_BLOCKS
 from pagekv.conformance.verdict import NotTested, Rule
 from pagekv.steps.v1 import executor_service_pb2 as pb
-
-# Salt of prompts that continue another one's beginning.
-TAIL = 77
 
 
 def block_ids_mean_nothing(kit: Kit) -> None:
@@ -49,56 +47,63 @@ def _enter_in_chunks(epoch: PlayedEpoch, seq: Played, chunks: list[int]) -> None
             enter = []
 
 
-def _shared(kit: Kit, epoch: PlayedEpoch, owner: Played, cached: int, salt: int = TAIL) -> Played:
+def _shared(epoch: PlayedEpoch, owner: Played, cached: int, tail: Sequence[int]) -> Played:
     """A sequence whose first `cached` tokens are the owner's, over the owner's full blocks; its tail is its own."""
-    size = kit.target.block_size
-    tail = kit.answers.random_tokens(size // 2 + 2, salt)
-    seq = epoch.sequence(owner.tokens[:cached] + tail)
-    seq.blocks, seq.computed = owner.blocks[: cached // size], cached
+    seq = epoch.sequence([*owner.tokens[:cached], *tail])
+    seq.blocks, seq.computed = owner.blocks[: cached // epoch.target.block_size], cached
     return seq
 
 
 def prefixes_are_reused(kit: Kit) -> None:
-    size = kit.target.block_size
+    size, prompt = kit.target.block_size, kit.answers.prompts[0]
+    # Lengths of the part that is reused and of the other. The third sequence computes one token alone, as one that
+    # decodes does.
+    lengths = [(2 * size, size // 2 + 2), (size, size // 2 + 2), (2 * size, 1), (2 * size, size // 2 + 3)]
+    tails = [kit.answers.tail(prompt[:cached], own) for cached, own in lengths]
     with kit.epoch() as epoch:
-        owner = epoch.sequence(kit.answers.prompts[0])
+        owner = epoch.sequence(prompt)
         epoch.step([owner])
-        live, short = (_shared(kit, epoch, owner, cached * size, TAIL + cached) for cached in (2, 1))
-        epoch.step([live, short])
+        readers = [_shared(epoch, owner, cached, tail) for (cached, _), tail in zip(lengths, tails, strict=True)]
+        epoch.step(readers[:-1])
         epoch.decode(1)
         epoch.step(finish=[owner])
-        gone = _shared(kit, epoch, owner, 2 * size)
-        epoch.step([gone])
+        epoch.step(readers[-1:])
         epoch.decode(2)
         kit.answers.compare(owner, "the sequence whose blocks are shared")
-        for seq, words in ((live, "live"), (short, "live"), (gone, "gone")):
-            kit.answers.compare(seq, f"{seq.num_prompt} tokens over blocks of a sequence that is {words}")
+        for seq, (cached, _) in zip(readers, lengths, strict=True):
+            what = "gone" if seq is readers[-1] else "live"
+            kit.answers.compare(
+                seq, f"{seq.num_prompt} tokens, {cached} of them in blocks of a sequence that is {what}"
+            )
     with kit.epoch() as epoch:
-        owner = epoch.sequence(kit.answers.prompts[0])
+        owner = epoch.sequence(prompt)
         epoch.give_blocks(owner, owner.length)
-        reader = _shared(kit, epoch, owner, 2 * size)
+        reader = _shared(epoch, owner, 2 * size, tails[0])
         epoch.step([reader, owner])
         epoch.decode(2)
         kit.answers.compare(reader, "over blocks that another sequence writes in the same step")
 
 
 def copies_serve_and_part(kit: Kit) -> None:
-    size = kit.target.block_size
+    size, prompt = kit.target.block_size, kit.answers.prompts[0]
+    # The third block is partly full; copied over two operations, and the full ones with it in one.
+    cached = 2 * size + size // 2
+    tails = [kit.answers.tail(prompt[:cached], size // 2 + more) for more in (2, 3)]
     with kit.epoch() as epoch:
-        owner = epoch.sequence(kit.answers.prompts[0])
+        owner = epoch.sequence(prompt)
         epoch.step([owner])
-        # The third block is partly full; copied over two operations, and the full ones with it in one.
-        cached = 2 * size + size // 2
-        first, second, third, between = (epoch.free.pop() for _ in range(4))
+        first, second, third, fourth, between = (epoch.free.pop() for _ in range(5))
         ops = [
-            copying(COPY, owner.blocks[:3], [second, first, between]),
+            # The third one to two blocks at once, as for a fork into several sequences.
+            copying(COPY, [*owner.blocks[:3], owner.blocks[2]], [second, first, between, fourth]),
             copying(COPY, [between], [third]),
         ]
-        other = _shared(kit, epoch, owner, cached)
-        other.blocks = [second, first, third]
-        epoch.step([other], ops=ops)
-        epoch.decode(2)
+        other, fork = (_shared(epoch, owner, cached, tail) for tail in tails)
+        other.blocks, fork.blocks = [second, first, third], [second, first, fourth]
+        epoch.step([other, fork], ops=ops)
+        epoch.decode(NUM_OUTPUTS - 1)
         kit.answers.compare(other, "a sequence over copied blocks")
+        kit.answers.compare(fork, "a sequence over the second copy of a block that one operation copies twice")
         kit.answers.compare(owner, "the sequence whose blocks were copied")
 
 
@@ -117,6 +122,8 @@ def swaps_bring_back(kit: Kit) -> None:
         epoch.free += seqs[0].blocks
         epoch.step([other], finish=seqs, ops=[swap_out])
         epoch.decode(1)
+        # The first one comes back twice, from the same host blocks.
+        seqs.append(seqs[0])
         back = []
         for seq in seqs:
             again = epoch.sequence(seq.tokens, seq.num_prompt)
@@ -172,12 +179,13 @@ def steps_are_pipelined(kit: Kit) -> None:
 def a_step_has_an_order(kit: Kit) -> None:
     """Blocks change hands within one step: what leaves is copied first, then its blocks are another's."""
     size, prompts = kit.target.block_size, kit.answers.prompts
+    cached = 2 * size + size // 2
+    tail = kit.answers.tail(prompts[0][:cached], size // 2 + 2)
     with kit.epoch() as epoch:
         leaving, staying = epoch.sequence(prompts[0]), epoch.sequence(prompts[2])
         epoch.step([leaving, staying])
-        cached = 2 * size + size // 2
         copies = [epoch.free.pop() for _ in range(3)]
-        heir = _shared(kit, epoch, leaving, cached)
+        heir = _shared(epoch, leaving, cached, tail)
         heir.blocks = copies
         # Under the number and in the blocks of the one that leaves, the last of which a live table gets.
         newcomer = epoch.sequence(prompts[1])
@@ -185,10 +193,35 @@ def a_step_has_an_order(kit: Kit) -> None:
         newcomer.blocks = leaving.blocks[:2]
         epoch.free.append(leaving.blocks[2])
         epoch.step([heir, newcomer], finish=[leaving], ops=[copying(COPY, leaving.blocks[:3], copies)])
-        epoch.decode(2)
+        epoch.decode(NUM_OUTPUTS - 1)
         kit.answers.compare(heir, "over copies of blocks that the same step gives away")
         kit.answers.compare(newcomer, "in blocks that leave their sequence in the same step")
         kit.answers.compare(staying, "with a block appended that leaves its sequence in the same step")
+    if pb.EXECUTOR_FEATURE_HOST_POOL in kit.target.features:
+        _operations_keep_their_order(kit)
+
+
+def _operations_keep_their_order(kit: Kit) -> None:
+    """The first blocks of two sequences change places by way of the host: every operation needs the one before."""
+    size, prompts = kit.target.block_size, kit.answers.prompts[:2]
+    tails = [kit.answers.tail(prompt[:size], size // 2 + 2) for prompt in prompts]
+    with kit.epoch(host_blocks=1) as epoch:
+        leaving = [epoch.sequence(prompt) for prompt in prompts]
+        epoch.step(leaving)
+        heirs = [_shared(epoch, leaving[i], size, tails[i]) for i in (0, 1, 0)]
+        here, there, third = leaving[0].blocks[0], leaving[1].blocks[0], epoch.free.pop()
+        ops = [
+            copying(SWAP_OUT, [here], [0]),
+            copying(COPY, [there], [here]),
+            copying(SWAP_IN, [0], [there]),
+            copying(COPY, [there], [third]),
+        ]
+        for heir, block in zip(heirs, (there, here, third), strict=True):
+            heir.blocks = [block]
+        epoch.step(heirs, finish=leaving, ops=ops)
+        epoch.decode(NUM_OUTPUTS - 1)
+        for heir in heirs:
+            kit.answers.compare(heir, "over blocks of one step's SWAP_OUT, COPY, SWAP_IN and COPY, in this order")
 
 
 def samples_come_with_the_last_token(kit: Kit) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from pagekv.conformance.target import NUM_BLOCKS, Target
-from pagekv.conformance.verdict import require
+from pagekv.conformance.verdict import during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 COPY, SWAP_OUT, SWAP_IN = pb.MEMORY_OP_KIND_COPY, pb.MEMORY_OP_KIND_SWAP_OUT, pb.MEMORY_OP_KIND_SWAP_IN
@@ -132,7 +132,8 @@ class PlayedEpoch:
         """The result of the oldest step in flight. Raises BrokenRule where it is not as the step was."""
         total, sampling = self._in_flight.popleft()
         number = self.step_number - len(self._in_flight)
-        result = self.call.result()
+        with during(f"step {number}"):
+            result = self.call.result()
         got = (result.epoch, result.step)
         require(got == (self.epoch, number), f"result of epoch, step {got}, not {(self.epoch, number)}")
         where = f"step {number}"

@@ -238,7 +238,8 @@ def attach_refuses_by_name(kit: Kit) -> None:
             pools["num_host_blocks"] = kit.description.host_kv_bytes // kit.description.bytes_per_block
         for name, most in pools.items():
             if most < MAX_BLOCKS:
-                _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, **{name: most + 1})
+                with during(f"of {most} blocks that Describe's bytes make"):
+                    _refuses_attach(kit, Code.RESOURCE_EXHAUSTED, **{name: most + 1})
         epoch.decode(3)
         kit.answers.compare(seq, "a sequence of the epoch before")
 
@@ -312,7 +313,7 @@ def _refuses(call: Callable[[], object], code: grpc.StatusCode, *fields: str) ->
     except Refusal as refusal:
         expect(refusal, code, (), fields)
         return refusal
-    raise BrokenRule("was accepted")
+    raise BrokenRule(f"was accepted, not {code.name}")
 
 
 RULES: tuple[Rule[Kit], ...] = (

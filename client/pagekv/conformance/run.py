@@ -38,16 +38,33 @@ def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> 
     def stays(_: Kit) -> None:
         idle.check(lambda seconds: note(f"P10 waits for {seconds:.0f} s in which a connection is idle"))
 
-    gone = False
-    for rule in (*RULES, Rule("P10", "pings on an idle connection are welcome", stays)):
-        if gone:
-            yield Verdict(rule.number, rule.words, "skipped", "the executor is gone", 0.0)
+    rules = [*RULES, Rule("P10", "pings on an idle connection are welcome", stays)]
+    results = next(rule for rule in rules if rule.number == "P5")
+    # Without answers no rule can be tested, and each would wait for them anew.
+    answered = verdict_of(kit, replace(results, check=lambda _: None))
+    reason = ""
+    if answered.outcome == "failed":
+        rules.remove(results)
+        reason, answered = _seen_to_be_gone(target, answered)
+        reason = reason or "a prompt alone is not answered (P5)"
+        yield answered
+    for rule in rules:
+        if reason:
+            yield Verdict(rule.number, rule.words, "skipped", reason, 0.0)
             continue
         verdict = verdict_of(kit, rule)
-        if verdict.outcome == "failed" and not target.link.is_there():
-            gone = True
-            verdict = replace(verdict, why=f"{verdict.why}; nobody answers at {target.link.target} any more")
+        if verdict.outcome == "failed":
+            reason, verdict = _seen_to_be_gone(target, verdict)
         yield verdict
+
+
+def _seen_to_be_gone(target: Target, failed: Verdict) -> tuple[str, Verdict]:
+    """Why the rules behind a failed one are skipped, "" where the executor is still there, and the verdict, which says
+    so too.
+    """
+    if target.link.is_there():
+        return "", failed
+    return "the executor is gone", replace(failed, why=f"{failed.why}; nobody answers at {target.link.target} any more")
 
 
 def verdict_of(kit: Kit, rule: Rule[Kit]) -> Verdict:

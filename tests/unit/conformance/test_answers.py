@@ -49,8 +49,19 @@ def test_comparing() -> None:
         answers.compare(played([7, 8, 9], [clear]), "came with two tokens")
         with pytest.raises(BrokenRule, match=r"^other: output \[6, 8\] instead of \[7, 8, 9\]"):
             answers.compare(played([6, 8], []), "other")
+        with pytest.raises(BrokenRule, match=r"token 1 has a log-probability that is 0\.600 off"):
+            answers.compare(played([7, 1], [clear, row(-1.1, -1.2)]), "parted at a tie, with another likelihood")
         with pytest.raises(BrokenRule, match="token 2 has a log-probability"):
             answers.compare(played([7, 8, 9], [clear, tie, row(-1.5, -9.0)]), "off")
+
+
+def test_a_tail_without_ties_is_looked_for() -> None:
+    with toy() as address, kit_of(address) as kit:
+        answers = kit.answers
+        first, second = ([1, 2, *answers.random_tokens(5, salt)] for salt in range(2))
+        answers._known[tuple(first)] = Answer([1] * 5 + [2], [row(-0.5, -0.55)] * 6)
+        answers._known[tuple(second)] = Answer([1] * 5 + [2], [row(-0.5, -1.5)] * 6)
+        assert [1, 2, *answers.tail([1, 2], 5)] == second
 
 
 def test_a_prompt_without_ties_is_looked_for() -> None:

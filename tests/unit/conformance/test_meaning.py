@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import runpy
+from typing import Any
+
 import pytest
-from support.executor.judged import ToyFault, assert_noticed
+from support.executor.judged import BACKEND, ToyFault, assert_noticed, broken, served_backend, verdicts
+
+from pagekv.executor.backend.interface import CopyDirection
 
 HASHED = "repr((read, *seeds))"
+PAIRS = "zip(op.sources, op.destinations, strict=True)"
 COPY = "self.pool[destination] = list(self.pool[source])"
 WRITTEN = "for at in range(state.computed, state.computed + counts[seq]):\n                self.pool"
 READ_ALL = "for at in range(state.computed)]"
+LAST_ONE = "state.new.computed_tokens * (len(state.tokens) == state.new.computed_tokens + 1)"
 SAMPLING = "        for seq, state in self.live.items():\n            if counts[seq] and"
 LATE = "        for source, destination in late:\n            self.pool[destination] = list(self.pool[source])\n"
 ADVANCE = "            state.computed += counts[seq]\n"
@@ -55,7 +62,13 @@ FAULTS = [
         "a sequence samples before later ones have written",
         ((ADVANCE + SAMPLING, ADVANCE + "            if counts[seq] and"),),
     ),
+    ToyFault(
+        "M3",
+        "a sequence that enters with one token left reads that alone",
+        ((READ_ALL, READ_ALL.replace("(", f"({LAST_ONE}, ")),),
+    ),
     ToyFault("M4", "COPY is skipped", ((COPY, "pass"),)),
+    ToyFault("M4", "a block is copied once in an operation", ((PAIRS, f"dict({PAIRS}).items()"),)),
     ToyFault("M4", "a copy is the block itself", ((COPY, "self.pool[destination] = self.pool[source]"),)),
     ToyFault("M6", "tokens depend on when it entered", ((HASHED, "repr((read, len(state.new.token_ids), *seeds))"),)),
     ToyFault("M7", "step-mates leak", ((HASHED, "repr((read, len(self.live), *seeds))"),)),
@@ -90,3 +103,42 @@ FAULTS = [
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
 def test_planted_faults_are_noticed(fault: ToyFault) -> None:
     assert_noticed(fault)
+
+
+@pytest.mark.parametrize("last", list(CopyDirection), ids=lambda kind: kind.name)
+def test_operations_grouped_by_their_kind_are_noticed(last: CopyDirection) -> None:
+    """Operations of one kind run behind those of the others."""
+    backend = runpy.run_path(str(BACKEND))["ToyBackend"]()
+    copy_blocks, launch = backend.copy_blocks, backend.launch
+    late: list[Any] = []
+
+    def copied(copies: Any) -> None:
+        if copies.direction is last:
+            late.append(copies)
+        else:
+            copy_blocks(copies)
+
+    def launched(scheduled: Any) -> Any:
+        while late:
+            copy_blocks(late.pop(0))
+        return launch(scheduled)
+
+    backend.copy_blocks, backend.launch = copied, launched
+    with served_backend(backend) as address:
+        found = broken(verdicts(address, "M3", "M4", "M5", "M10"))
+    assert list(found) == ["M10"]
+    assert found["M10"].startswith("over blocks of one step's SWAP_OUT, COPY, SWAP_IN and COPY, in this order: ")
+
+
+def test_one_host_block_that_comes_back_once_is_noticed() -> None:
+    backend = runpy.run_path(str(BACKEND))["ToyBackend"]()
+    copy_blocks = backend.copy_blocks
+
+    def copied(copies: Any) -> None:
+        pairs = dict(zip(copies.sources, copies.destinations, strict=True))
+        once = copies.direction is CopyDirection.SWAP_IN
+        copy_blocks(type(copies)(copies.direction, list(pairs), list(pairs.values())) if once else copies)
+
+    backend.copy_blocks = copied
+    with served_backend(backend) as address:
+        assert list(broken(verdicts(address, "M4", "M5"))) == ["M5"]

@@ -88,7 +88,10 @@ def test_a_host_pool_of_any_size_is_noticed() -> None:
     with mock.patch.object(session, "check_fit", faulty), served_backend(backend) as address:
         verdict = verdicts(address, "P11")["P11"]
     assert verdict.outcome == "failed", verdict
-    assert verdict.why == "Attach with num_host_blocks 65537, take_over True: was accepted"
+    assert verdict.why == (
+        "of 65536 blocks that Describe's bytes make: Attach with num_host_blocks 65537, take_over True: was accepted, "
+        "not RESOURCE_EXHAUSTED"
+    )
 
 
 def test_a_server_with_a_smaller_limit_is_noticed() -> None:
@@ -97,7 +100,7 @@ def test_a_server_with_a_smaller_limit_is_noticed() -> None:
         with toy(("256, 300", "256, 2**18"), options=options) as address:
             verdict = verdicts(address, "P13")["P13"]
         assert verdict.outcome == outcome, verdict
-    assert "a step of 4032 KiB: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
+    assert "a step of 4032 KiB: step 1: the stream ended with RESOURCE_EXHAUSTED" in verdict.why
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=str)

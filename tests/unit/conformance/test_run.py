@@ -120,6 +120,26 @@ def _dead(*_: object) -> None:
     raise BrokenRule("nobody answers")
 
 
+@pytest.mark.parametrize(
+    ("edit", "seconds", "why"),
+    [
+        (("yield mine.run(step)", "mine.run(step)"), 0.2, "step 1: no answer within 0 s"),
+        (("step=step.step", "step=step.step + 1"), 9.0, r"result of epoch, step \(\d+, 2\), not \(\d+, 1\)"),
+        (("need(step.step ==", "need(step.step !="), 9.0, "step 1: the stream ended with INVALID_ARGUMENT, field step"),
+        (("return pb.AttachResponse(epoch=self.last)", "await refuse(context, Refused(Code.INTERNAL, 'no'))"), 9.0, ""),
+    ],
+)
+def test_an_executor_that_answers_no_prompt_is_asked_once(edit: Edit, seconds: float, why: str) -> None:
+    with mock.patch.object(link, "RESULT_S", seconds), toy(edit) as address, kit_of(address) as kit:
+        idle = IdleConnection(address)
+        first, *rest = judge(kit.target, idle, print)
+        idle.close()
+    assert (first.rule, first.outcome) == ("P5", "failed")
+    assert re.match(f"a prompt alone: {why}" if why else "a call that keeps every rule is refused: INTERNAL", first.why)
+    assert {(verdict.outcome, verdict.why) for verdict in rest} == {("skipped", "a prompt alone is not answered (P5)")}
+    assert len(rest) == len(RULES)
+
+
 def test_an_executor_in_use_is_left_alone() -> None:
     with toy() as address, kit_of(address) as kit, kit.epoch(manager_id="somebody") as epoch:
         epoch.step([epoch.sequence([1, 2, 3])])
