@@ -54,57 +54,57 @@ class CacheControls:
 class GenerateOptions(TypedDict, total=False):
     """Keyword arguments of every generating method. An option left out, or None, takes the default."""
 
-    temperature: float
+    temperature: float | None
     """Softmax temperature, 0 to 100; 0 is greedy. Default 1."""
-    top_p: float
+    top_p: float | None
     """Nucleus, above 0 and up to 1. Default 1: off."""
-    top_k: int
+    top_k: int | None
     """Only the k likeliest tokens, 1 to 4,294,967,295; 0 is off. Default 0."""
-    min_p: float
+    min_p: float | None
     """Only tokens at least this share as likely as the likeliest, 0 to 1; 0 is off. Default 0."""
-    max_tokens: int
+    max_tokens: int | None
     """Tokens to generate at most, 1 to what context and pool leave. Default 16, for chat what the context leaves."""
-    min_tokens: int
+    min_tokens: int | None
     """Tokens to generate before anything but max_tokens may end the sequence, 0 to max_tokens. Default 0."""
-    seed: int
+    seed: int | None
     """Seed of the random choices, 0 to 2 ** 64 - 1. Default: drawn by the client, so that a broken stream can go on
     with it; none of beam search.
     """
-    stop: str | Sequence[str]
+    stop: str | Sequence[str] | None
     """String or strings that end the text, which stops before them: at most 16, each 1 to 256 characters."""
-    stop_token_ids: Sequence[int]
+    stop_token_ids: Sequence[int] | None
     """Token ids that end the sequence besides the model's own: at most 64, each below the vocabulary size."""
-    ignore_eos: bool
+    ignore_eos: bool | None
     """True: the model's end-of-sequence token does not end the sequence. Default False."""
-    repetition_penalty: float
+    repetition_penalty: float | None
     """0.001 to 10; above 1 tokens that were there are less likely. Default 1: off."""
-    presence_penalty: float
+    presence_penalty: float | None
     """-2 to 2. Default 0: off."""
-    frequency_penalty: float
+    frequency_penalty: float | None
     """-2 to 2. Default 0: off."""
-    logprobs: int
+    logprobs: int | None
     """Return log-probabilities of the chosen token and this many likeliest, 0 to 20. Default: none."""
-    logit_bias: Mapping[int, float]
+    logit_bias: Mapping[int, float] | None
     """Added to the logits of single tokens, by token id: at most 1,024 entries, each -100 to 100."""
-    beam_width: int
+    beam_width: int | None
     """Beam search with this many hypotheses at once, 1 to 32; 0 is off. Default 0. The `n` best come back, best first,
     when all are known: each is one chunk. Sampling options must be left out, a temperature must be 0.
     """
-    length_penalty: float
+    length_penalty: float | None
     """Beam search compares results by logprob / tokens ** length_penalty, so above 0 longer ones gain; -10 to 10.
     Default 1.
     """
-    early_stopping: bool
+    early_stopping: bool | None
     """True: beam search is over once beam_width hypotheses have ended, whatever the others promise. Default False."""
-    cache: CacheControls
+    cache: CacheControls | None
     """The requests that share cached blocks, and whether this one reads and writes the cache. Default: it does both."""
-    adapter: str
+    adapter: str | None
     """The adapter to answer with, up to 256 bytes. NotFound unless the model has it, and none has adapters yet.
     Default: none.
     """
-    priority: int
+    priority: int | None
     """Lower runs earlier, -100 to 100. Default 0."""
-    request_id: str
+    request_id: str | None
     """Unique among running requests, 1 to 128 characters of [A-Za-z0-9._:-]. Default: drawn by the client, so that a
     broken stream can go on with it.
     """
@@ -112,7 +112,7 @@ class GenerateOptions(TypedDict, total=False):
     """Seconds for the whole generation, retries and resumed parts included, above 0 and up to 1,000,000.
     None: no limit, the default.
     """
-    resume_timeout: float
+    resume_timeout: float | None
     """Seconds to go on trying after the connection was lost, 0 to 1,000,000; 0: never resume. Default: the client's."""
 
 

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 from dataclasses import fields
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
@@ -22,11 +22,17 @@ def test_options_are_the_fields_of_the_request_and_the_clients_own() -> None:
     assert {*GenerateOptions.__annotations__} == sampling - {"n"} | own
 
 
+def test_every_option_may_be_none() -> None:
+    """For type checkers, as at run time: an option of a caller's own is often None by default."""
+    hints = get_type_hints(GenerateOptions)
+    assert [name for name, kind in hints.items() if type(None) not in get_args(kind)] == []
+
+
 def test_every_option_says_its_bounds() -> None:
     documented = inspect.getdoc(GenerateOptions) or ""
     for name, kind in get_type_hints(GenerateOptions).items():
         (text,) = re.findall(rf"(?m)^{name}: ((?:.|\n    )+)", documented)
-        if kind not in (bool, CacheControls):
+        if kind not in (bool | None, CacheControls | None):
             assert re.search(r"\d+ to |up to|at most", text), name
 
 

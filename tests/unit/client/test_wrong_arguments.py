@@ -88,7 +88,9 @@ def arguments_of(function: Any) -> Iterator[tuple[str, str, bool]]:
         elif name != "self":
             options = OPTIONS[parameter.annotation]
             for option, annotation in annotations_of(options).items():
-                yield option, annotation, "None" in annotation or options is GenerateOptions
+                # None leaves each of GenerateOptions out; an empty text does not stand for it.
+                wrong_as = annotation.removesuffix(" | None") if options is GenerateOptions else annotation
+                yield option, wrong_as, "None" in annotation
 
 
 def escapes(call: Callable[..., Any], name: str, annotation: str, optional: bool) -> Iterator[str]:
