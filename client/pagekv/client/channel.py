@@ -14,6 +14,9 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_VARIABLE = "PAGEKV_TARGET"
 # Beginnings of addresses for other programs, such as the gateway's: gRPC would look for a machine of the whole name.
 _URL = re.compile(r"(https?|grpcs?|tcp)://", re.IGNORECASE)
+# gRPC takes 443 for a port that is missing, and of one out of bounds it says no more than that nothing is there.
+_WITHOUT_PORT = re.compile(r"[\w.-]+:?|\[[^]]*\]:?")
+_PORT = re.compile(r"(?:[\w.-]+|\[[^]]*\]):(\d+)")
 
 # Milliseconds between connection attempts at most, but for a fifth more by chance, and for one attempt, which may hang
 # where a machine takes the connection and no process answers: a stream that is resumed waits for them.
@@ -56,6 +59,10 @@ def target_or_default(target: str | None) -> str:
         raise InvalidRequest("target", f"must be host:port or unix:/path, is {target!r:.80}")
     if scheme := _URL.match(target):
         problem = f"must be host:port or unix:/path, without {scheme[0]}, is {target!r:.80}{source}"
+        raise InvalidRequest("target", problem)
+    port = _PORT.fullmatch(target)
+    if _WITHOUT_PORT.fullmatch(target) or (port and not 1 <= int(port[1][:6]) <= 65535):
+        problem = f"must be host:port with a port from 1 to 65535, or unix:/path, is {target!r:.80}{source}"
         raise InvalidRequest("target", problem)
     return target
 

@@ -155,6 +155,22 @@ def test_the_address_of_another_program_is_refused_with_the_form_wanted(
 
 
 @pytest.mark.parametrize(
+    "target",
+    ["127.0.0.1", "gpu-7", "gpu-7:", "[::1]", "gpu-7:0", "127.0.0.1:65536", "[::1]:99999", f"gpu-7:{'1' * 5000}"],
+)
+def test_a_target_without_a_port_that_there_is_is_refused(target: str) -> None:
+    """gRPC would ask port 443, or a port that nobody named."""
+    words = "^target: must be host:port with a port from 1 to 65535, or unix:/path, is "
+    with pytest.raises(InvalidRequest, match=words):
+        PageKVClient(target)
+
+
+@pytest.mark.parametrize("target", ["gpu-7:65535", "[::1]:1", "unix:relative", "unix:///tmp/x", "ipv4:127.0.0.1:1"])
+def test_other_targets_are_grpcs_own_affair(target: str) -> None:
+    assert PageKVClient(target).target == target
+
+
+@pytest.mark.parametrize(
     ("given", "field"),
     [
         ({"target": ""}, "target"),
