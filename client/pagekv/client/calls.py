@@ -293,10 +293,10 @@ class StreamState:
     @property
     def completion(self) -> Completion:
         """The finished sequence of an ended stream of one. Raises RuntimeError while the stream has not ended, and for
-        good when it was closed before.
+        good when it was closed before or an error ended it.
         """
         if 0 not in self.completions:
             if self._running.was_ended:
                 raise RuntimeError("the stream was closed before it ended: there is no completion")
-            raise RuntimeError("the stream has not ended: its completion is not there yet")
+            raise RuntimeError("there is no completion: the stream has not ended yet, or an error ended it")
         return self.completions[0]

@@ -71,6 +71,9 @@ def _prompt(prompt: Prompt) -> dict[str, Any]:
     items = list(prompt)
     if not items:
         raise InvalidRequest("prompt", "must be text, at least one token id or at least one message, is empty")
+    if isinstance(items[0], str):
+        given = f"is a list of texts, of which each is a call of its own: {_shown(items)}"
+        raise InvalidRequest("prompt", f"must be text, token ids or messages, {given}")
     if isinstance(items[0], (ChatMessage, Mapping)):
         return {"chat": {"messages": [_message(position, item) for position, item in enumerate(items)]}}
     # Protobuf refuses items of a wrong kind.

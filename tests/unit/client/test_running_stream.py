@@ -51,6 +51,15 @@ def test_a_closed_stream_has_no_completion(server: ScriptedServer, client: PageK
         _ = stream.completion
 
 
+def test_a_stream_that_an_error_ended_has_no_completion(server: ScriptedServer, client: PageKVClient) -> None:
+    server.expect("Generate", Fails(errors.NotFound("no such adapter")))
+    stream = client.stream("x")
+    with pytest.raises(errors.NotFound):
+        next(stream)
+    with pytest.raises(RuntimeError, match="or an error ended it"):
+        _ = stream.completion
+
+
 @both
 def test_leaving_the_with_statement_closes(server: ScriptedServer, client: PageKVClient, method: str) -> None:
     begin, first = OPENED[method]

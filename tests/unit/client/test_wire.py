@@ -37,6 +37,7 @@ def test_every_outcome_has_its_name() -> None:
         ([1, -1], {}, "prompt.token_ids.ids"),
         ([1, 2**32], {}, "prompt.token_ids.ids"),
         ([1, "x"], {}, "prompt.token_ids.ids"),
+        (["In the", "Once"], {}, "prompt"),
         ("\ud800", {}, "prompt.text"),
         ([{"role": "user"}], {}, "prompt.chat.messages[0]"),
         ([{"role": "user", "content": 1}], {}, "prompt.chat.messages[0].content"),
