@@ -54,7 +54,9 @@ class NotFound(PageKVError):
 
 
 class Overloaded(PageKVError):
-    """A bounded queue is full: it holds `limit`, which `flag` sets. Come back in `retry_delay_s` seconds."""
+    """A bounded queue is full: it holds `limit`, which `flag` sets; or a tenant took more than its rate, `limit`. Come
+    back in `retry_delay_s` seconds.
+    """
 
     def __init__(self, message: str, retry_delay_s: float, limit: int | None = None, flag: str = "") -> None:
         super().__init__(message)
@@ -64,7 +66,7 @@ class Overloaded(PageKVError):
 
 
 class LimitExceeded(PageKVError):
-    """A limit of the deployment does not allow a call now. Numbers that do not apply are None.
+    """A limit of the deployment, or of the tenant, does not allow a call now. Numbers that do not apply are None.
 
     `needed_blocks`: blocks that the call needs; `available_blocks`: those that there are for it; `pinned_blocks`: those
     that pins hold; `limit`: the limit itself; `flag`: the flag that sets it, "" where none does.
