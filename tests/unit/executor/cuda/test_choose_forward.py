@@ -115,7 +115,7 @@ def test_a_device_that_is_lost_is_no_reason_for_another_way(llama: Path, monkeyp
 
 @pytest.mark.kernels
 def test_prompts_by_warpgroups_are_held_against_the_other_kernel(llama: Path) -> None:
-    """At the start, in whichever way layers are computed. What differs, or fails, ends it in one line."""
+    """At the start, in whichever way layers are computed. A difference or a failure ends it in one line."""
 
     class Changed(HostLauncher):
         """Fails in the kernel by warpgroups, or leaves its rows as they were: NaN."""
