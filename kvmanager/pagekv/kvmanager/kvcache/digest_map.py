@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.retired_blocks import Note, RetiredBlocks
+from pagekv.kvmanager.kvcache.retired_blocks import Blocks, Note, RetiredBlocks
 
-Blocks = NDArray[np.int32]
 # Retired blocks whose digests are cleared in every step.
 SWEPT = 256
 
@@ -55,12 +53,6 @@ class DigestMap:
         return (digest for digest, block in reversed(self.block_of.items()) if block not in self.retired)
 
     # -- retired blocks
-
-    def retire(self, blocks: Blocks, note: Note) -> None:
-        """Blocks that have a digest are to be found by it no more; `note` is called with the digests as they are
-        cleared.
-        """
-        self.retired.add(blocks, note)
 
     def note(self, digest: bytes) -> Note | None:
         """The note of the retired block with this digest."""

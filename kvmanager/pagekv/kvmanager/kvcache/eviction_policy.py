@@ -149,16 +149,12 @@ class EvictionOrder:
         self.depth = protected_depth(self.capacity)
         self._probation = FreeQueue(num_blocks)
         self._protected = FreeQueue(self.capacity, self._probation)
-        # Whether a free block is in the protected queue, and whether a held one will join it.
-        self._proven = np.zeros(num_blocks, np.bool_)
+        # Whether each block was hit since it was filled, [num_blocks]: then a free one is in the protected queue, and a
+        # held one will join it.
+        self.proven = np.zeros(num_blocks, np.bool_)
 
     def __len__(self) -> int:
         return len(self._probation) + len(self._protected)
-
-    @property
-    def proven(self) -> NDArray[np.bool_]:
-        """Whether each block was hit since it was filled, [num_blocks]. Not to be changed by others."""
-        return self._proven
 
     def __iter__(self) -> Iterator[int]:
         """In the present eviction order."""
@@ -176,7 +172,7 @@ class EvictionOrder:
             own = excess - len(fallen)
             if own:
                 fallen, proven = np.concatenate([fallen, proven[:own]]), proven[own:]
-            self._proven[fallen] = False
+            self.proven[fallen] = False
             self._probation.append(fallen)
         if len(proven):
             self._protected.append(proven)
@@ -191,7 +187,7 @@ class EvictionOrder:
 
     def _divided(self, blocks: Blocks) -> tuple[Blocks, Blocks]:
         """The unproven and the proven blocks, each in order."""
-        proven = self._proven[blocks]
+        proven = self.proven[blocks]
         count = np.count_nonzero(proven)
         if count == 0:
             return blocks, blocks[:0]
@@ -205,28 +201,28 @@ class EvictionOrder:
         if len(unproven) == count:
             return unproven
         proven = self._protected.pop(count - len(unproven))
-        self._proven[proven] = False
+        self.proven[proven] = False
         return np.concatenate([unproven, proven])
 
     def hit(self, blocks: Blocks) -> None:
         """Counts a prefix hit on all of a prompt's cached blocks from the first one on, held by now: the first `depth`
         are proven.
         """
-        self._proven[blocks[: self.depth]] = True
+        self.proven[blocks[: self.depth]] = True
 
     def invalidate(self, blocks: Blocks) -> None:
         """The content of these blocks, free or held, is void; protected ones fall back to probation."""
-        proven = blocks[self._proven[blocks]]
+        proven = blocks[self.proven[blocks]]
         if len(proven):
             fallen = self._protected.ordered(proven)
-            self._proven[proven] = False
+            self.proven[proven] = False
             self._protected.remove(fallen)
             self._probation.append(fallen)
 
     def supersede(self, blocks: Sequence[int], heirs: Sequence[int]) -> None:
         """Held blocks `heirs` have the content of these from now on, and count as proven where it was."""
         # One or two, most often the last block of a prompt that came again, which is never proven.
-        proven = [at for at, block in enumerate(blocks) if self._proven[block]]
+        proven = [at for at, block in enumerate(blocks) if self.proven[block]]
         if proven:
-            self._proven[[heirs[at] for at in proven]] = True
+            self.proven[[heirs[at] for at in proven]] = True
             self.invalidate(np.array([blocks[at] for at in proven], np.int32))

@@ -14,7 +14,7 @@ Blocks are never merged: of two with one content that are held, one has the entr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -132,10 +132,6 @@ class PrefixTable:
         if self._clock is None or not self._published_at[block]:
             return None
         return self._clock() - float(self._entered_at[block])
-
-    def newest_digests(self) -> Iterator[bytes]:
-        """Every digest in the table, the one that entered last first."""
-        return self.map.newest()
 
     def columns(self) -> TableColumns:
         """A copy of everything, made in a few vector operations so that nobody waits long for it."""
@@ -352,10 +348,8 @@ class PrefixTable:
 
     def remove(self, blocks: Blocks) -> tuple[Blocks, list[bytes]]:
         """Removes blocks of the table, and with them all that follow; returns all of them, and their digests."""
-        self.generation = object()
-        followers = self._trie.remove(blocks)
-        removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
-        block_of, column, names, has_twins = self._block_of, self._digest, self._names, self.has_twins
+        removed = self._take_out(blocks)
+        block_of, column, has_twins = self._block_of, self._digest, self.has_twins
         digests: list[bytes] = []
         for block in removed.tolist():
             digest = column[block]
@@ -363,13 +357,10 @@ class PrefixTable:
                 raise InvariantError(f"block {block} holds a digest that the prefix table maps elsewhere")
             digests.append(digest)
             column[block] = None
-            if names:
-                names.pop(block, None)
             if has_twins:
                 self._twins.pop_all(digest)
         if self._media:
             self._media.difference_update(removed.tolist())
-        self.published[removed] = False
         return removed, digests
 
     def retire(self, blocks: Blocks, note: Note) -> Blocks | None:
@@ -378,6 +369,12 @@ class PrefixTable:
         """
         if self._twins or self._media:
             return None
+        removed = self._take_out(blocks)
+        self._retired.add(removed, note)
+        return removed
+
+    def _take_out(self, blocks: Blocks) -> Blocks:
+        """Takes blocks, and all that follow them, off their places in the forest; returns all of them."""
         self.generation = object()
         followers = self._trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
@@ -385,7 +382,6 @@ class PrefixTable:
         if self._names:
             for block in removed.tolist():
                 self._names.pop(block, None)
-        self.map.retire(removed, note)
         return removed
 
     def clear(self) -> int:

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Blocks = NDArray[np.int32]
-# Called with the digests of retired blocks as they are cleared.
 Note = Callable[[Sequence[bytes]], None]
 
 
@@ -32,7 +31,7 @@ class RetiredBlocks:
         return bool(self._marked_at[block])
 
     def add(self, blocks: Blocks, note: Note) -> None:
-        """Retires blocks that are not."""
+        """Retires blocks that are not. `note` is called with their digests as they are cleared."""
         self._last_batch += 1
         self._notes[self._last_batch] = note
         self._batch_of[blocks] = self._last_batch

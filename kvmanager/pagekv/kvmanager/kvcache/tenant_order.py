@@ -38,7 +38,7 @@ class _TenantBlocks(EvictionOrder):
         self.share(0)
         self._probation = GrowingQueue(position, 2 * number + 1)
         self._protected = GrowingQueue(position, 2 * number + 2)
-        self._proven = proven
+        self.proven = proven
 
     def share(self, capacity: int) -> None:
         """At most so many are protected from now on."""

@@ -20,7 +20,7 @@ def filled() -> tuple[DigestMap, list[bytes]]:
     for block in range(NUM):
         found.block_of[digest(block)] = block
         found.column[block] = digest(block)
-    found.retire(np.arange(1, NUM, dtype=np.int32), told.extend)
+    found.retired.add(np.arange(1, NUM, dtype=np.int32), told.extend)
     return found, told
 
 

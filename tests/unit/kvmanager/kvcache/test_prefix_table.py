@@ -63,7 +63,7 @@ def test_a_chain_is_found_both_ways_and_tells_what_it_is() -> None:
     assert (table.digest(0), table.parent(0)) == (None, None)
     assert table.token_ids(2) == [3, 4]
     assert table.tokens(ids([7, 4])).tolist() == [[5, 6], [1, 2]]
-    assert list(table.newest_digests()) == digests[::-1]
+    assert list(table.map.newest()) == digests[::-1]
 
 
 def test_the_longest_run_of_tokens_behind_a_block_is_found() -> None:

@@ -135,7 +135,7 @@ class TableLog:
         """Everything is about to leave the tables of both tiers, or has left the host's already."""
         if self._table is not None:
             self._table.map.settle()
-            self._history.add(self._table.newest_digests(), Removal(True, self._step, self._clock()))
+            self._history.add(self._table.map.newest(), Removal(True, self._step, self._clock()))
         if self.watched:
             self._pending.clear()
 
@@ -182,15 +182,12 @@ class TableLog:
         snapshot: Snapshot = iter(())
         if not start_revision and self._table is not None:
             snapshot = take_snapshot(self._table, self._host)
-        watch = TableWatch(snapshot, self._remove, start_revision or self._revision)
+        watch = TableWatch(snapshot, self._watches.remove, start_revision or self._revision)
         self._watches.append(watch)
         if start_revision:
             for revision, diff in enumerate(islice(self._held, len(self._held) - missed, None), start_revision + 1):
                 watch.push(diff, revision)
         return watch
-
-    def _remove(self, watch: TableWatch) -> None:
-        self._watches.remove(watch)
 
     def end_watches(self, error: Exception) -> None:
         """Ends every watch with an error for its reader."""
