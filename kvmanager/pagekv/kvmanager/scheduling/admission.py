@@ -55,20 +55,14 @@ class Admission:
     _tables: BlockTables
     _waiting: WaitingQueue
     _blocked: _Blocked | None = None
-    # The head of the queue found too few bytes in the step before, in which it did not go first.
-    _crowded_out: bool = False
+    # Whether the waiting queue is admitted from before anybody returns: its head found too few bytes in the step
+    # before, and those that return, step after step, would leave it less for ever. Never in two steps running, for a
+    # queue that stays deep would leave as little to those that return.
+    goes_first: bool = False
     # The head of the queue does not fit into the step being planned.
     _ended: bool = False
     # The head for which the latest step had not blocks enough, or not slots.
     refused: Refused | None = None
-
-    @property
-    def goes_first(self) -> bool:
-        """Whether the waiting queue is admitted from before anybody returns: a long head needs most of a step's bytes,
-        and those that return, step after step, would leave it less for ever. Never in two steps running, for a queue
-        that stays deep would leave as little to those that return.
-        """
-        return self._crowded_out
 
     def next_prompt(self) -> Seq | None:
         """The sequence whose prompt the next step computes first, if any, as far as is known before: of the tenant that
@@ -130,7 +124,7 @@ class Admission:
         fit blocks the others, so none starves. Where there are several tenants, those that were served least come
         first in both, and go in turns.
         """
-        goes_first, self._crowded_out, self.refused = self._crowded_out, False, None
+        went_first, self.goes_first, self.refused = self.goes_first, False, None
         self._ended = False
         served = self._waiting.served
         self._waiting.hold_back(self._running.order, self._tables.pool.block_size)
@@ -138,11 +132,11 @@ class Admission:
             under_way = sorted(under_way, key=lambda sequence: (served.place(sequence.tenant), sequence.key))
         for sequence in under_way:
             if served.several:
-                self._plan_admissions(step, goes_first, sequence)
+                self._plan_admissions(step, went_first, sequence)
             step.add_chunk(sequence)
-        self._plan_admissions(step, goes_first)
+        self._plan_admissions(step, went_first)
 
-    def _plan_admissions(self, step: StepBuilder, goes_first: bool, before: Seq | None = None) -> None:
+    def _plan_admissions(self, step: StepBuilder, went_first: bool, before: Seq | None = None) -> None:
         """Admits heads of tenants that were served no more than the one of a sequence under way, `before`."""
         running, waiting = self._running, self._waiting
         while step.room and not self._ended and (head := waiting.head()) is not None:
@@ -151,7 +145,7 @@ class Admission:
             if not step.room_for(head.tenant):
                 return
             if not step.takes(head):
-                self._crowded_out = not goes_first
+                self.goes_first = not went_first
                 self._ended = True
                 step.give_up(head.tenant)
                 return

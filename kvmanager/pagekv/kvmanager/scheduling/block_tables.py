@@ -20,12 +20,10 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.publishing import Publisher
-from pagekv.kvmanager.scheduling.sequence import Seq
+from pagekv.kvmanager.scheduling.sequence import NO_BLOCKS, Seq
 from pagekv.kvmanager.scheduling.step_plan import Admitted, CopyKind, CopyList
 from pagekv.kvmanager.scheduling.step_room import StepRoom
 from pagekv.kvmanager.scheduling.swapping import Swapper
-
-_NO_BLOCKS = np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -40,7 +38,7 @@ class Arrival:
     sibling: Seq | None = None
     shared: int = 0
     # The rest is found by `admit`.
-    hits: Blocks = field(default_factory=lambda: _NO_BLOCKS)
+    hits: Blocks = field(default_factory=lambda: NO_BLOCKS)
     host_blocks: list[int] = field(default_factory=list)
     # The cached block whose first `copied` tokens are copied; -1: none. `alike`: how many tokens a block has that is as
     # good, but may be computed in this very step; None where that was not looked up.
@@ -120,7 +118,7 @@ class BlockTables:
         if arrival.shared < len(arrival.hits):
             arrival.shared = 0
         if arrival.shared:
-            arrival.hits = _NO_BLOCKS
+            arrival.hits = NO_BLOCKS
         first = arrival.shared or len(arrival.hits)
         arrival.num_fresh = -(-known // size) - first
         arrival.num_computed = first * size
@@ -293,7 +291,7 @@ class BlockTables:
         shares = [count // size if self.limits.fork_sharing else 0 for count in computed]
         ends = [-(-child.num_tokens // size) for child in children]
         needed = sum(ends) - sum(shares)
-        fresh = self.allocate(needed, children[0].request.tenant) if children else _NO_BLOCKS
+        fresh = self.allocate(needed, children[0].request.tenant) if children else NO_BLOCKS
         if fresh is None:
             return False
         copies = iter(fresh.tolist())

@@ -7,7 +7,7 @@ preemption; the epoch goes on.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pagekv.kvmanager.scheduling.block_tables import BlockTables
@@ -53,7 +53,8 @@ class Failures:
         """
         prefix = failed.token_ids[: start + 1]
         readers: dict[LiveRequest, list[Seq]] = {}
-        for sequence in self._members():
+        # All that hold blocks, wait to come back, or are promised tokens; each once.
+        for sequence in dict.fromkeys([*self._running.batch.members(), *self._running.order, *self._waiting]):
             request = sequence.request
             alike = request not in ending and request.root == failed.request.root
             if alike and sequence.token_ids[: start + 1] == prefix:
@@ -63,7 +64,3 @@ class Failures:
                 self._running.batch.drop_promised(sequence)
                 self._tables.invalidate(sequence, start)
             self._preemption.recompute(request, void)
-
-    def _members(self) -> Iterator[Seq]:
-        """Every sequence that holds blocks, waits to come back, or is promised tokens; each once."""
-        yield from dict.fromkeys([*self._running.batch.members(), *self._running.order, *self._waiting])

@@ -22,11 +22,9 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
-from pagekv.kvmanager.scheduling.sequence import Seq, Swapped
+from pagekv.kvmanager.scheduling.sequence import NO_BLOCKS, Seq, Swapped
 from pagekv.kvmanager.scheduling.step_plan import CopyKind
 from pagekv.kvmanager.scheduling.step_room import StepRoom
-
-_NO_BLOCKS = np.empty(0, np.int32)
 
 
 class Swapper:
@@ -94,7 +92,7 @@ class Swapper:
         """Device blocks of these sequences that others hold too, and that can be found by their digests."""
         if not self._shared:
             return []
-        everything = np.concatenate([_NO_BLOCKS, *(sequence.blocks() for sequence in group)])
+        everything = np.concatenate([NO_BLOCKS, *(sequence.blocks() for sequence in group)])
         blocks, inside = np.unique(everything, return_counts=True)
         stays = (self._pool.ref_counts[blocks] > inside) & self._pool.table.published[blocks]
         found: list[int] = blocks[stays].tolist()

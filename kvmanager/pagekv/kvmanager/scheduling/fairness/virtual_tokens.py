@@ -31,7 +31,8 @@ class VirtualTokens:
 
     def __init__(self) -> None:
         self._counters = np.zeros(1)
-        self._weights = np.ones(1)
+        # By tenant. Not to be changed by others.
+        self.weights = np.ones(1)
         # Output tokens of each tenant in all, [number].
         self.outputs = np.zeros(1, np.int64)
         # Counter and place of the last tenant that had nothing waiting any more, at that time.
@@ -52,14 +53,14 @@ class VirtualTokens:
         if tenant >= len(self._counters):
             more = 2 * tenant - len(self._counters)
             self._counters = np.append(self._counters, np.zeros(more))
-            self._weights = np.append(self._weights, np.ones(more))
+            self.weights = np.append(self.weights, np.ones(more))
             self.outputs = np.append(self.outputs, np.zeros(more, np.int64))
-        self._weights[tenant] = weight
+        self.weights[tenant] = weight
         self.several = self.several or tenant > 0
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
         """Weights instead of all that were set before; 1 where there is none."""
-        self._weights[:] = 1
+        self.weights[:] = 1
         for tenant, weight in weights.items():
             self.know(tenant, weight)
 
@@ -69,12 +70,7 @@ class VirtualTokens:
 
     def weight(self, tenant: int) -> float:
         """A tenant's weight."""
-        return float(self._weights[tenant]) if tenant < len(self._weights) else 1.0
-
-    @property
-    def weights(self) -> NDArray[np.float64]:
-        """Weights by tenant. Not to be changed."""
-        return self._weights
+        return float(self.weights[tenant]) if tenant < len(self.weights) else 1.0
 
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
         """Tells newcomers: tenants that wait or run and would with one sequence more have less than an equal share of
@@ -125,16 +121,16 @@ class VirtualTokens:
     def charge_prompt(self, tenant: int, tokens: int) -> None:
         """So many tokens of a tenant's prompt are being computed, for the first time."""
         if self.several:
-            self._counters[tenant] += INPUT_COST * tokens / self._weights[tenant]
+            self._counters[tenant] += INPUT_COST * tokens / self.weights[tenant]
 
     def charge_output(self, tenant: int, tokens: int) -> None:
         """So many tokens of a tenant's output are being computed."""
         if self.several:
-            self._counters[tenant] += OUTPUT_COST * tokens / self._weights[tenant]
+            self._counters[tenant] += OUTPUT_COST * tokens / self.weights[tenant]
             self.outputs[tenant] += tokens
 
     def charge_outputs(self, tenants: NDArray[np.int32]) -> None:
         """One token of output for each of these, [n]: a tenant as often as it decodes."""
         counts = np.bincount(tenants, minlength=len(self._counters))
-        self._counters += OUTPUT_COST * counts / self._weights
+        self._counters += OUTPUT_COST * counts / self.weights
         self.outputs += counts
