@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pagekv.common.errors import AlreadyExists, Unavailable
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
 from pagekv.kvmanager.engine.queries import EngineQueries
@@ -36,6 +37,24 @@ MODEL = EngineInfo(
 )
 
 
+class FakeCache(CacheAdmin):
+    """The pins of a FakeEngine, and the roots of its prompts."""
+
+    def __init__(self, pins_of: list[str | None]) -> None:
+        self._pins_of = pins_of
+
+    def root(self, identity: CacheIdentity) -> bytes:
+        return root_digest(MODEL.model_fingerprint, identity.namespace, identity.adapter_id, tenant=identity.tenant)
+
+    def list_pins(self, owner: str | None = None) -> pb.ListPinsResponse:
+        self._pins_of.append(owner)
+        return pb.ListPinsResponse(pins=[pb.PinInfo(pin_id="pin-60", pinned_tokens=8, namespace="n", adapter="a")])
+
+    def unpin(self, pin_id: str, owner: str | None = None) -> int:
+        self._pins_of.append(owner)
+        return 8 if pin_id == "pin-60" else 0
+
+
 class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
     """An engine without a loop, and all that is asked of it. Tests push deltas with `push`; nothing else happens."""
 
@@ -56,6 +75,7 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         self.lookups: list[tuple[list[int], CacheIdentity]] = []
         # The tenant whose pins each call was about; None: everybody.
         self.pins_of: list[str | None] = []
+        self._pins = FakeCache(self.pins_of)
         self.refusal: Exception | None = None
         # Of the tokens submitted, as every delta says.
         self.cached_tokens = 1
@@ -64,6 +84,10 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         self.table: list[Stored] = []
         self.watch: TableWatch | None = None
         self.ended_watches: list[TableWatch] = []
+
+    @property
+    def cache(self) -> CacheAdmin:
+        return self._pins
 
     def not_attached(self) -> Unavailable:
         return Unavailable("no executor is attached yet")
@@ -93,9 +117,6 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
                 stop_token_id=stop,
             )
         )
-
-    def root(self, identity: CacheIdentity) -> bytes:
-        return root_digest(MODEL.model_fingerprint, identity.namespace, identity.adapter_id, tenant=identity.tenant)
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
         stream = self.live.pop(request_id, None)
@@ -180,14 +201,6 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
         self.lookups.append((list(token_ids), identity))
         self.pins_of.append(tenant)
         return pb.PinPrefixResponse(pin_id=pin_id or f"pin-{lease_s}", pinned_tokens=8)
-
-    def list_pins(self, tenant: str | None = None) -> pb.ListPinsResponse:
-        self.pins_of.append(tenant)
-        return pb.ListPinsResponse(pins=[pb.PinInfo(pin_id="pin-60", pinned_tokens=8, namespace="n", adapter="a")])
-
-    def unpin_prefix(self, pin_id: str, tenant: str | None = None) -> int:
-        self.pins_of.append(tenant)
-        return 8 if pin_id == "pin-60" else 0
 
     async def list_tenants(self) -> operator_pb.ListTenantsResponse:
         return operator_pb.ListTenantsResponse(tenants=[operator_pb.TenantInfo(name="a", weight=2, max_waiting=0)])

@@ -98,7 +98,7 @@ async def busy(engine: EngineLoop, bench: Bench) -> None:
         pin = engine.queries.pin_prefix(EIGHT, CacheIdentity(), 60)
         assert pin.pinned_tokens == 8
         await read(engine.submit(command("beside", [40, 41, 42], 20)))
-        engine.queries.unpin_prefix(pin.pin_id)
+        engine.queries.cache.unpin(pin.pin_id)
     stats = engine.statistics.stats()
     assert min(stats.preemptions_total, stats.swapped_out_blocks_total, stats.written_back_blocks_total) > 0
 

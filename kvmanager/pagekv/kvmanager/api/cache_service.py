@@ -50,16 +50,16 @@ class CacheService(pb_grpc.CacheServiceServicer):
         if request.pin_id:
             check_request_id("pin_id", request.pin_id)
         served = self._served_model.served()
-        prompt, identity = await read_lookup(request, served)
-        prepared = await self._queries.prepare(prompt, identity, served.asking.tenant.name)
         asking = served.asking
+        prompt, identity = await read_lookup(request, served)
+        prepared = await self._queries.prepare(prompt, identity, asking.tenant.name)
         return self._queries.pin_prefix(
             prompt, identity, lease, request.pin_id, prepared, account=asking.account, tenant=asking.tenant.name
         )
 
     async def ListPins(self, request: pb.ListPinsRequest, context: Any) -> pb.ListPinsResponse:
-        return self._queries.list_pins(tenant_in_reach())
+        return self._queries.cache.list_pins(tenant_in_reach())
 
     async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Any) -> pb.UnpinPrefixResponse:
         check_request_id("pin_id", request.pin_id)
-        return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.unpin_prefix(request.pin_id, tenant_in_reach()))
+        return pb.UnpinPrefixResponse(unpinned_tokens=self._queries.cache.unpin(request.pin_id, tenant_in_reach()))

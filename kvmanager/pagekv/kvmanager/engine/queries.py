@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
-from pagekv.kvmanager.engine.state import EngineState, draining
+from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
@@ -27,7 +27,6 @@ EXPLAINED_AT_ONCE = 256
 # Tokens of the prompts that wait to be looked up, some 12 bytes each; a prompt counts as this many at least. One prompt
 # alone may have more.
 MAX_ASKED_TOKENS, LEAST_COUNTED = 16 * 2**20, 1024
-RETRY_DELAY_S = 1.0
 
 
 class EngineQueries:
@@ -41,7 +40,8 @@ class EngineQueries:
         self._asked_tokens: Counter[str] = Counter()
 
     @property
-    def _cache(self) -> CacheAdmin:
+    def cache(self) -> CacheAdmin:
+        """The prefix cache itself, for what needs nothing else of the engine: roots, and pins listed and ended."""
         self._state.serving()
         return self._state.cache
 
@@ -52,7 +52,7 @@ class EngineQueries:
         in slices, one prompt of a tenant at a time, and None is returned at once for a short one. Raises Overloaded
         when prompts of too many tokens wait, and those of this tenant are more than its share of so many.
         """
-        cache = self._cache
+        cache = self.cache
         # Short ones wait too, and hold a message each.
         counted = max(len(token_ids), LEAST_COUNTED)
         asked, own = self._asked_tokens.total(), self._asked_tokens[tenant]
@@ -71,10 +71,6 @@ class EngineQueries:
             self._asked_tokens[tenant] -= counted
             if not self._asked_tokens[tenant]:
                 del self._asked_tokens[tenant]
-
-    def root(self, identity: CacheIdentity) -> bytes:
-        """Parent digest of the first block of this identity's prompts."""
-        return self._cache.root(identity)
 
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
@@ -97,7 +93,7 @@ class EngineQueries:
         made in slices, with a turn of the event loop between two. `numbers`: as in PrefixExplainer. Raises
         InvalidRequest.
         """
-        explainer = self._cache.explainer(token_ids, identity, prepared, numbers=numbers)
+        explainer = self.cache.explainer(token_ids, identity, prepared, numbers=numbers)
         answer = explainer.page(min(page_size, EXPLAINED_AT_ONCE), token)
         while answer.next_page_token and (left := page_size - len(answer.blocks)):
             await asyncio.sleep(0)
@@ -120,15 +116,7 @@ class EngineQueries:
         it kept. Raises AlreadyExists and LimitExceeded, with nothing changed. `account`: of the tenant.
         """
         live = (request.command for request in self._state.live.all())
-        return self._cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account, tenant)
-
-    def list_pins(self, tenant: str | None = None) -> pb.ListPinsResponse:
-        """The pins of a tenant, of all with None, whose lease runs, the one that expires first standing first."""
-        return self._cache.list_pins(tenant)
-
-    def unpin_prefix(self, pin_id: str, tenant: str | None = None) -> int:
-        """Ends the pins of this id that a tenant has, or any with None; tokens they held, 0 when there is none."""
-        return self._cache.unpin(pin_id, tenant)
+        return self.cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account, tenant)
 
     def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
         """Removes every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
@@ -147,4 +135,4 @@ class EngineQueries:
         """
         if self._state.stopping:
             raise draining()
-        return self._cache.log.watch(start_revision)
+        return self.cache.log.watch(start_revision)

@@ -204,7 +204,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             return self._engine.model
 
         identity = asking.cache_identity("")
-        events = KvEvents(lambda: self._engine.queries.root(identity), model().block_size)
+        events = KvEvents(lambda: self._engine.queries.cache.root(identity), model().block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):

@@ -140,7 +140,7 @@ def test_pin_and_unpin() -> None:
         assert engine.lookups == [([5, 6, 7], CacheIdentity())]
         answer = await stub.PinPrefix(pb.PinPrefixRequest(prompt=IDS, lease_seconds=60, pin_id="A1._:-"))
         assert answer.pin_id == "A1._:-"
-        assert await stub.ListPins(pb.ListPinsRequest()) == engine.queries.list_pins()
+        assert await stub.ListPins(pb.ListPinsRequest()) == engine.queries.cache.list_pins()
         assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-60"))).unpinned_tokens == 8
         assert (await stub.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="pin-61"))).unpinned_tokens == 0
         engine.refusal = LimitExceeded("12 blocks would be pinned, at most 5 of 10")

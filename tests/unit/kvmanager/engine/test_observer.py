@@ -63,7 +63,7 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
         pass
     prompt = [1, 2, 3, 4, 5]
     assert await read(engine.submit(command("d", prompt))) == expect(prompt)
-    engine.queries.unpin_prefix(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
+    engine.queries.cache.unpin(engine.queries.pin_prefix(prompt, CacheIdentity(), 60).pin_id)
     engine.queries.reset_prefix_cache(force=True)
     engine._state.serving().set_tenants({}, {})
     engine._state.serving().set_bound(StepBound(8, 1.0, 8))

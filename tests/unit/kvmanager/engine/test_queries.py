@@ -58,7 +58,7 @@ def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.
         assert (reset.preempted_sequences, reset.ended_pins) == (3, 1)
         assert reset.removed_blocks > 0
         assert listed(engine) == set()
-        assert engine.queries.unpin_prefix(pin.pin_id) == 0
+        assert engine.queries.cache.unpin(pin.pin_id) == 0
         assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
         assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
         assert engine.statistics.stats().preemptions_total == 3
@@ -71,7 +71,7 @@ def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPat
         await read(engine.submit(command("a", EIGHT, 1)))
         pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
         assert (pin.pinned_tokens, engine.queries.reset_prefix_cache(force=False)) == (8, None)
-        assert engine.queries.unpin_prefix(pin.pin_id) == 8
+        assert engine.queries.cache.unpin(pin.pin_id) == 8
         assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
 
     run(monkeypatch, body)
@@ -106,7 +106,7 @@ def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) 
         assert engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
         check_engine(engine.queries)
         for pin in pins:
-            engine.queries.unpin_prefix(pin)
+            engine.queries.cache.unpin(pin)
         assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
 
     run(monkeypatch, body)
@@ -119,8 +119,8 @@ def test_an_id_of_another_namespace_ends_no_pin_where_nothing_is_cached(monkeypa
         with pytest.raises(AlreadyExists) as caught:
             engine.queries.pin_prefix([40, 41, 42, 43], CacheIdentity("other"), 60, "mine")
         assert (caught.value.field, caught.value.kind, caught.value.name) == ("pin_id", "pin", "mine")
-        assert [pin.pin_id for pin in engine.queries.list_pins().pins] == ["mine"]
-        engine.queries.unpin_prefix("mine")
+        assert [pin.pin_id for pin in engine.queries.cache.list_pins().pins] == ["mine"]
+        engine.queries.cache.unpin("mine")
 
     run(monkeypatch, body)
 
@@ -246,7 +246,7 @@ def test_nothing_is_served_before_an_executor_was_attached() -> None:
         engine = EngineLoop(config())
         for call in (
             lambda: engine.queries.pin_prefix([1], ANY, 1),
-            lambda: engine.queries.unpin_prefix("pin-1"),
+            lambda: engine.queries.cache.unpin("pin-1"),
             lambda: engine.queries.reset_prefix_cache(force=True),
             engine.queries.watch_events,
             lambda: engine.snapshots.list_blocks(1, "", operator_pb.BLOCK_STATE_FREE),
