@@ -205,7 +205,7 @@ class FakeEngine(EngineLoop, EngineQueries, EngineSnapshots, EngineStatistics):
     async def list_tenants(self) -> operator_pb.ListTenantsResponse:
         return operator_pb.ListTenantsResponse(tenants=[operator_pb.TenantInfo(name="a", weight=2, max_waiting=0)])
 
-    async def block_tables_in_slices(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
+    async def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
         if request_id not in self.live:
             return None
         table = operator_pb.SequenceBlocks(

@@ -36,7 +36,7 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
 
     async def GetBlockTable(self, request: pb.GetBlockTableRequest, context: Any) -> pb.GetBlockTableResponse:
         check_request_id("request_id", request.request_id)
-        tables = await self._snapshots.block_tables_in_slices(request.request_id)
+        tables = await self._snapshots.block_tables(request.request_id)
         if tables is None:
             raise NotFound(f"no request {request.request_id!r} is running or waiting", "request", request.request_id)
         return tables

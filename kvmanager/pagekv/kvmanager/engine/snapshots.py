@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from itertools import islice
 
 import numpy as np
@@ -46,27 +46,15 @@ class EngineSnapshots:
         self._state.serving()
         return self._state.cache
 
-    def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
-        """Block tables of a live request; None when there is no such request, or no executor yet."""
-        answer = operator_pb.GetBlockTableResponse()
-        slices = self._block_tables(request_id, answer)
-        return answer if [None for _ in slices] else None
-
-    async def block_tables_in_slices(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
-        """As `block_tables`, of the moment of the call, with turns of the event loop while long tables are written."""
-        answer, found = operator_pb.GetBlockTableResponse(), False
-        for _ in self._block_tables(request_id, answer):
-            found = True
-            await asyncio.sleep(0)
-        return answer if found else None
-
-    def _block_tables(self, request_id: str, answer: operator_pb.GetBlockTableResponse) -> Iterator[None]:
-        """Writes the tables, slice by slice; nothing where there is no such request."""
+    async def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
+        """Block tables of a live request, of the moment of the call, with turns of the event loop while long ones are
+        written; None when there is no such request, or no executor yet.
+        """
         requests, size = self._state.live.named(request_id), self._state.config.block_size
         if not requests:
-            return
+            return None
         # Two tenants may use one id; the one that came first is shown.
-        request = requests[0]
+        request, answer = requests[0], operator_pb.GetBlockTableResponse()
         parts: list[tuple[operator_pb.SequenceBlocks, array[int], list[bytes]]] = []
         for sequence in request.sequences:
             if sequence.state is SeqStatus.FINISHED:
@@ -79,12 +67,13 @@ class EngineSnapshots:
             )
             num_full = min(len(sequence.block_table), sequence.num_computed // size)
             parts.append((table, sequence.block_table[:], sequence.digests[:num_full]))
-        yield
+        await asyncio.sleep(0)
         for table, blocks, digests in parts:
             for start in range(0, len(blocks), TABLE_AT_ONCE):
                 table.block_ids.extend(blocks[start : start + TABLE_AT_ONCE])
                 table.block_hashes.extend(digest.hex() for digest in digests[start : start + TABLE_AT_ONCE])
-                yield
+                await asyncio.sleep(0)
+        return answer
 
     def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         """A page of the live requests, running ones first, by arrival; and how many are live. Raises InvalidRequest."""

@@ -114,7 +114,7 @@ class Page:
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
         # Requests end while somebody looks at them, so one that is not live is no error.
-        found = await self._engine.snapshots.block_tables_in_slices(request_id) or pb.GetBlockTableResponse()
+        found = await self._engine.snapshots.block_tables(request_id) or pb.GetBlockTableResponse()
         return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
     async def _tenants(self, request: web.Request) -> web.Response:

@@ -49,7 +49,7 @@ def test_only_a_requests_own_reader_can_end_it(monkeypatch: pytest.MonkeyPatch) 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         first = engine.submit(command("same", [1, 2, 3], n=2))
-        await until(lambda: engine.snapshots.block_tables("same") is None)
+        await until(lambda: engine._live.get("same") is None)
         second = engine.submit(command("same", [3, 2, 1]))
         engine.release(first)
         engine.finish_sequence(first, 1)
@@ -58,7 +58,7 @@ def test_only_a_requests_own_reader_can_end_it(monkeypatch: pytest.MonkeyPatch) 
         assert engine.statistics.stats().aborted_requests_total == 0
         third = engine.submit(command("same", [3, 2, 1]))
         engine.release(third)
-        assert engine.snapshots.block_tables("same") is None
+        assert await engine.snapshots.block_tables("same") is None
 
     run(monkeypatch, body)
 

@@ -209,7 +209,7 @@ def test_a_request_that_ends_before_its_sequences_part_leaves_nothing(monkeypatc
         bench.step_s = 0.05
         left, other = engine.submit(command("left", [4, 5, 6], n=3)), engine.submit(command("other", [1, 2, 3]))
         await until(lambda: len(bench.plans) > 0)
-        tables = engine.snapshots.block_tables("left")
+        tables = await engine.snapshots.block_tables("left")
         assert tables is not None
         assert [table.state for table in tables.sequences] == [RUNNING, WAITING, WAITING]
         engine.release(left)

@@ -28,7 +28,7 @@ def test_a_request_whose_step_always_fails_is_given_up_and_others_finish(monkeyp
         bad = engine.submit(command("bad", POISON))
         with pytest.raises(ComputationFailed, match="'bad' could not be computed: its step failed 3 times"):
             await bad.take()
-        assert engine.snapshots.block_tables("bad") is None
+        assert await engine.snapshots.block_tables("bad") is None
         # The first attachment, and one more after each failure; then nothing fails any more.
         assert await read(engine.submit(command("good", [1, 2, 3]))) == expect([1, 2, 3])
         assert len(bench.attaches) == 4

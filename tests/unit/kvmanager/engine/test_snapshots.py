@@ -71,7 +71,7 @@ def test_a_request_leads_from_logical_blocks_to_hashes_and_physical_ones() -> No
         driver.scheduler.add(asked._state.live.add(command, root))
     driver.plan()
     hashes = [digest.hex() for digest in chain_digests(root, token_bytes(prompt), 4)]
-    tables = asked.block_tables("first")
+    tables = asyncio.run(asked.block_tables("first"))
     assert tables is not None
     (sequence,) = tables.sequences
     assert (list(sequence.block_ids), list(sequence.block_hashes)) == ([0, 1, 2], hashes)
@@ -79,7 +79,7 @@ def test_a_request_leads_from_logical_blocks_to_hashes_and_physical_ones() -> No
     shown = [blocks[block] for block in sequence.block_ids]
     assert [(block.block_hash, block.ref_count) for block in shown] == [(hashes[0], 2), (hashes[1], 1), ("", 1)]
     assert shown[1].parent_hash == hashes[0]
-    assert asked.block_tables("unknown") is None
+    assert asyncio.run(asked.block_tables("unknown")) is None
 
 
 def test_requests_are_listed_in_pages_running_ones_first() -> None:
@@ -127,18 +127,17 @@ def test_long_tables_are_written_in_slices_as_they_were_when_asked_for(monkeypat
     request = asked._state.live.add(command, root_digest("model", "", ""))
     driver.scheduler.add(request)
     driver.plan()
-    whole = asked.block_tables("long")
+    whole = asyncio.run(asked.block_tables("long"))
     assert whole is not None
     assert len(whole.sequences[0].block_ids) == 11
 
     def finish() -> None:
         driver.scheduler.finish(request.sequences[0])
 
-    answer, turns = asyncio.run(turns_of(asked.block_tables_in_slices("long"), finish))
+    answer, turns = asyncio.run(turns_of(asked.block_tables("long"), finish))
     assert answer == whole
     assert turns > 6
     assert not request.sequences[0].block_table
-    assert asyncio.run(asked.block_tables_in_slices("unknown")) is None
 
 
 @pytest.mark.parametrize("ends_in_turn", [1, 6], ids=["while they are put in order", "while they are written"])

@@ -48,7 +48,7 @@ def test_a_held_block_names_its_requests_and_where_allowed_its_tokens(monkeypatc
         bench.step_s = 0.01
         streams = [engine.submit(command(name, PROMPT, 100)) for name in ("one", "two")]
         await until(lambda: engine.statistics.stats().running_sequences == 2)
-        tables = engine.snapshots.block_tables("one")
+        tables = await engine.snapshots.block_tables("one")
         assert tables is not None
         (table,) = tables.sequences
         shown = block_detail(engine.snapshots.block_detail(table.block_ids[0]), None, with_tokens=True)

@@ -85,11 +85,7 @@ def test_a_trace_has_every_request_in_order_of_arrival(monkeypatch: pytest.Monke
         for stream in (*short, several, searched):
             await read(stream)
         aborted = engine.submit(command("aborted", [1, 2, 3], 40))
-        await until(
-            lambda: (
-                (tables := engine.snapshots.block_tables("aborted")) is not None and tables.sequences[0].num_tokens > 8
-            )
-        )
+        await until(lambda: (live := engine._live.get("aborted")) is not None and live.sequences[0].num_tokens > 8)
         engine.abort("aborted")
         await read(aborted)
         never = engine.submit(command("never", [5], 4))
