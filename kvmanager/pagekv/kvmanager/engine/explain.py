@@ -32,7 +32,7 @@ class PrefixExplainer:
         other_roots: Sequence[tuple[str, bytes]],
         prepared: PreparedPrompt | None = None,
         *,
-        numbers: bool = True,
+        numbers: bool,
     ) -> None:
         """`root` is the digest before the first block, `other_roots` are adapters ("": none) and the roots that the
         prompt would have with them, `prepared` as in `match_prefix`. `numbers`: blocks have their numbers, and times

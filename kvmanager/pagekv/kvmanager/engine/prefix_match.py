@@ -33,7 +33,7 @@ def match_prefix(
     root: bytes,
     token_ids: Sequence[int],
     media: Sequence[MediaSpan],
-    prepared: PreparedPrompt | None = None,
+    prepared: PreparedPrompt | None,
 ) -> PrefixMatch:
     """`root`: the parent digest of the first block. `prepared`: of the same prompt, whatever has become of the table
     since; without, the prompt is prepared here, all at once.

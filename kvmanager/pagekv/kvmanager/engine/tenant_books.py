@@ -20,14 +20,14 @@ BLOCKS_LOOKED_AT_S = 0.5
 class TenantBooks:
     """Used by the engine loop alone. Where nobody is asked for an identity it does nothing."""
 
-    def __init__(self, state: EngineState, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._clock = clock
+        self._clock = time.monotonic
         # Output tokens by number that are in the accounts.
         self._booked = np.zeros(1, np.int64)
         # Blocks by number, at the latest look.
         self._blocks: dict[int, int] = {}
-        self._looked_at = clock()
+        self._looked_at = self._clock()
 
     def configure(self, wake: Callable[[], None]) -> None:
         """Tells the scheduler of limits, now and whenever they change; `wake` is called behind each change. Raises

@@ -80,7 +80,7 @@ class Pins:
         found = (pin for pin in self._pins.values() if owner in (None, pin.owner))
         return sorted(found, key=lambda pin: (pin.expires_at, pin.pin_id, pin.owner))
 
-    def check_id(self, pin_id: str, identity: CacheIdentity, owner: str = "") -> None:
+    def check_id(self, pin_id: str, identity: CacheIdentity, owner: str) -> None:
         """Raises AlreadyExists where a pin of this owner has the id, and is of another namespace or adapter."""
         old = self._pins.get((owner, pin_id))
         if old is not None and _names(old.identity) != _names(identity):

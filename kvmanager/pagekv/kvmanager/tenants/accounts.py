@@ -10,7 +10,7 @@ from pathlib import Path
 from pagekv.common.errors import LimitExceeded, Overloaded, PermissionDenied
 from pagekv.common.watched_files import WatchedFiles
 from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
-from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
+from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.kvmanager.tenants.tenants_file import (
     MAX_TENANTS,
     NO_FILE,
@@ -93,7 +93,8 @@ class Accounts:
         """`path`: the file of tenants, read again when it changes. Raises TenantsError where it cannot be used."""
         self._path = path
         self.files = None if path is None else WatchedFiles("tenants", [path], self._reload)
-        self._file = NO_FILE if path is None else read_tenants(path)
+        # The limits that hold now. Read only for others.
+        self.file = NO_FILE if path is None else read_tenants(path)
         self._by_name: dict[str, Account] = {}
         self._others: Account | None = None
         # Called after limits have changed, or an account was added.
@@ -101,13 +102,8 @@ class Accounts:
         # Raises ValueError for a file that does not go with the pool.
         self.check: Callable[[TenantsFile], None] = lambda file: None
         self._none = Account(NO_TENANT)
-        for name in self._file.tenants:
+        for name in self.file.tenants:
             self._open(name)
-
-    @property
-    def file(self) -> TenantsFile:
-        """The limits that hold now."""
-        return self._file
 
     def all(self) -> list[Account]:
         """Every account that there is."""
@@ -140,19 +136,15 @@ class Accounts:
         number = self.of(name).tenant.number
         return Tenant(name, number) if name else NO_TENANT
 
-    def shared(self, namespace: str) -> SharedNamespace | None:
-        """The tenants that share a namespace; None: it is each tenant's own."""
-        return self._file.namespaces.get(namespace)
-
     def _limits(self, name: str) -> TenantLimits | None:
-        return self._file.tenants.get(name, self._file.default)
+        return self.file.tenants.get(name, self.file.default)
 
     def _open(self, name: str) -> Account:
         """A new account, or the one of those beyond the bound; the caller tells of it."""
         if len(self._by_name) >= MAX_TENANTS:
             if self._others is None:
                 self._others = Account(Tenant(OTHERS, MAX_TENANTS + 1))
-                self._others.set_limits(self._file.default or TenantLimits())
+                self._others.set_limits(self.file.default or TenantLimits())
             return self._others
         account = self._by_name[name] = Account(Tenant(name, len(self._by_name) + 1))
         account.set_limits(self._limits(name) or TenantLimits())
@@ -175,7 +167,7 @@ class Accounts:
                 f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts, which live as long "
                 f"as the manager; there can be {MAX_TENANTS}: start the manager again"
             )
-        self._file = file
+        self.file = file
         for name, account in self._by_name.items():
             account.set_limits(self._limits(name) or replace(account.limits, floor_blocks=0))
         if self._others is not None:

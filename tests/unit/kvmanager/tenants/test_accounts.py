@@ -225,8 +225,8 @@ def test_a_change_while_the_file_is_read_for_the_first_time_is_noticed(
 
 def test_shared_namespaces(tmp_path: Path) -> None:
     accounts = opened(tmp_path, f'{NAMED}[namespaces.handbook]\nread = ["a"]\n')
-    assert accounts.shared("handbook") == SharedNamespace(frozenset("a"), frozenset())
-    assert accounts.shared("mine") is None
+    assert accounts.file.namespaces.get("handbook") == SharedNamespace(frozenset("a"), frozenset())
+    assert accounts.file.namespaces.get("mine") is None
 
 
 def test_counts_are_refused_above_their_limit() -> None:
