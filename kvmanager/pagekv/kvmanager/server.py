@@ -49,8 +49,6 @@ from pagekv.v1 import (
 if TYPE_CHECKING:
     from aiohttp import web
 
-    from pagekv.kvmanager.gateway.service import VllmEngine
-
 log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach their readers.
@@ -101,13 +99,12 @@ class Manager:
         self._opened = AsyncExitStack()
         # First, so that it is closed last, when no call can be refused any more.
         self._opened.callback(self._access.close)
-        self._state = ServedModel(self.engine)
+        self._served_model = ServedModel(self.engine)
         services = [
             inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
             cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
             operator_service_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
         ]
-        gateway = self._gateway_service() if config.observe.gateway_api or config.access.gateway_listen else None
         if config.observe.gateway_api:
             services.append(GATEWAY_SERVICE)
         self._grpc = GrpcServer(
@@ -119,41 +116,47 @@ class Manager:
             refused=self._access.note_refusal,
         )
         # A port of the gateway's own, where there is one.
-        self._gateway_grpc: GrpcServer | None = None
-        if gateway is not None and config.observe.gateway_api:
-            gateway.add_to(self._grpc.server)
-        if gateway is not None and (listen := config.access.gateway_listen):
-            admit = self._counted(self._access.admit_gateway_call)
-            if admit is None:
-                raise CannotProtect("--gateway-listen: there are no identities, so it would serve whoever connects")
-            self._gateway_grpc = GrpcServer(
-                listen,
-                [GATEWAY_SERVICE],
-                reflection=False,
-                admit=admit,
-                refused=self._access.note_refusal,
-                connections=GATEWAY_CONNECTIONS,
-            )
-            gateway.add_to(self._gateway_grpc.server)
+        self._gateway_grpc = self._add_gateway()
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.engine, self._state), self._grpc.server
+            InferenceService(self.engine, self._served_model), self._grpc.server
         )
         cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheService(self.engine, self._state), self._grpc.server
+            CacheService(self.engine, self._served_model), self._grpc.server
         )
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(
-            OperatorService(self.engine, self._state), self._grpc.server
+            OperatorService(self.engine, self._served_model), self._grpc.server
         )
 
     def _counted(self, admit: Admit | None) -> Admit | None:
         return None if admit is None else self._open_calls.behind(admit)
 
-    def _gateway_service(self) -> VllmEngine:
-        """The service for a gateway. Raises ExtraMissing without its stubs."""
-        flag = "--gateway-api" if self._config.observe.gateway_api else "--gateway-listen"
-        with needs_extra(flag, "gateway"):
+    def _add_gateway(self) -> GrpcServer | None:
+        """Adds a gateway's service where flags ask for it; returns the server of its own address, if it has one. Raises
+        ExtraMissing without its stubs, and CannotProtect.
+        """
+        at_listen, own_listen = self._config.observe.gateway_api, self._config.access.gateway_listen
+        if not at_listen and not own_listen:
+            return None
+        with needs_extra("--gateway-api" if at_listen else "--gateway-listen", "gateway"):
             from pagekv.kvmanager.gateway.service import VllmEngine
-        return VllmEngine(self.engine, self._state, lambda: self._attached and not self._draining)
+        gateway = VllmEngine(self.engine, self._served_model, lambda: self._attached and not self._draining)
+        if at_listen:
+            gateway.add_to(self._grpc.server)
+        if not own_listen:
+            return None
+        admit = self._counted(self._access.admit_gateway_call)
+        if admit is None:
+            raise CannotProtect("--gateway-listen: there are no identities, so it would serve whoever connects")
+        own = GrpcServer(
+            own_listen,
+            [GATEWAY_SERVICE],
+            reflection=False,
+            admit=admit,
+            refused=self._access.note_refusal,
+            connections=GATEWAY_CONNECTIONS,
+        )
+        gateway.add_to(own.server)
+        return own
 
     def _on_attached(self, attached: bool) -> None:
         self._attached = attached
@@ -284,7 +287,9 @@ class Manager:
         reached = self._config.open_listeners()
         hub = PageHub(self.engine, requests=requests)
         self.engine.observers.add(hub.feed)
-        return Page(self.engine, self._state, hub, show_text=self._config.observe.page_text, reached=reached).routes()
+        return Page(
+            self.engine, self._served_model, hub, show_text=self._config.observe.page_text, reached=reached
+        ).routes()
 
     def _not_ready(self) -> str:
         """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
@@ -342,7 +347,7 @@ class Manager:
                 if loaded is None:
                     prepare_to_serve()
                 loaded = model.model_fingerprint
-                self._state.open(loaded, tokenizer)
+                self._served_model.open(loaded, tokenizer)
                 self._tokenizer.keep(tokenizer)
                 self._changed.set()  # the executor may have changed again meanwhile
             elif self._attached != self._serving and not self._draining:
