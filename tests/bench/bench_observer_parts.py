@@ -11,9 +11,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from pagekv.common.server import GrpcServer
+from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
+from pagekv.kvmanager.gateway.service import VllmEngine
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.flags import ObserveConfig
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
@@ -115,7 +116,7 @@ async def _exporters(engine: EngineLoop, observe: ObserveConfig) -> AsyncIterato
     await exporters.close()
 
 
-GATEWAY_METHOD = f"/{SERVICE_NAME}/SubscribeKvEvents"
+GATEWAY_METHOD = f"/{GATEWAY_SERVICE}/SubscribeKvEvents"
 # Does not decode: it would, on a machine of few cores, slow down what is measured here.
 GATEWAY = """
 import contextlib, sys, grpc
@@ -129,7 +130,7 @@ with contextlib.suppress(grpc.RpcError), grpc.insecure_channel(sys.argv[1]) as c
 @part("gateway")
 async def gateway(engine: EngineLoop) -> AsyncIterator[None]:
     """The events that a gateway subscribes to, with a subscriber that takes everything, in a process of its own."""
-    server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
+    server = GrpcServer("127.0.0.1:0", [GATEWAY_SERVICE])
     VllmEngine(engine, ServedModel(engine), lambda: True).add_to(server.server)
     port = await server.start()
 

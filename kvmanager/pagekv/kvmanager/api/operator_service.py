@@ -9,7 +9,7 @@ from typing import Any
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
-from pagekv.kvmanager.api.watch_call import check_watch, watch_messages
+from pagekv.kvmanager.api.watch_call import check_watch, open_watch, watch_messages
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.paging import read_page_size
 from pagekv.v1 import operator_service_pb2 as pb
@@ -68,16 +68,7 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         instance_id = self._queries.instance_id
         check_watch(request, instance_id)
         account = self._served_model.asking().account
-        account.check_count("max_watchers", account.watchers)
-        watch = self._queries.watch_events(request.start_revision)
-        account.watchers += 1
-
-        def close() -> None:
-            watch.close()
-            account.watchers -= 1
-
-        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
-        context.add_done_callback(lambda _: close())
+        watch = open_watch(self._queries, account, context, request.start_revision)
         async for message in watch_messages(request, watch, instance_id):
             yield message
 

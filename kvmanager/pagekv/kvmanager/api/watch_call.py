@@ -1,14 +1,17 @@
-"""One WatchEvents call: its request checked, and changes of the prefix tables as messages."""
+"""One WatchEvents call: its request checked, its watch, and changes of the prefix tables as messages."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from itertools import chain, count, islice, repeat
+from typing import Any
 
 from pagekv.common.errors import InvalidRequest, RevisionGone
+from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
@@ -41,6 +44,23 @@ def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
             raise InvalidRequest("progress_interval", f"{bounds}, got {nanos / 1e9:g}")
     if given not in ("", instance_id):
         raise RevisionGone("start_revision is of another run of the manager; watch from a snapshot")
+
+
+def open_watch(queries: EngineQueries, account: Account, context: Any, start_revision: int = 0) -> TableWatch:
+    """A watch that ends with its call, and is one of its tenant's until then. Raises LimitExceeded, and what
+    `EngineQueries.watch_events` raises.
+    """
+    account.check_count("max_watchers", account.watchers)
+    watch = queries.watch_events(start_revision)
+    account.watchers += 1
+
+    def close(_: object) -> None:
+        watch.close()
+        account.watchers -= 1
+
+    # Runs also when the call is cancelled while a message is being written, where no `finally` would.
+    context.add_done_callback(close)
+    return watch
 
 
 async def watch_messages(

@@ -21,21 +21,20 @@ from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
-from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet, Unavailable
+from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotImplementedYet
 from pagekv.common.version import pagekv_version
 from pagekv.kvmanager.access.caller import tenant_in_reach
 from pagekv.kvmanager.api.generate_call import GenerateCall
 from pagekv.kvmanager.api.inference_service import trace_parent_of
 from pagekv.kvmanager.api.served_model import Served, ServedModel
 from pagekv.kvmanager.api.validation import read_abort_ids
+from pagekv.kvmanager.api.watch_call import open_watch
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.gateway.generate import read_generate, write_response
 from pagekv.kvmanager.gateway.kv_events import MAX_BLOCKS, KvEvents
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import inference_service_pb2 as pb
 
-SERVICE_NAME: str = vllm.DESCRIPTOR.services_by_name["VllmEngine"].full_name
 # Bytes of a tokenizer's archive in one message.
 TOKENIZER_CHUNK = 64 * 1024
 # Files of a tokenizer's directory that a gateway needs; no weights.
@@ -187,24 +186,12 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
         # No history is kept: every subscription begins with the whole table, wherever it wants to go on.
         asking = self._served_model.asking()
-        account = asking.account
-        account.check_count("max_watchers", account.watchers)
-        watch = self._engine.queries.watch_events()
-        account.watchers += 1
-
-        def close() -> None:
-            watch.close()
-            account.watchers -= 1
-
-        context.add_done_callback(lambda _: close())
-
-        def model() -> EngineInfo:
-            if self._engine.model is None:
-                raise Unavailable("no executor is attached yet")
-            return self._engine.model
-
+        watch = open_watch(self._engine.queries, asking.account, context)
+        model = self._engine.model
+        if model is None:
+            raise self._engine.not_attached()
         identity = asking.cache_identity("")
-        events = KvEvents(lambda: self._engine.queries.cache.root(identity), model().block_size)
+        events = KvEvents(lambda: self._engine.queries.cache.root(identity), model.block_size)
         await context.write(events.begin())
         while blocks := watch.take_snapshot(MAX_BLOCKS):
             for batch in events.stored(blocks):

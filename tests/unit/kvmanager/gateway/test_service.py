@@ -24,9 +24,10 @@ from support.event_loop import counted_turns, until
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.server import GrpcServer
+from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.gateway import generate, service
-from pagekv.kvmanager.gateway.service import SERVICE_NAME, VllmEngine
+from pagekv.kvmanager.gateway.service import VllmEngine
 from pagekv.kvmanager.kvcache.block_hash import block_digest, root_digest, token_bytes
 from pagekv.kvmanager.kvcache.events.batch import Stored, Tier
 from pagekv.kvmanager.request.command import FinishReason
@@ -57,7 +58,7 @@ async def running(tokenizer: Tokenizer | None = TOKENIZER) -> AsyncIterator[Harn
     state = ServedModel(engine)
     state.open(MODEL.model_fingerprint, tokenizer)
     harness = Harness(engine, state, None)
-    server = GrpcServer("127.0.0.1:0", [SERVICE_NAME])
+    server = GrpcServer("127.0.0.1:0", [GATEWAY_SERVICE])
     VllmEngine(engine, state, lambda: harness.serving[0]).add_to(server.server)
     port = await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
