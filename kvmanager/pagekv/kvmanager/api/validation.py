@@ -94,22 +94,7 @@ async def read_generate(
     # A prompt leaves room for one token of output at least.
     limit = model.max_model_len - 1
     prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
-    num_prompt = len(prompt)
-    kind = request.prompt.WhichOneof("kind")
-    assert kind is not None, "a request without a prompt was refused"
-    check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, sampling.beam_width, model)
-    if params.HasField("max_tokens"):
-        max_tokens = params.max_tokens
-        left = model.max_model_len - num_prompt
-        if not 1 <= max_tokens <= left:
-            raise InvalidRequest(
-                "sampling_params.max_tokens",
-                f"must be from 1 to {left} ({_context(model)}, the prompt takes {num_prompt}), got {max_tokens}",
-            )
-        check_output_fits(num_prompt, max_tokens, sampling.beam_width, model)
-    else:
-        left = longest_sequence(model, sampling.beam_width) - num_prompt
-        max_tokens = left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
+    max_tokens = _read_max_tokens(request, len(prompt), model)
     if len(resumed) > max_tokens:
         raise InvalidRequest("resumed_token_ids", f"must have at most max_tokens ({max_tokens}), has {len(resumed)}")
     position = _first_end(resumed[:-1], max(0, params.min_tokens - 1), sampling.end_ids(model.eos_token_ids))
@@ -135,6 +120,24 @@ async def read_generate(
         tenant=asking.tenant,
     )
     return command, stops
+
+
+def _read_max_tokens(request: inference_service_pb2.GenerateRequest, num_prompt: int, model: EngineInfo) -> int:
+    """Tokens of output at most, behind a prompt of so many tokens, which has to leave room for one."""
+    kind, params = request.prompt.WhichOneof("kind"), request.sampling_params
+    assert kind is not None, "a request without a prompt was refused"
+    check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, params.beam_width, model)
+    if not params.HasField("max_tokens"):
+        left = longest_sequence(model, params.beam_width) - num_prompt
+        return left if kind == "chat" else min(DEFAULT_MAX_TOKENS, left)
+    max_tokens, left = params.max_tokens, model.max_model_len - num_prompt
+    if not 1 <= max_tokens <= left:
+        raise InvalidRequest(
+            "sampling_params.max_tokens",
+            f"must be from 1 to {left} ({_context(model)}, the prompt takes {num_prompt}), got {max_tokens}",
+        )
+    check_output_fits(num_prompt, max_tokens, params.beam_width, model)
+    return max_tokens
 
 
 async def read_lookup(
