@@ -31,7 +31,7 @@ def table_of(pool: BlockPool) -> Table:
 def host_table_of(host: HostPool) -> Table:
     """The host pool's."""
     found = {key: block for block, key in enumerate(host._key) if key is not None}
-    return {digest: (host._parent[block], host.token_ids(block)) for digest, block in found.items()}
+    return {digest: (host._parent[block], host._tokens[block].tolist()) for digest, block in found.items()}
 
 
 class WatchedDriver(Driver):

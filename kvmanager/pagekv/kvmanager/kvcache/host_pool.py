@@ -121,11 +121,6 @@ class HostPool:
         """The block with this key."""
         return self._block_of.get(digest)
 
-    def token_ids(self, block: int) -> list[int]:
-        """The token ids of a keyed block, [block_size]."""
-        ids: list[int] = self._tokens[block].tolist()
-        return ids
-
     def columns(self) -> tuple[list[tuple[int, bytes, bytes]], NDArray[np.uint32], dict[int, Names]]:
         """A copy of what is keyed: block, key and the digest before it; every block's tokens, [num_blocks, block_size];
         and namespace and adapter of the blocks that have any.

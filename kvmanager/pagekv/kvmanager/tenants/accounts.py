@@ -39,6 +39,15 @@ class TenantUsage:
     # By reason: the name of the limit.
     refusals: Counter[str] = field(default_factory=Counter)
 
+    def add(self, other: TenantUsage) -> None:
+        """Adds what another one took."""
+        self.prompt_tokens += other.prompt_tokens
+        self.cached_tokens += other.cached_tokens
+        self.output_tokens += other.output_tokens
+        self.requests += other.requests
+        self.block_seconds += other.block_seconds
+        self.refusals.update(other.refusals)
+
 
 @dataclass(slots=True, eq=False)
 class Account:

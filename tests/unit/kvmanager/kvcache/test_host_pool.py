@@ -267,6 +267,6 @@ def test_a_batch_is_the_same_as_one_after_the_other(data: st.DataObject) -> None
         assert [pool.key(block) for block in range(size)] == [
             digest(plain.content[block][0]) if block in plain.content else None for block in range(size)
         ]
-        assert {block: tuple(pool.token_ids(block)) for block in plain.content} == plain.content
+        assert {block: tuple(pool._tokens[block].tolist()) for block in plain.content} == plain.content
         assert log.events == plain.events
     assert pool.evictions == sum(event[0] == "removed" for event in log.events)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -17,28 +16,6 @@ from pagekv.kvmanager.tenants.accounts import OTHERS, Accounts, TenantUsage
 # Tenants that the file does not name and that have metrics of their own: names come from callers, and a scrape has
 # lines for each. Later ones are summed under OTHERS.
 MAX_UNNAMED = 100
-
-
-@dataclass(slots=True)
-class _Sums:
-    """Counts of one tenant, or of several together."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    requests: int = 0
-    block_seconds: float = 0.0
-    blocks: int = 0
-    refusals: Counter[str] = field(default_factory=Counter)
-
-    def add(self, usage: TenantUsage, blocks: int) -> None:
-        self.prompt_tokens += usage.prompt_tokens
-        self.cached_tokens += usage.cached_tokens
-        self.output_tokens += usage.output_tokens
-        self.requests += usage.requests
-        self.block_seconds += usage.block_seconds
-        self.blocks += blocks
-        self.refusals.update(usage.refusals)
 
 
 _COUNTERS = (
@@ -65,7 +42,7 @@ class TenantCollector(Collector):
         self._kept: list[TenantUsage] = []
 
     def collect(self) -> Iterator[Metric]:
-        sums = self._sums()
+        sums, blocks = self._sums()
         if not sums:
             return
         for name, text in _COUNTERS:
@@ -78,21 +55,23 @@ class TenantCollector(Collector):
         )
         gauge = GaugeMetricFamily("pagekv_tenant_blocks", "Blocks of the tenant, held and cached", labels=["tenant"])
         for tenant, each in sums.items():
-            gauge.add_metric([tenant], each.blocks)
+            gauge.add_metric([tenant], blocks[tenant])
             for limit, count in each.refusals.items():
                 refusals.add_metric([tenant, limit], count)
         yield refusals
         yield gauge
 
-    def _sums(self) -> dict[str, _Sums]:
-        """By the value of the label."""
-        sums: dict[str, _Sums] = {}
-        for account, blocks in self._statistics.tenant_blocks():
+    def _sums(self) -> tuple[dict[str, TenantUsage], Counter[str]]:
+        """Usage and blocks, by the value of the label."""
+        sums: dict[str, TenantUsage] = {}
+        blocks: Counter[str] = Counter()
+        for account, held in self._statistics.tenant_blocks():
             label = self._label(account.tenant.name, account.usage)
-            sums.setdefault(label, _Sums()).add(account.usage, blocks)
+            sums.setdefault(label, TenantUsage()).add(account.usage)
+            blocks[label] += held
         for usage in self._kept:
-            sums.setdefault(OTHERS, _Sums()).add(usage, 0)
-        return sums
+            sums.setdefault(OTHERS, TenantUsage()).add(usage)
+        return sums, blocks
 
     def _label(self, name: str, usage: TenantUsage) -> str:
         """Of tenants that are not named the first that came have one of their own. A tenant never loses it."""
