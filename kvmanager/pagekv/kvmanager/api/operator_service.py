@@ -11,12 +11,9 @@ from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.api.watch_call import check_watch, open_watch, watch_messages
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.engine.paging import read_page_size
+from pagekv.kvmanager.engine.paging import BLOCKS_AT_ONCE, page_in_slices, read_page_size
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
-
-# Blocks that are listed before others have a turn: each takes some microseconds.
-LISTED_AT_ONCE = 256
 
 
 class OperatorService(pb_grpc.OperatorServiceServicer):
@@ -45,13 +42,10 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         page_size = read_page_size(request.page_size)
         if request.state not in pb.BlockState.values():
             raise InvalidRequest("state", f"must be from 0 to {max(pb.BlockState.values())}, got {request.state}")
-        answer = self._snapshots.list_blocks(min(page_size, LISTED_AT_ONCE), request.page_token, request.state)
-        while answer.next_page_token and (left := page_size - len(answer.blocks)):
-            await asyncio.sleep(0)
-            more = self._snapshots.list_blocks(min(left, LISTED_AT_ONCE), answer.next_page_token, request.state)
-            answer.blocks.MergeFrom(more.blocks)
-            answer.next_page_token = more.next_page_token
-        if len(answer.blocks) > LISTED_AT_ONCE:
+        answer = await page_in_slices(
+            lambda size, token: self._snapshots.list_blocks(size, token, request.state), page_size, request.page_token
+        )
+        if len(answer.blocks) > BLOCKS_AT_ONCE:
             await asyncio.sleep(0)  # serialising the answer takes as long as a slice
         return answer
 

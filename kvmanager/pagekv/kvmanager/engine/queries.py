@@ -7,13 +7,13 @@ services, and raise Unavailable before the first attachment unless they say othe
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
+from pagekv.kvmanager.engine.paging import page_in_slices
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -22,8 +22,6 @@ from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
-# Blocks that are explained before others have a turn: each takes some microseconds.
-EXPLAINED_AT_ONCE = 256
 # Tokens of the prompts that wait to be looked up, some 12 bytes each; a prompt counts as this many at least. One prompt
 # alone may have more.
 MAX_ASKED_TOKENS, LEAST_COUNTED = 16 * 2**20, 1024
@@ -94,13 +92,7 @@ class EngineQueries:
         InvalidRequest.
         """
         explainer = self.cache.explainer(token_ids, identity, prepared, numbers=numbers)
-        answer = explainer.page(min(page_size, EXPLAINED_AT_ONCE), token)
-        while answer.next_page_token and (left := page_size - len(answer.blocks)):
-            await asyncio.sleep(0)
-            more = explainer.page(min(left, EXPLAINED_AT_ONCE), answer.next_page_token)
-            answer.blocks.MergeFrom(more.blocks)
-            answer.next_page_token = more.next_page_token
-        return answer
+        return await page_in_slices(explainer.page, page_size, token)
 
     def pin_prefix(
         self,

@@ -10,7 +10,7 @@ import pytest
 from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
 
-from pagekv.kvmanager.api import operator_service
+from pagekv.kvmanager.engine import paging
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.v1 import operator_service_pb2 as pb
@@ -95,7 +95,7 @@ def test_list_blocks_in_pieces_and_by_state() -> None:
 def test_a_long_list_of_blocks_is_made_in_slices(
     page_size: int, pieces: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operator_service, "LISTED_AT_ONCE", 3)
+    monkeypatch.setattr(paging, "BLOCKS_AT_ONCE", 3)
     asked: list[int] = []
     whole = FakeEngine.list_blocks
 

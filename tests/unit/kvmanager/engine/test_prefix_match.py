@@ -12,7 +12,7 @@ from support.engine.cached_prefixes import ROOT, cache, evict_all, hold
 from support.engine.engine_harness import Bench, command, read, run
 
 from pagekv.common.errors import Overloaded
-from pagekv.kvmanager.engine import prefix_match, queries
+from pagekv.kvmanager.engine import paging, prefix_match, queries
 from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.prefix_match import match_prefix
@@ -183,7 +183,7 @@ def test_questions_of_one_tenant_hold_up_and_refuse_no_other(monkeypatch: pytest
 
 def test_a_long_page_of_an_explanation_is_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says what holds when it was asked for, whatever becomes of the blocks meanwhile."""
-    monkeypatch.setattr(queries, "EXPLAINED_AT_ONCE", 3)
+    monkeypatch.setattr(paging, "BLOCKS_AT_ONCE", 3)
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("first", LONG, 1)))
