@@ -32,7 +32,7 @@ class _Blocked:
     sequence: Seq
     # How many sequences were to come in together.
     count: int
-    # Beside the watermark, which is another one when others have left.
+    # Without the watermark, which is another one when others have left.
     free_needed: int
     steps_left: int
 

@@ -100,11 +100,11 @@ class Preemption:
         return sorted(may, key=shares.__getitem__, reverse=True)
 
     def make_room(self, group: list[Seq], slots: int, free_blocks: int) -> None:
-        """Preempts requests of tenants whose shares are larger than that of a group's tenant would be with the group,
-        until as many slots and blocks are free as it needs. So who comes does not wait for the long requests of those
-        who came before. Only of tenants that were served more, for else the victim would be the next to be admitted.
-        With the victim its tenant's share would be larger than the group's again, so two never preempt each other in
-        turns.
+        """Preempts requests until as many slots and blocks are free as a group needs that waits at the head of the
+        queue, so that newcomers do not wait for long requests of others.
+
+        Victims are of tenants whose shares are larger than that of the group's tenant would be with the group, so two
+        tenants never preempt each other in turns; and that were served more, else a victim would be admitted next.
         """
         tenant, limits, pool = group[0].tenant, self._tables.limits, self._tables.pool
         served = self._waiting.served

@@ -41,7 +41,7 @@ from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
-# So many steps longer than tenants really do, they are taken to compete: who asks now and then finds short steps, too.
+# Steps for which tenants count as competing after they did, so that a tenant that asks now and then finds short steps.
 LINGERING_STEPS = 1000
 
 
@@ -66,7 +66,7 @@ class Scheduler:
         self._tenants: tuple[dict[int, float], dict[int, int]] = {}, {}
         # Of steps for which tenants compete; None: the limits alone.
         self._bound: StepBound | None = None
-        # Steps for which tenants compete though there is but one.
+        # Steps left of LINGERING_STEPS.
         self._lingering = 0
         self._visitors = Visitors()
         self._begin_epoch(pool, limits, eos_token_ids, host)

@@ -83,7 +83,7 @@ class LiveRequest:
 
     @property
     def preemptions(self) -> int:
-        """How often the sequence was preempted that was so most often."""
+        """Preemptions of the sequence that had most."""
         return max(sequence.preemptions for sequence in self.sequences)
 
 

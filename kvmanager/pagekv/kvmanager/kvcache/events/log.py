@@ -106,7 +106,7 @@ class TableLog:
             self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first, names))
 
     def removed(self, digests: Sequence[bytes]) -> None:
-        """Blocks were evicted from the device."""
+        """Blocks were evicted from the device: remembered, and told to watches."""
         self.removal_note()(digests)
         if self.watched:
             self.left(digests)
@@ -118,7 +118,7 @@ class TableLog:
         return RemovalNote(self._history, self._removal)
 
     def left(self, digests: Sequence[bytes]) -> None:
-        """The change for watches where blocks were evicted from the device."""
+        """Tells watches of blocks that were evicted from the device, and are remembered by their note."""
         self._pending.remove(Removed(Tier.DEVICE, digests))
 
     def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None = None) -> None:

@@ -10,12 +10,12 @@ MIN_PARTS = 16
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """The cost of a step at most, beside what every step costs; that of a decode; and that of a step at most while
-    there are visitors (`Visitors`), without a newcomer's prompt. All in tokens of prompts.
-    """
+    """Costs, in tokens of prompts: how much a step may have beside what every step costs."""
 
     tokens: int
+    # Of one decode.
     decode: float
+    # Instead of `tokens` while there are visitors (`Visitors`), in a step without a newcomer's prompt.
     visited: int
 
     def beside_visitors(self) -> StepBound:

@@ -37,8 +37,8 @@ class VirtualTokens:
         self.outputs = np.zeros(1, np.int64)
         # Counter and place of the last tenant that had nothing waiting any more, at that time.
         self._left = 0.0, 0.0
-        # The highest that the lowest counter of those that wait was when somebody came: below that nobody comes by more
-        # than a credit, though every newcomer is lifted to the place of the one before.
+        # The highest of the lowest counters that those that wait had whenever somebody came. Nobody comes more than a
+        # credit below it: else each newcomer, lifted to the place of the one before, would come a credit lower.
         self._level = 0.0
         # Whether there is more than one tenant.
         self.several = False
@@ -73,10 +73,10 @@ class VirtualTokens:
         return float(self.weights[tenant]) if tenant < len(self.weights) else 1.0
 
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
-        """Tells newcomers: tenants that wait or run and would with one sequence more have less than an equal share of
-        those that run, for their weights; they are served as if they had had `credit` tokens less, or as many as the
-        longest prompt of any of them has, over its weight, if that is more: or it would stop halfway for those of
-        others. The credit is that of all, so that no newcomer waits for what another one once sent.
+        """Tells newcomers: tenants that wait or run and that, with one sequence more, would have less than an equal
+        share of those that run, for their weights. Newcomers are served as if they had had fewer tokens: `credit`, or
+        the longest prompt of any of them over its weight, if that is more, so that no prompt stops halfway for those of
+        others. All have the same credit, so that no newcomer waits for what another one once sent.
 
         Sequences count, and not blocks as for preemption: newcomers are given time of steps, of which each sequence
         takes as much whatever it holds. So a tenant of long prompts and short answers stays a newcomer for good; others
