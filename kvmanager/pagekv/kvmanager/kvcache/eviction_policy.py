@@ -57,7 +57,7 @@ class FreeQueue:
     def append(self, blocks: Blocks) -> None:
         """Puts blocks that are out of the queue at the tail, in order."""
         if self._tail + len(blocks) > len(self._entries):
-            self._clear_voided()
+            self._move_to(self._entries)
         end = self._tail + len(blocks)
         self._entries[self._tail : end] = blocks
         self._position[blocks] = self._positions(self._tail, end)
@@ -110,10 +110,11 @@ class FreeQueue:
         valid: Blocks = entries[self._position[entries] == self._positions(self._head, self._tail)]
         return valid
 
-    def _clear_voided(self) -> None:
-        """Moves the valid entries to the front of the array."""
+    def _move_to(self, entries: Blocks) -> None:
+        """Moves the valid entries to the front of an array, the present one or another."""
         valid = self._valid_entries()
-        self._entries[: len(valid)] = valid
+        entries[: len(valid)] = valid
+        self._entries = entries
         self._position[valid] = self._positions(0, len(valid))
         self._head, self._tail = 0, len(valid)
 

@@ -38,11 +38,7 @@ class GrowingQueue(FreeQueue):
 
     def _resize(self, length: int) -> None:
         """Clears the void entries, and makes room for `length` blocks and as many joins: few resizings, and cheap."""
-        valid = self._valid_entries()
-        self._entries = np.empty(max(_LEAST, 2 * length), np.int32)
-        self._entries[: len(valid)] = valid
-        self._position[valid] = self._positions(0, len(valid))
-        self._head, self._tail = 0, len(valid)
+        self._move_to(np.empty(max(_LEAST, 2 * length), np.int32))
 
     def _positions(self, start: int, end: int) -> Positions:
         return np.arange(self._offset + start, self._offset + end, dtype=np.int64)
