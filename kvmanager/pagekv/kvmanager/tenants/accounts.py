@@ -87,6 +87,15 @@ class Account:
                 f"{limit}: your tenant has {held} of at most {most}, {more} more were asked", limit=most
             )
 
+    def check_waiting(self, held: int, retry_delay_s: float) -> None:
+        """Raises Overloaded while `held` requests wait and one more is too many, LimitExceeded where none ever may."""
+        most = self.limits.max_waiting
+        if not most:
+            self.check_count("max_waiting", held)
+        elif held >= most:
+            self.usage.refusals["max_waiting"] += 1
+            raise Overloaded(f"max_waiting: {held} requests of your tenant wait, at most {most}", retry_delay_s, most)
+
     def _check_rate(self, limit: str, bucket: TokenBucket, rate: int | None) -> None:
         wait_s = bucket.wait_s()
         if wait_s:

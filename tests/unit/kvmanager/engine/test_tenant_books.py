@@ -122,8 +122,9 @@ def test_limits_of_a_tenant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(of(accounts, "few", str(at), [1])) for at in range(2)]
-        with pytest.raises(LimitExceeded, match="max_waiting: your tenant has 2 of at most 2"):
+        with pytest.raises(Overloaded, match="max_waiting: 2 requests of your tenant wait, at most 2") as full:
             engine.submit(of(accounts, "few", "more", [1]))
+        assert (full.value.retry_delay_s, full.value.limit) == (1, 2)
         slow = engine.submit(of(accounts, "slow", "a", [1] * 10, 6))
         await read(slow)
         with pytest.raises(Overloaded, match="tokens_per_minute: your tenant may take 12") as caught:

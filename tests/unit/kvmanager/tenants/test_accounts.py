@@ -240,9 +240,22 @@ def test_counts_are_refused_above_their_limit() -> None:
     assert caught.value.limit == 3
     with pytest.raises(LimitExceeded, match="has 1 of at most 3, 5 more were asked"):
         account.check_count("max_running", 1, 5)
-    with pytest.raises(LimitExceeded):
-        account.check_count("max_waiting", 0)
-    assert account.usage.refusals == {"max_running": 2, "max_waiting": 1}
+    assert account.usage.refusals == {"max_running": 2}
+
+
+def test_a_tenant_whose_queue_is_full_is_told_when_to_come_back() -> None:
+    """Unless none may ever wait."""
+    account = Account(Tenant("a", 1))
+    account.check_waiting(10**9, 1.0)
+    account.set_limits(TenantLimits(max_waiting=2))
+    account.check_waiting(1, 1.0)
+    with pytest.raises(Overloaded, match="max_waiting: 2 requests of your tenant wait, at most 2") as full:
+        account.check_waiting(2, 1.5)
+    assert (full.value.retry_delay_s, full.value.limit) == (1.5, 2)
+    account.set_limits(TenantLimits(max_waiting=0))
+    with pytest.raises(LimitExceeded, match="max_waiting: your tenant has 0 of at most 0"):
+        account.check_waiting(0, 1.0)
+    assert account.usage.refusals == {"max_waiting": 2}
 
 
 def test_rates_are_refused_while_too_much_was_taken() -> None:
