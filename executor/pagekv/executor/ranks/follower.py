@@ -22,6 +22,7 @@ from pagekv.executor.session.collector import Collector
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, is_lost
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step_check import EpochLimits
+from pagekv.executor.session.worker_thread import next_job
 from pagekv.executor.world import OTHERS_S
 
 log = Log(__name__)
@@ -65,9 +66,10 @@ class Follower:
 
     def run(self, backend: Backend) -> None:
         """Does with the backend what rank 0 says, until the group ends in order. To be called on the thread that made
-        the backend.
+        the backend. While rank 0 says nothing, the backend prepares what its own steps will take.
         """
-        while (message := self._messages.get()) is not None:
+        prepare = getattr(backend, "prepare", None)
+        while (message := next_job(self._messages, prepare)) is not None:
             if message.kind is Kind.STEP:
                 self._run_step(message.data)
             elif message.kind is Kind.EPOCH:

@@ -234,6 +234,11 @@ class GroupBackend:
     def finish(self, states: list[SequenceState]) -> None:
         self._own.finish(states)
 
+    def prepare(self) -> bool:
+        """As rank 0's own backend does, if it does; the others see to theirs (`Follower.run`)."""
+        prepare = getattr(self._own, "prepare", None)
+        return prepare is not None and prepare()
+
     def is_lost(self, error: Exception) -> bool:
         """As rank 0's own backend says, but for what is found between steps, where no rank waits for another one: a
         difference, which the process has counted; and what all have answered to `describe` or `allocate`.

@@ -84,23 +84,25 @@ class WorkerThread:
     def _work(self) -> None:
         job = self._jobs.get()
         while job is not None:
-            self._run(job)
-            job = self._next()
+            _run(job)
+            job = next_job(self._jobs, self._when_idle)
 
-    def _next(self) -> Callable[[], None] | None:
-        """The next job, with idle work until there is one."""
-        if self._when_idle is not None:
+
+def next_job(jobs: SimpleQueue[T], piece: Callable[[], bool] | None) -> T:
+    """The next job of a thread, which does pieces of idle work, if it has any, as `WorkerThread.when_idle` says."""
+    if piece is not None:
+        with suppress(Empty):
+            return jobs.get(timeout=IDLE_S)
+        while _run(piece):
             with suppress(Empty):
-                return self._jobs.get(timeout=IDLE_S)
-            while self._run(self._when_idle):
-                with suppress(Empty):
-                    return self._jobs.get_nowait()
-        return self._jobs.get()
+                return jobs.get_nowait()
+    return jobs.get()
 
-    def _run(self, function: Callable[[], object]) -> object:
-        """Its result; None where it raises."""
-        try:
-            return function()
-        except Exception:
-            log.exception("a job raised", thread=self._thread.name)
-            return None
+
+def _run(function: Callable[[], object]) -> object:
+    """Its result; None where it raises."""
+    try:
+        return function()
+    except Exception:
+        log.exception("a job raised", thread=threading.current_thread().name)
+        return None

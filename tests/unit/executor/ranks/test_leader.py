@@ -97,6 +97,29 @@ def test_steps_are_those_of_one_rank_and_the_times_of_all_are_told() -> None:
     assert group.lost == []
 
 
+def test_every_rank_prepares_its_own_steps_while_there_is_nothing_to_do() -> None:
+    class Prepares(OracleBackend):
+        left = 3
+
+        def prepare(self) -> bool:
+            self.left -= 1
+            return self.left > 0
+
+    ranks = [Prepares(MODEL) for _ in range(3)]
+    with running_group(*ranks) as group:
+        epoch = epoch_of(group)
+        wait_until(lambda: [rank.left for rank in ranks[1:]] == [0, 0])
+        assert [group.backend.prepare() for _ in range(3)] == [True, True, False]
+        assert run(epoch, 1).sampled
+    assert group.lost == []
+
+
+def test_a_rank_whose_backend_prepares_nothing_has_nothing_to_do() -> None:
+    with running_group(OracleBackend(MODEL), OracleBackend(MODEL)) as group:
+        assert not group.backend.prepare()
+        assert run(epoch_of(group), 1).sampled
+
+
 def test_memory_is_that_of_the_smallest_rank() -> None:
     backends = [OracleBackend(MODEL, kv_bytes=SLOT * size) for size in (80, 64, 100)]
     with running_group(*backends) as group:
