@@ -172,13 +172,12 @@ class PagedAttention:
 
     def plan_prefills(self, batch: StepBatch) -> PrefillWork:
         """The prefill items of a batch, which `plan` makes too."""
-        planned = self._planned
         return plan_prefills(
             batch,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             variant=self.variant,
-            window=planned["window"],
+            window=self.plan_window,
         )
 
     @property
@@ -186,11 +185,6 @@ class PagedAttention:
         """Rows that may share a read; 1 where every item is a wide one, shared or not."""
         group = self.num_heads // self.num_kv_heads
         return 1 if every_item_is_wide(self.variant, group) else most_members(self.variant, group)
-
-    def decode_bytes(self, work: DecodeWork) -> int:
-        """Bytes of keys and values that the decode items of one layer read."""
-        row = self.num_kv_heads * self.variant.head_size * self.variant.kv_element_bytes
-        return 2 * work.keys_read * row
 
     def scratch_bytes(self, num_partials: int) -> int:
         """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""

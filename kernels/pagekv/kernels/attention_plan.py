@@ -38,6 +38,8 @@ ALIGN = 4
 """In int32 words: sections start at multiples of 16 bytes."""
 PADDING = -1
 """First word of a padded slot, merge or prefill item: kernels skip it."""
+SKIPPED_BELOW_ZERO = ("slots", "merge_items", "prefill_items")
+"""Sections that are filled up with it."""
 
 
 @dataclass(frozen=True)
@@ -107,17 +109,12 @@ class AttentionPlan:
     num_split_items: int
     """Of layers that split, where any row is split; instead of the prefill items."""
     num_partials: int
-    most_partials: int
-    """Of one decode."""
+    fused_merges: bool
+    """Whether the decode kernels merge the partial results of decodes themselves."""
     at: Mapping[str, int]
     """Section -> its address."""
     scratch: int
     """Address of float32 [num_partials, num_heads, head_size + 2] words: see `PagedAttention.scratch_bytes`."""
-
-    @property
-    def fused_merges(self) -> bool:
-        """Whether the decode kernels merge the partial results of decodes themselves."""
-        return self.most_partials <= MOST_FUSED_PARTIALS
 
     def partials(self, num_heads: int, head_size: int) -> tuple[int, int]:
         """Addresses of the partial results' outputs and of their (maximum, sum) pairs."""
@@ -133,6 +130,7 @@ class HostPlan:
     offsets: Mapping[str, int]
     """Section -> its first word."""
     counts: Mapping[str, int]
+    fused_merges: bool
 
     def bind(self, address: int, scratch: int = 0) -> AttentionPlan:
         """The plan for a copy of `words` at a device address that is a multiple of 16.
@@ -144,10 +142,7 @@ class HostPlan:
         if self.counts["num_partials"] and not scratch:
             raise ValueError("scratch: this step has partial results and needs memory for them")
         at = {name: address + 4 * offset for name, offset in self.offsets.items()}
-        return AttentionPlan(**self.counts, at=at, scratch=scratch)
-
-
-SKIPPED_BELOW_ZERO = ("slots", "merge_items", "prefill_items")
+        return AttentionPlan(**self.counts, fused_merges=self.fused_merges, at=at, scratch=scratch)
 
 
 def plan_decodes(
@@ -233,6 +228,9 @@ def plan_step(
     padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
     work = work.with_empty_rows(padding, len(context_lens))
     prefills = plan_prefills(batch, num_heads=num_heads, num_kv_heads=num_kv_heads, variant=variant, window=window)
+    # A graph's decodes may have as many as its tables have room for.
+    longest = most_partials(graph.table_width * block_size, window) if graph else work.most_partials
+    fused_merges = longest <= MOST_FUSED_PARTIALS
     arrays = {
         "query_start": query_start,
         "context_lens": context_lens,
@@ -249,17 +247,17 @@ def plan_step(
         "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
         "prefill_items": prefills.items,
         "split_items": prefills.split_items,
-        "row_merges": _row_merges(work, prefills),
+        "row_merges": _row_merges(work, prefills, fused_merges),
         **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
     }
-    num_partials, longest = work.num_partials + prefills.num_partials, work.most_partials
+    num_partials = work.num_partials + prefills.num_partials
     shapes = {name: array.shape for name, array in arrays.items()}
     if graph:
         if num_partials > graph.partials:
             raise ValueError(f"partials: {num_partials} do not fit the {graph.partials} of the graph")
         if len(padding) and graph.batch == len(context_lens):
             raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
-        num_partials, longest = graph.partials, most_partials(graph.table_width * block_size, window)
+        num_partials = graph.partials
         shapes |= graph.shapes()
         if work.all_wide:
             shapes |= {
@@ -282,18 +280,18 @@ def plan_step(
             "num_prefill_items": shapes["prefill_items"][0],
             "num_split_items": shapes["split_items"][0],
             "num_partials": num_partials,
-            "most_partials": longest,
         },
+        fused_merges,
     )
 
 
-def _row_merges(decodes: DecodeWork, prefills: PrefillWork) -> Ints:
+def _row_merges(decodes: DecodeWork, prefills: PrefillWork, fused_merges: bool) -> Ints:
     """[T, 4], or [0, 4] where no row of a prompt is split: the merges of all rows that one launch merges, by row. The
-    partial results of prompts are behind those of decodes."""
+    partial results of prompts are behind those of decodes. `fused_merges`: decodes merge theirs themselves."""
     merges = prefills.merges.copy()
     if len(merges):
         merges[merges[:, 0] >= 0, 1] += decodes.num_partials
-        if decodes.most_partials > MOST_FUSED_PARTIALS:
+        if not fused_merges:
             merges[decodes.merges[:, 0]] = decodes.merges
     return merges
 

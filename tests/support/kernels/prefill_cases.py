@@ -151,7 +151,7 @@ def run_prefill(
         num_prefill_items=len(items),
         num_split_items=len(work.split_items),
         num_partials=work.num_partials,
-        most_partials=0,
+        fused_merges=True,
         at=at,
         scratch=address(scratch),
     )
