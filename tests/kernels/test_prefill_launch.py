@@ -10,9 +10,9 @@ import torch
 
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import StepBatch
-from pagekv.kernels.decode_plan import Ints
 from pagekv.kernels.launch_config import LaunchConfig
 from pagekv.kernels.params import Struct
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import KERNELS, Variant
 
 

@@ -12,8 +12,9 @@ from support.kernels.host_build import HostKernelError, HostLauncher
 from support.kernels.prefill_cases import check, mixed_batch
 
 from pagekv.kernels import launch_config
-from pagekv.kernels.decode_plan import Ints, KernelTile
+from pagekv.kernels.decode_plan import KernelTile
 from pagekv.kernels.prefill_plan import prefill_tile, prefill_work
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant, all_variants
 
 TILE = KernelTile(keys=64, rows=128, threads=128, shared_bytes=0)

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagekv.kernels.decode_plan import Ints, KernelTile
+from pagekv.kernels.decode_plan import KernelTile
 from pagekv.kernels.prefill_plan import PrefillWork, prefill_tile, prefill_work
 from pagekv.kernels.prefill_splits import SPLIT_RULE, SplitRule
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant, all_variants
 
 TILE = KernelTile(keys=16, rows=16, threads=128, shared_bytes=0)

@@ -34,8 +34,7 @@ from pagekv.kernels.prefill_launch import launch_prefill
 from pagekv.kernels.prefill_plan import PrefillWork
 from pagekv.kernels.prefill_splits import SPLIT_RULE, partial_bytes
 from pagekv.kernels.rows import Norm
-from pagekv.kernels.shared_splits import Ints
-from pagekv.kernels.tensors import Tensor, dtype_name
+from pagekv.kernels.tensors import Ints, Tensor, dtype_name
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads, check_wgmma
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")

@@ -31,7 +31,7 @@ from pagekv.kernels.decode_plan import (
     most_partials,
 )
 from pagekv.kernels.prefill_plan import PrefillWork, prefill_tile, prefill_work
-from pagekv.kernels.shared_splits import Ints
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant
 
 ALIGN = 4

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pagekv.kernels.shared_splits import Ints as Ints
 from pagekv.kernels.shared_splits import SharedSplits, shared_splits
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant
 
 LEAST_SPLIT = 256

@@ -7,8 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
-from pagekv.kernels.decode_plan import Ints, KernelTile, padded_row
+from pagekv.kernels.decode_plan import KernelTile, padded_row
 from pagekv.kernels.prefill_splits import SPLIT_RULE, SplitRule, oldest_visible, partial_bytes, repeated, row_merges
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant
 
 WARPS = 4

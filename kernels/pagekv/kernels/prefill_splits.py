@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagekv.kernels.shared_splits import Ints
+from pagekv.kernels.tensors import Ints
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-Ints = np.ndarray[Any, np.dtype[np.int32]]
+from pagekv.kernels.tensors import Ints
+
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 MIN_SAVED = 8

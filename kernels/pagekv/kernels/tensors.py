@@ -1,10 +1,14 @@
-"""Tensors as the kernels see them, of torch or not."""
+"""Tensors as the kernels see them, of torch or not, and arrays that the host plans a step with."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol
+
+import numpy as np
+
+Ints = np.ndarray[Any, np.dtype[np.int32]]
 
 
 class Tensor(Protocol):

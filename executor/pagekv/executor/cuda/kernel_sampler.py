@@ -18,10 +18,10 @@ from pagekv.executor.cuda.logprobs import Logprobs, log_probabilities
 from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
 from pagekv.executor.cuda.step_inputs import DeviceSequence
 from pagekv.executor.cuda.step_sampling import Find
-from pagekv.kernels.decode_plan import Ints
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import ADJUSTMENT, CHOICE, EDIT
 from pagekv.kernels.sampling import NONE, SamplingKernels, min_weight, scales, share, top_p_share
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import DTYPE_PAIRS
 
 # Bytes of adjusted logits, and elements of float64 for log-probabilities, that there are at a time.

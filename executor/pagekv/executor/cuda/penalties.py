@@ -9,7 +9,7 @@ import torch
 
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, SequenceState
 from pagekv.executor.cuda.step_sampling import Find
-from pagekv.kernels.decode_plan import Ints
+from pagekv.kernels.tensors import Ints
 
 
 class Penalised(Protocol):

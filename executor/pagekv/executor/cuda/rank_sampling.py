@@ -18,7 +18,7 @@ from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.step_inputs import DeviceSequence
 from pagekv.executor.cuda.step_sampling import Find
 from pagekv.executor.model.shards import Shards
-from pagekv.kernels.decode_plan import Ints
+from pagekv.kernels.tensors import Ints
 
 
 class RankSampling:

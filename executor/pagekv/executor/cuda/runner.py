@@ -37,7 +37,8 @@ from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitR
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.executor.model.shards import Shards
 from pagekv.kernels.attention_plan import GraphKey, HostPlan, StepBatch
-from pagekv.kernels.decode_plan import DecodeWork, Ints
+from pagekv.kernels.decode_plan import DecodeWork
+from pagekv.kernels.tensors import Ints
 
 # int32 words of the buffer that inputs are uploaded to, at least; steps with more have one of their own.
 UPLOAD_WORDS = 2**20

@@ -12,7 +12,7 @@ import numpy as np
 from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Scheduled, SequenceState
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.kernels.attention_plan import StepBatch
-from pagekv.kernels.decode_plan import Ints
+from pagekv.kernels.tensors import Ints
 
 # Table entry without a block: the kernels' plan refuses a step that reads it, and no swap is waited for.
 NO_BLOCK = -1

@@ -9,7 +9,7 @@ import torch
 
 from pagekv.executor.backend.interface import SequenceState
 from pagekv.executor.cuda.logprobs import Logprobs
-from pagekv.kernels.decode_plan import Ints
+from pagekv.kernels.tensors import Ints
 
 # Section name -> view of it on the device: `find(name, shape)` is int32, `find(name, shape, torch.float64)` its words
 # as doubles.

@@ -26,7 +26,7 @@ from pagekv.executor.cuda.logprobs import Logprobs, below_largest, first_of_larg
 from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
 from pagekv.executor.cuda.step_inputs import DeviceSequence
 from pagekv.executor.cuda.step_sampling import Find
-from pagekv.kernels.decode_plan import Ints
+from pagekv.kernels.tensors import Ints
 
 # Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.
 CHUNK_ELEMENTS = 4 * 2**20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, Recorded, graph_key, ladder, padded_batch
 from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_decodes, plan_step
 from pagekv.kernels.decode_plan import decode_work
-from pagekv.kernels.shared_splits import Ints
+from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant
 
 
