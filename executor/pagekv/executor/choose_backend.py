@@ -14,7 +14,7 @@ from pagekv.common.logs import Log
 from pagekv.common.models import check_model_files, resolve_model
 from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend
-from pagekv.executor.config import ExecutorConfig
+from pagekv.executor.config import ExecutorConfig, refuse_cuda_flags
 from pagekv.executor.group import rank_threads
 from pagekv.executor.machine import available_bytes, shorten_spinning
 from pagekv.executor.model.start_check import check_cpu_start
@@ -44,10 +44,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
         gpu = _usable_gpu(config, world)
     if gpu is not None:
         return _load_cuda(config, directory, gpu, world, lost)
-    if config.kv_dtype != "auto":
-        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
-    if config.wgmma_prefill:
-        raise ValueError("--wgmma-prefill needs --backend cuda")
+    refuse_cuda_flags(config)
     check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes(), world.size)
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers

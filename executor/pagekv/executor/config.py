@@ -168,6 +168,14 @@ class ExecutorConfig:
     oracle: OracleConfig = field(default_factory=OracleConfig, metadata=flag_group("oracle"))
 
 
+def refuse_cuda_flags(config: ExecutorConfig) -> None:
+    """Raises ValueError for a flag that a backend other than cuda cannot follow."""
+    if config.kv_dtype != "auto":
+        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
+    if config.wgmma_prefill:
+        raise ValueError("--wgmma-prefill needs --backend cuda")
+
+
 def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> ExecutorConfig:
     """Reads command line and environment; exits with status 2 and one line that names a bad flag and its bounds."""
     parser = FlagParser(

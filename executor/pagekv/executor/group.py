@@ -20,7 +20,7 @@ from pagekv.common.port_file import add_to_port_file
 from pagekv.common.version import pagekv_version
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import Backend
-from pagekv.executor.config import ExecutorConfig
+from pagekv.executor.config import ExecutorConfig, refuse_cuda_flags
 from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.start_check import check_ranks
@@ -89,10 +89,8 @@ def check_group(config: ExecutorConfig, world: World) -> None:
             f"LOCAL_RANK: must be from 0 to {world.local_size - 1} with --backend cuda, since it names the rank's GPU; "
             "it is unset: start ranks by torchrun"
         )
-    if config.backend != "cuda" and config.kv_dtype != "auto":
-        raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
-    if config.backend != "cuda" and config.wgmma_prefill:
-        raise ValueError("--wgmma-prefill needs --backend cuda")
+    if config.backend != "cuda":
+        refuse_cuda_flags(config)
     if config.backend != "oracle":
         _check_transformers()
 
@@ -192,7 +190,9 @@ def _prepared(config: ExecutorConfig, world: World) -> tuple[dict[str, Any], Joi
     # Where ranks have run before, they may have served; only the store will tell.
     with _start(world, world.anew):
         facts = _facts_or_failure(config, world)
-        joining = _begin_to_join(config)
+        # Before the time to join begins: it takes some ranks longer than others.
+        _import_torch()
+        joining = JoinTime(config.join_timeout_s)
         store = open_store(world, joining)
         return facts, joining, store, has_served(store)
 
@@ -208,12 +208,6 @@ def _facts_or_failure(config: ExecutorConfig, world: World) -> dict[str, Any]:
         if not world.has_store or (world.rank == 0 and world.local_size == world.size and not world.anew):
             raise
         return {FAILURE: words_of(error)}
-
-
-def _begin_to_join(config: ExecutorConfig) -> JoinTime:
-    # Takes some ranks longer than others.
-    _import_torch()
-    return JoinTime(config.join_timeout_s)
 
 
 def _import_torch() -> None:
