@@ -112,20 +112,11 @@ class FusedDecoder:
         return product
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
-        decoder = self._decoder
         stream = self._layers_of(self._inputs(plan, cache), cache)
-        logits: torch.Tensor = self._head(add_norm(stream, None, 0.0, None, decoder.norm))
-        if decoder.logits_scale != 1:
-            logits *= decoder.logits_scale
-        if decoder.logits_cap is not None:
-            logits = logits.div_(decoder.logits_cap).tanh_().mul_(decoder.logits_cap)
-        return logits
+        return self._decoder.scale_logits(self._head(add_norm(stream, None, 0.0, None, self._decoder.norm)))
 
     def _inputs(self, plan: CpuAttentionPlan, cache: KvCache) -> _Inputs:
-        decoder = self._decoder
-        stream = decoder.embed(plan.input_ids)[0]
-        if decoder.embed_factor != 1:
-            stream *= decoder.embed_factor
+        stream = self._decoder.embed(plan.input_ids)[0]
         keys, _ = cache.layer(0)
         blocks, offsets = (each.numpy() for each in plan.slots)
         places = torch.from_numpy(blocks * keys.stride(0) + offsets * keys.stride(1))

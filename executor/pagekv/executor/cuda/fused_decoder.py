@@ -64,10 +64,7 @@ class FusedLayers:
         attention: PagedAttention,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        decoder, layers = self._decoder, self._layers
-        stream: torch.Tensor = decoder.embed(token_ids)
-        if decoder.embed_factor != 1:
-            stream *= decoder.embed_factor
+        layers, stream = self._layers, self._decoder.embed(token_ids)
         normed = self._add_norm(stream, None, None, layers[0].before_attention)
         for index, layer in enumerate(layers):
             following = layers[index + 1].before_attention if index + 1 < len(layers) else None
@@ -81,11 +78,7 @@ class FusedLayers:
         elif rows:
             stream = stream[-rows:]
         logits = self._whole(_product(self._add_norm(stream, None, None, self._norm), self._head))
-        if decoder.logits_scale != 1:
-            logits *= decoder.logits_scale
-        if decoder.logits_cap is not None:
-            logits = logits.div_(decoder.logits_cap).tanh_().mul_(decoder.logits_cap)
-        return logits
+        return self._decoder.scale_logits(logits)
 
     def _summed(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows that a product of attention's heads, or of gated elements, adds to the stream."""

@@ -108,12 +108,27 @@ class Decoder:
         self._ropes: list[str] = list(text.layer_types) if by_type else [""] * len(inner.layers)
         self._layers = inner.layers
         self.activation = activation
-        self.embed: nn.Module = inner.embed_tokens
-        self.embed_factor = float(getattr(inner, "embedding_multiplier", 1.0))
+        self._embed: nn.Module = inner.embed_tokens
+        self._embed_factor = float(getattr(inner, "embedding_multiplier", 1.0))
         self.residual_factor = float(getattr(text, "residual_multiplier", 1.0))
         self.norm = _norm(inner.norm, self._more)
-        self.logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
-        self.logits_cap: float | None = text.final_logit_softcapping if model.config.model_type in _CAPPED else None
+        self._logits_scale = 1.0 / float(getattr(text, "logits_scaling", 1.0))
+        self._logits_cap: float | None = text.final_logit_softcapping if model.config.model_type in _CAPPED else None
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden_size]` of ids `[...]`, scaled: where the layers begin."""
+        stream: torch.Tensor = self._embed(token_ids)
+        if self._embed_factor != 1:
+            stream *= self._embed_factor
+        return stream
+
+    def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """Scales and caps what the head gives, in place."""
+        if self._logits_scale != 1:
+            logits *= self._logits_scale
+        if self._logits_cap is not None:
+            logits = logits.div_(self._logits_cap).tanh_().mul_(self._logits_cap)
+        return logits
 
     def take_layer(self, index: int) -> DecoderLayer:
         """A layer with its weights, which the model of transformers no longer has afterwards."""

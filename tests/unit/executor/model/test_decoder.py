@@ -76,7 +76,7 @@ def test_gemmas_norms_multiply_by_one_more() -> None:
     decoder = read_decoder(model)
     assert decoder is not None
     assert torch.equal(decoder.norm.weight, model.model.norm.weight + 1)
-    assert decoder.logits_cap == model.config.final_logit_softcapping
+    assert decoder.scale_logits(torch.tensor([1e9])).item() == model.config.final_logit_softcapping
 
 
 def test_the_text_part_of_a_model_that_sees_images() -> None:
@@ -129,7 +129,7 @@ def test_what_a_configuration_says_beside_the_family_is_ignored() -> None:
     config.final_logit_softcapping = 30.0
     decoder = read_decoder(model_of(config))
     assert decoder is not None
-    assert (decoder.activation, decoder.logits_cap) == ("silu", None)
+    assert (decoder.activation, decoder.scale_logits(torch.tensor([1e9])).item()) == ("silu", 1e9)
 
 
 def test_mixtures_of_experts_are_described_where_asked_for() -> None:
