@@ -45,24 +45,19 @@ class Follower:
         `RankWatch` does.
         """
         self._link = link
-        self._watch = RankWatch({_LEADER: link}, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
+        self.watch = RankWatch({_LEADER: link}, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
         self._epoch: Epoch | None = None
         self._collector = Collector()
         self._reader = threading.Thread(target=self._read, name="rank 0", daemon=True)
         self._reader.start()
-        self._watch.start()
-
-    @property
-    def watch(self) -> RankWatch:
-        """Of rank 0."""
-        return self._watch
+        self.watch.start()
 
     def _send(self, kind: Kind, content: Any) -> None:
         try:
             self._link.send_json(kind, content)
         except LinkLost as error:
-            self._watch.lose(f"rank 0 was lost: {error}", _LEADER)
+            self.watch.lose(f"rank 0 was lost: {error}", _LEADER)
 
     def run(self, backend: Backend) -> None:
         """Does with the backend what rank 0 says, until the group ends in order. To be called on the thread that made
@@ -83,28 +78,28 @@ class Follower:
 
     def end(self, reason: str, kind: Kind) -> None:
         """This rank ends: tells rank 0, and gives it the time to end first, by what it is told."""
-        self._watch.end(reason, kind=kind)
+        self.watch.end(reason, kind=kind)
         self._reader.join(OTHERS_S)
 
     def close(self) -> None:
         """Ends the connection. Idempotent."""
-        self._watch.stop()
+        self.watch.stop()
         self._link.close()
 
     def _read(self) -> None:
         try:
             while (message := self._link.receive()).kind is not Kind.BYE:
-                self._watch.heard(_LEADER)
+                self.watch.heard(_LEADER)
                 if message.kind is Kind.ENDS:
-                    self._watch.lose(f"rank 0 ends: {message.content}")
+                    self.watch.lose(f"rank 0 ends: {message.content}")
                 elif message.kind is Kind.CANNOT_START:
-                    self._watch.give_up(message.content)
+                    self.watch.give_up(message.content)
                 elif message.kind is not Kind.BEAT:
                     self._messages.put(message)
-            self._watch.stop()
+            self.watch.stop()
             self._messages.put(None)
         except LinkLost as error:
-            self._watch.lose(f"rank 0 was lost: {error}", _LEADER)
+            self.watch.lose(f"rank 0 was lost: {error}", _LEADER)
             self._messages.put(None)
 
     def _run_step(self, data: bytes) -> None:
@@ -143,7 +138,7 @@ class Follower:
         epoch.over = epoch.failed = True
         self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": failure.step, "reason": failure.reason})
         if failure.lost:
-            self._watch.lose(f"step {failure.step} failed on this rank: {failure.reason}")
+            self.watch.lose(f"step {failure.step} failed on this rank: {failure.reason}")
 
 
 class _Failure(NamedTuple):

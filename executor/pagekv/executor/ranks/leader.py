@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 import threading
 from collections.abc import Callable, Mapping
@@ -49,7 +50,7 @@ class Leader:
         ranks has served before.
         """
         self._links = links
-        self._watch = RankWatch(links, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
+        self.watch = RankWatch(links, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
         self._serves = serves
         self._reports = RankReports(links, timeout_s)
         # The latest call of the backend.
@@ -57,12 +58,7 @@ class Leader:
         self._epoch = 0
         for rank, link in links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"rank {rank}", daemon=True).start()
-        self._watch.start()
-
-    @property
-    def watch(self) -> RankWatch:
-        """Of the other ranks."""
-        return self._watch
+        self.watch.start()
 
     @property
     def size(self) -> int:
@@ -98,11 +94,11 @@ class Leader:
     def failed(self, reason: str) -> None:
         """A rank has failed in a call. While they start, the group ends by it for good, unless it can pass."""
         if self._serves is not None and not self._call.can_pass:
-            self._watch.give_up(reason)
+            self.watch.give_up(reason)
 
     def _break(self, reason: str) -> None:
         self.failed(reason)
-        self._watch.lose(reason)
+        self.watch.lose(reason)
 
     def hand_on(self, epoch: int, limits: EpochLimits, step: Step) -> None:
         if epoch != self._epoch:
@@ -111,38 +107,37 @@ class Leader:
             content = {**asdict(limits), "features": sorted(limits.features)}
             self._tell(Kind.EPOCH, {"epoch": epoch, "limits": content})
         self._reports.check(step.step - 1)
-        for rank, link in self._links.items():
-            try:
-                link.send(Kind.STEP, step.encoded)
-            except LinkLost as error:
-                self._watch.lose(f"rank {rank} was lost: {error}", rank)
+        self._send(Kind.STEP, step.encoded)
 
     def collected(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
         try:
             return self._reports.settle(epoch, step, digest, worked_us)
         except RanksLate as error:
-            self._watch.lose(str(error), *error.ranks)
+            self.watch.lose(str(error), *error.ranks)
             raise
 
     def stop(self) -> None:
         """Ends the other ranks in order."""
-        self._watch.stop()
+        self.watch.stop()
         for link in self._links.values():
             with suppress(LinkLost):
                 link.send(Kind.BYE)
 
     def _tell(self, kind: Kind, content: Any) -> None:
+        self._send(kind, json.dumps(content).encode())
+
+    def _send(self, kind: Kind, data: bytes) -> None:
         for rank, link in self._links.items():
             try:
-                link.send_json(kind, content)
+                link.send(kind, data)
             except LinkLost as error:
-                self._watch.lose(f"rank {rank} was lost: {error}", rank)
+                self.watch.lose(f"rank {rank} was lost: {error}", rank)
 
     def _read(self, rank: int, link: RankLink) -> None:
         try:
             while True:
                 message = link.receive()
-                self._watch.heard(rank)
+                self.watch.heard(rank)
                 if message.kind is Kind.REPORT:
                     self._reports.add(rank, RankReport.from_bytes(message.data))
                 elif message.kind is Kind.FAILED:
@@ -151,11 +146,11 @@ class Leader:
                 elif message.kind is Kind.ANSWER:
                     self._call.answer(rank, message.content)
                 elif message.kind is Kind.ENDS:
-                    self._watch.lose(f"rank {rank} ends: {message.content}")
+                    self.watch.lose(f"rank {rank} ends: {message.content}")
                 elif message.kind is Kind.CANNOT_START:
-                    self._watch.give_up(message.content)
+                    self.watch.give_up(message.content)
         except (LinkLost, struct.error, KeyError, TypeError) as error:
-            self._watch.lose(f"rank {rank} was lost: {error}", rank)
+            self.watch.lose(f"rank {rank} was lost: {error}", rank)
 
 
 class PoolsDoNotFit(MemoryError):
@@ -168,12 +163,7 @@ class GroupBackend:
     """
 
     def __init__(self, own: Backend, leader: Leader) -> None:
-        self._own, self._leader = own, leader
-
-    @property
-    def leader(self) -> Leader:
-        """The other ranks."""
-        return self._leader
+        self._own, self.leader = own, leader
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
         """Raises InvalidRequest where a rank does, and RanksDisagree."""
@@ -183,9 +173,9 @@ class GroupBackend:
         try:
             found = group_description({0: description, **others})
         except RanksDisagree as error:
-            self._leader.failed(str(error))
+            self.leader.failed(str(error))
             raise
-        return replace(found, tensor_parallel_size=self._leader.size, rank_differences=self._leader.num_differences)
+        return replace(found, tensor_parallel_size=self.leader.size, rank_differences=self.leader.num_differences)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
         """Raises PoolsDoNotFit where a rank raises MemoryError."""
@@ -203,25 +193,25 @@ class GroupBackend:
         short |= {rank: answer["short"] for rank, answer in answers.items() if "short" in answer}
         if short:
             raise PoolsDoNotFit("; ".join(f"rank {rank}: {error}" for rank, error in short.items()))
-        self._leader.started()
+        self.leader.started()
         return counts
 
     def _call(self, kind: Kind, content: Any, own: Callable[[], T]) -> tuple[T, dict[int, Any]]:
         """As the leader's, but that a rank that failed is an error."""
         words = f"failed to {kind.name.lower()}"
         try:
-            found, answers = self._leader.call(kind, content, own)
+            found, answers = self.leader.call(kind, content, own)
         except (PageKVError, CallBroken):
             raise
         except Exception as error:
-            self._leader.failed(f"rank 0 {words}: {failure(error)['error']}")
+            self.leader.failed(f"rank 0 {words}: {failure(error)['error']}")
             raise
         for rank, answer in answers.items():
             if "field" in answer:
                 raise InvalidRequest(answer["field"], f"{answer['error']} (rank {rank})")
             if "error" in answer:
                 reason = f"rank {rank} {words}: {answer['error']}"
-                self._leader.failed(reason)
+                self.leader.failed(reason)
                 raise RuntimeError(reason)
         return found, answers
 
