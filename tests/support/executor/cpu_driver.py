@@ -197,7 +197,7 @@ class Driver:
             while len(state.block_table) * self.block_size < state.computed_tokens + count:
                 state.block_table.append(self.free.pop())
             scheduled.append(Scheduled(state, state.computed_tokens, count))
-        sampled = self.backend.launch(scheduled).collect()
+        sampled = self.backend.launch(scheduled).collect() if scheduled else {}
         assert set(sampled) == {item.state.seq_id for item in scheduled if item.samples}
         for item in scheduled:
             item.state.computed_tokens += item.count

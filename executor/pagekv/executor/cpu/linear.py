@@ -61,13 +61,12 @@ def is_packable(dtype: torch.dtype) -> bool:
 def pack_linears(
     model: nn.Module,
     make: Callable[[torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]] | None = None,
-) -> int:
-    """Replaces every plain linear layer of the model in place and returns how many; 0 where oneDNN cannot help. `make`:
-    the products of weights and bias, instead of oneDNN's.
+) -> None:
+    """Replaces every plain linear layer of the model in place, none where oneDNN cannot help. `make`: the products of
+    weights and bias, instead of oneDNN's.
     """
     if make is None and not is_packable(next(model.parameters()).dtype):
-        return 0
-    count = 0
+        return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             # Exact types: a subclass may do more than multiply.
@@ -79,5 +78,3 @@ def pack_linears(
                 continue
             layer = PackedLinear(weight, bias) if make is None else ProductLinear(weight, make(weight, bias))
             setattr(parent, name, layer)
-            count += 1
-    return count

@@ -16,11 +16,9 @@ from pagekv.executor.model.shards import Shards
 def run_step(
     forward: StepForward, cache: KvCache, scheduled: list[Scheduled], shards: Shards | None = None
 ) -> dict[int, Sampled]:
-    """Computes every scheduled position; the sampled token of every sequence whose last known token was computed.
-    `shards`: of a model that is split, rank 0 samples, and tells the others.
+    """Computes every scheduled position, at least one; the sampled token of every sequence whose last known token was
+    computed. `shards`: of a model that is split, rank 0 samples, and tells the others.
     """
-    if not scheduled:
-        return {}
     plan = plan_step(cache, scheduled)
     logits = forward.logits(plan, cache)
     cache.reached(int(plan.slots[0].numpy().max()))

@@ -26,7 +26,6 @@ def test_only_sequences_whose_last_token_is_computed_sample(loaded: LoadedModel)
         SequenceState(seq_id, prompt, 8, [2 * seq_id, 2 * seq_id + 1], 0, Sampling())
         for seq_id, prompt in enumerate(prompts_of([8, 8]))
     )
-    assert run_step(ModuleForward(loaded.model), cache, []) == {}
     assert run_step(ModuleForward(loaded.model), cache, [Scheduled(part, 0, 5)]) == {}
     both = run_step(ModuleForward(loaded.model), cache, [Scheduled(whole, 0, 8), Scheduled(part, 5, 3)])
     assert set(both) == {whole.seq_id, part.seq_id}
