@@ -17,9 +17,7 @@ UNKNOWN_TOKEN = -1
 # contiguous slab over all layers, so a swap, a copy-on-write and a transfer are one copy each. A backend whose
 # elements are something else (the oracle's digests) keeps the part that matters: a block is one contiguous slab.
 LAYOUT = "blocks-first-v1"
-
-
-# Of the likeliest tokens, as many as every backend tells at most.
+# The most of the likeliest tokens whose log-probabilities a backend tells.
 MAX_LOGPROBS = 128
 # How cpu and cuda backend draw tokens, by name: DESIGN.md describes it.
 SAMPLER = "pagekv-1"
@@ -223,9 +221,9 @@ class Backend(Protocol):
         ...
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Computes every scheduled position in one pass, or begins to; launches run in the order of their calls.
-        States may change once it returns. An UNKNOWN_TOKEN among the scheduled positions is the token that an earlier
-        launch samples for that sequence.
+        """Computes every scheduled position, at least one, in one pass, or begins to; launches run in the order of
+        their calls. States may change once it returns. An UNKNOWN_TOKEN among the scheduled positions is the token that
+        an earlier launch samples for that sequence.
         """
         ...
 

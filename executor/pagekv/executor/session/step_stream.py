@@ -13,7 +13,8 @@ MAX_IN_FLIGHT = 8
 
 
 class StepStream:
-    """States: open, then ended, by an error, by a clean end of input or by `close`. Used on the event loop only.
+    """States: open, then ended, by an error, by a clean end of input or by `Session.close_stream`. Used on the event
+    loop only.
 
     `epoch` is the one that the call or its first step named, None before: while the stream is open it is held.
     """
