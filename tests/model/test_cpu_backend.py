@@ -8,7 +8,7 @@ import pytest
 from support.executor.backend_suite import BackendSuite, Case
 from support.executor.cpu_driver import MODELS, Driver, prompts_of, save_model
 
-from pagekv.executor.cpu import attention_plan as plan_module
+from pagekv.executor.cpu import attention_plan, gathered_reads
 from pagekv.executor.cpu.backend import CpuBackend
 
 # Longer than the window of the windowed models, several blocks, none a multiple of a block.
@@ -35,7 +35,8 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(autouse=True)
 def shared_reads_at_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models here are so small that sharing reads would never pay; what it computes must be right all the same."""
-    monkeypatch.setattr(plan_module, "CALL_BYTES", 1024)
+    for module in (attention_plan, gathered_reads):
+        monkeypatch.setattr(module, "CALL_BYTES", 1024)
 
 
 class TestCpuBackend(BackendSuite):

@@ -8,7 +8,8 @@ import math
 
 import torch
 
-from pagekv.executor.cpu.attention_plan import Context, CpuAttentionPlan, DecodeGroup
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.gathered_reads import Context, DecodeGroup, GatheredReads, gathered_reads
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
@@ -19,21 +20,25 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 class GatheredStepAttention:
-    """The attention of one step: writes its keys and values, then reads as the plan says. Implements
+    """The attention of one step: writes its keys and values, then reads what each row sees. Implements
     `StepAttention`.
     """
 
     def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
-        self._cache = cache
-        self._plan = plan
+        self._cache, self._plan = cache, plan
+        # By window.
+        self._reads: dict[int | None, GatheredReads] = {}
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
         self._cache.write(layer, self._plan.slots, key.transpose(0, 1), value.transpose(0, 1))
-        plan = self._plan.reads(scores.window)
+        window = self._plan.effective_window(scores.window)
+        if window not in self._reads:
+            self._reads[window] = gathered_reads(self._plan.step, self._cache, window)
+        reads = self._reads[window]
         parts: list[Part] = []
-        for part in plan.parts:
+        for part in reads.parts:
             rows = slice(part.first, part.last)
             if isinstance(part, DecodeGroup):
                 parts.append(self._decodes(layer, query[:, rows], part, scores))
@@ -44,9 +49,9 @@ class GatheredStepAttention:
                 seen = [slots[: mask.shape[-1]].transpose(0, 1) for slots in self._cache.gather(layer, blocks)]
                 parts.append(_chunk(query[:, rows], seen[0], seen[1], scores, mask))
         out = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts])
-        if plan.contexts or scores.sinks is not None:
+        if reads.contexts or scores.sinks is not None:
             lse = parts[0][1] if len(parts) == 1 else torch.cat([part[1] for part in parts])
-            for context in plan.contexts:
+            for context in reads.contexts:
                 other = self._context(layer, query[:, context.rows], context, scores)
                 out[context.rows], lse[context.rows] = merge(out[context.rows], lse[context.rows], *other)
             if scores.sinks is not None:

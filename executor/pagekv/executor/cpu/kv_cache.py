@@ -52,6 +52,11 @@ class KvCache:
         # Bytes of the device pool that were written, and for which the kernel has given memory before.
         self._written = self._prepared = 0
 
+    @property
+    def layer_block_bytes(self) -> int:
+        """Keys and values of one block and one layer."""
+        return self.geometry.bytes_per_block(self.block_size) // self.geometry.num_layers
+
     def copy(self, copies: BlockCopies) -> None:
         """Copies whole blocks; no destination is a source of another pair."""
         source = self.host if copies.direction is CopyDirection.SWAP_IN else self.device

@@ -32,5 +32,4 @@ def run_step(
 
 def plan_step(cache: KvCache, scheduled: list[Scheduled]) -> CpuAttentionPlan:
     """The plan of a step that has something scheduled."""
-    block_bytes = cache.geometry.bytes_per_block(cache.block_size) // cache.geometry.num_layers
-    return CpuAttentionPlan(scheduled, cache.block_size, cache.null_block, block_bytes, cache.geometry.dtype)
+    return CpuAttentionPlan(scheduled, cache.block_size, cache.layer_block_bytes)

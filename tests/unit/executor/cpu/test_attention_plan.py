@@ -1,20 +1,14 @@
-"""The plan of a step: rows, slots, groups; what it costs is bounded."""
+"""The plan of a step: rows, slots, and what sequences share."""
 
 from __future__ import annotations
 
-import math
-import random
-
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
-from pagekv.executor.cpu import attention_plan as plan_module
-from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, DecodeGroup, PromptChunk, SharedPrefix, shared_prefixes
+from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, SharedPrefix, shared_prefixes
 
 BLOCK_SIZE = 4
-NULL = 10**6
 
 
 def scheduled(seq_id: int, table: list[int], start: int, count: int, known: int | None = None) -> Scheduled:
@@ -22,8 +16,8 @@ def scheduled(seq_id: int, table: list[int], start: int, count: int, known: int 
     return Scheduled(SequenceState(seq_id, tokens, 1, table, start, Sampling()), start, count)
 
 
-def build(items: list[Scheduled], block_bytes: int = 2**15) -> CpuAttentionPlan:
-    return CpuAttentionPlan(items, BLOCK_SIZE, NULL, block_bytes, torch.float32)
+def build(items: list[Scheduled]) -> CpuAttentionPlan:
+    return CpuAttentionPlan(items, BLOCK_SIZE, 2**15)
 
 
 def test_rows_slots_and_samples() -> None:
@@ -44,95 +38,9 @@ def test_slots_follow_the_block_table() -> None:
     assert [slots[position] for position in (0, 3, 4, 8, 10)] == [(19, 0), (19, 3), (18, 0), (5, 0), (5, 2)]
 
 
-def test_parts_cover_every_row_in_order() -> None:
-    rng = random.Random(0)
-    for _ in range(50):
-        items = [
-            scheduled(seq_id, list(range(20 * seq_id, 20 * seq_id + 20)), rng.randrange(40), rng.choice([1, 1, 5, 30]))
-            for seq_id in range(rng.randint(1, 12))
-        ]
-        step = build(items, rng.choice([2**10, 2**18, 2**24]))
-        for window in (None, 1, 7, 1000):
-            at = 0
-            for part in step.reads(window).parts:
-                assert part.first == at < part.last
-                at = part.last
-            assert at == sum(item.count for item in items)
-
-
-def test_a_group_pads_with_the_null_block_and_names_what_nobody_wrote() -> None:
-    (group,) = build([scheduled(1, [7, 3], 5, 1), scheduled(2, [9], 2, 1)]).reads(None).parts
-    assert isinstance(group, DecodeGroup)
-    assert group.blocks.tolist() == [9, NULL, 7, 3]
-    assert group.unwritten.tolist() == [3, 14, 15, 16 + 3, 16 + 14, 16 + 15]
-    hidden = -math.inf
-    assert group.mask.tolist() == [[[[0, 0, 0] + [hidden] * 5]], [[[0] * 6 + [hidden] * 2]]]
-
-
-def test_padding_is_cheaper_than_another_group() -> None:
-    """Lengths far apart are not padded to one another, and no group is larger than the cache likes."""
-    block_bytes = 2**15
-    lengths = [1] * 30 + [100] * 40
-    items, block = [], 0
-    for seq_id, length in enumerate(lengths):
-        items.append(scheduled(seq_id, list(range(block, block + length)), length * BLOCK_SIZE - 1, 1))
-        block += length
-    groups = [part for part in build(items, block_bytes).reads(None).parts if isinstance(part, DecodeGroup)]
-    for group in groups:
-        padding = int((group.blocks == NULL).sum())
-        assert padding * block_bytes <= plan_module.CALL_BYTES
-        assert len(group.blocks) * block_bytes <= plan_module.MAX_GATHER_BYTES
-    assert sum(int((group.blocks != NULL).sum()) for group in groups) == sum(lengths)
-
-
-def test_a_window_reads_only_its_blocks() -> None:
-    step = build([scheduled(1, list(range(10)), 30, 1), scheduled(2, list(range(20, 30)), 20, 6)])
-    chunk, group = step.reads(6).parts
-    assert isinstance(chunk, PromptChunk)
-    assert chunk.window is not None
-    blocks, mask = chunk.window
-    assert blocks.tolist() == [23, 24, 25, 26]
-    assert mask.shape == (1, 1, 6, 14)
-    visible = (mask[0, 0] == 0).tolist()
-    for row, position in enumerate(range(20, 26)):
-        assert [12 + key for key in range(14) if visible[row][key]] == list(range(position - 5, position + 1))
-    assert isinstance(group, DecodeGroup)
-    assert group.blocks.tolist() == [6, 7]
-    assert (group.mask[0, 0, 0] == 0).tolist() == [False, True, True, True, True, True, True, False]
-
-
 def test_a_window_longer_than_everything_is_none() -> None:
     step = build([scheduled(1, [0, 1], 0, 6)])
-    assert step.reads(6) is step.reads(None)
-    assert step.reads(5) is not step.reads(None)
-
-
-def test_shared_blocks_are_read_once_for_all_rows() -> None:
-    """Rows of two chunks and a decode behind 32 common blocks; the rest of a context is read for one sequence alone."""
-    common = list(range(100, 132))
-    items = [
-        scheduled(1, [*common, 1], 128, 3),
-        scheduled(2, [*common, 2, 3], 130, 4),
-        scheduled(3, [*common, 4], 129, 1),
-        scheduled(4, [5], 0, 2),
-    ]
-    plan = build(items, plan_module.CALL_BYTES // 16).reads(None)
-    assert [type(part) for part in plan.parts] == [PromptChunk, PromptChunk, PromptChunk, DecodeGroup]
-    own, shared = plan.contexts
-    assert own.rows == slice(3, 7)
-    assert (own.blocks.tolist(), own.num_keys) == ([2], 2)
-    assert isinstance(shared.rows, torch.Tensor)
-    assert shared.rows.tolist() == [*range(7), 9]
-    assert (shared.blocks.tolist(), shared.num_keys) == (common, 128)
-    group = plan.parts[-1]
-    assert isinstance(group, DecodeGroup)
-    assert group.blocks.tolist() == [4]
-
-
-def test_sharing_that_saves_less_than_a_call_is_left() -> None:
-    common = list(range(100, 132))
-    items = [scheduled(seq_id, [*common, seq_id], 129, 1) for seq_id in (1, 2)]
-    assert build(items, plan_module.CALL_BYTES // 64).reads(None).contexts == []
+    assert (step.effective_window(6), step.effective_window(5), step.effective_window(None)) == (None, 5, None)
 
 
 # Two blocks to choose from at each depth: prefixes collide all the time, and a table is a path in a tree.

@@ -58,7 +58,7 @@ def test_chunks_and_decodes_read_what_plain_attention_reads(scores: Scores) -> N
     outputs = []
     for start, end in zip(starts, [*starts[1:], LENGTH], strict=True):
         scheduled = [Scheduled(state, start, end - start)]
-        plan = CpuAttentionPlan(scheduled, BLOCK_SIZE, cache.null_block, 1024, torch.float64)
+        plan = CpuAttentionPlan(scheduled, BLOCK_SIZE, cache.layer_block_bytes)
         step = GatheredStepAttention(cache, plan)
         outputs.append(step.attend(0, query[:, start:end], key[:, start:end], value[:, start:end], scores))
     assert torch.allclose(torch.cat(outputs), plain(query, key, value, scores))
@@ -84,7 +84,7 @@ def test_chunks_and_decodes_of_one_step_are_each_their_own_rows(scores: Scores) 
     at = [0] * 4
 
     def step(scheduled: list[Scheduled], whose: list[int]) -> None:
-        plan = CpuAttentionPlan(scheduled, BLOCK_SIZE, cache.null_block, 1024, torch.float64)
+        plan = CpuAttentionPlan(scheduled, BLOCK_SIZE, cache.layer_block_bytes)
         places = plan.position_ids[0].tolist()
         # Blocks are private, so a row's block tells whose it is.
         rows = [block // 6 for block in plan.slots[0].tolist()]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-import torch
-
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.paged_reads import RUN_QUERIES, PagedReads, PagedRuns, paged_reads
@@ -20,7 +18,7 @@ def scheduled(seq_id: int, table: list[int], start: int, count: int) -> Schedule
 
 def planned(items: list[Scheduled], window: int | None) -> tuple[CpuAttentionPlan, PagedReads]:
     """Sharing a single block is worth it."""
-    plan = CpuAttentionPlan(items, BLOCK_SIZE, 10**6, 2**20, torch.float32)
+    plan = CpuAttentionPlan(items, BLOCK_SIZE, 2**20)
     return plan, paged_reads(plan.step, BLOCK_SIZE, window, 2, 1)
 
 
@@ -71,7 +69,7 @@ def test_every_row_reads_what_it_sees_once() -> None:
             plan, reads = planned(items, window)
             assert window is None or not reads.prefixes
             found = all_seen(reads)
-            for row in plan.rows:
+            for row in plan.step.rows:
                 for place in range(row.item.count):
                     end = row.item.start + place + 1
                     begin = 0 if window is None else max(0, end - window)

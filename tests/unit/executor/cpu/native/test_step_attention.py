@@ -39,13 +39,13 @@ def test_rows_of_all_kinds(dtype: torch.dtype, tolerance: float, window: int | N
         for part in (keys, values):
             part[slots] = torch.randn(len(at), KV_HEADS, SIZE).to(dtype)
     # Sharing a single block is worth it.
-    plan = CpuAttentionPlan(items, BLOCK_SIZE, pools.null_block, 2**20, dtype)
+    plan = CpuAttentionPlan(items, BLOCK_SIZE, 2**20)
     reads = paged_reads(plan.step, BLOCK_SIZE, window, 2, 1)
     assert len(reads.prefixes) == (window is None)
     query = torch.randn(plan.input_ids.shape[1], HEADS, SIZE).to(dtype)
     found = step_attention(pools, 1, query, reads, Scores(0.4, window=window))
     assert found.dtype == dtype
-    for row in plan.rows:
+    for row in plan.step.rows:
         for place in range(row.item.count):
             end = row.item.start + place + 1
             at = torch.arange(0 if window is None else max(0, end - window), end)
@@ -72,7 +72,7 @@ def test_steps_of_transformers_model_are_those_by_its_own_attention(dtype: torch
                 for index, (table, (start, count)) in enumerate(zip(tables, places, strict=True))
                 if count
             ]
-            step = kind(pools, CpuAttentionPlan(items, BLOCK_SIZE, pools.null_block, 2**20, dtype))
+            step = kind(pools, CpuAttentionPlan(items, BLOCK_SIZE, 2**20))
             tokens = sum(item.count for item in items)
             sinks = torch.randn(2 * HEADS, generator=rng).to(dtype)
             for layer, (heads, scores) in enumerate(
