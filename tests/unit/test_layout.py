@@ -68,7 +68,8 @@ def test_every_module_of_the_kernels_has_a_test_of_its_name() -> None:
     "package",
     [
         *(f"kvmanager/pagekv/kvmanager/{name}" for name in ("engine", "kvcache", "scheduling")),
-        *(f"executor/pagekv/executor/{name}" for name in ("cpu", "cpu/native")),
+        *(f"executor/pagekv/executor/{name}" for name in ("session", "cuda", "cpu", "cpu/native", "ranks")),
+        KERNELS,
     ],
 )
 def test_the_order_to_read_a_large_package_in_has_each_of_its_modules_once(package: str) -> None:

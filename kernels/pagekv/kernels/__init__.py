@@ -1,1 +1,14 @@
-"""CUDA kernels of the executor: paged attention over the block pool, and what compiles, plans and starts it."""
+"""CUDA kernels of the executor: paged attention over the block pool, and what compiles, plans and starts it. Their text
+is in `src`; `bench` measures them.
+
+A reader may take the modules in this order:
+
+    attention                   attention, attention_plan
+    decodes                     decode_plan, shared_splits
+    prompts                     prefill_plan, prefill_splits, prefill_launch
+    both                        merge_launch
+    other kernels               rows, sampling, swap
+    a launch                    launch_config, params, tensors, cupy_launcher
+    compilation                 variants, sources, nvrtc, machine_code
+    torch and the system        failed_recording, host_memory
+"""

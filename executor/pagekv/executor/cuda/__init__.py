@@ -1,4 +1,14 @@
-"""The CUDA backend: transformers models over a paged block pool on the GPU, with PageKV's own attention kernels."""
+"""The CUDA backend: transformers models over a paged block pool on the GPU, with PageKV's own attention kernels.
+
+A reader may take the modules in this order:
+
+    a step                      backend, runner, step_inputs, forward, kernel_attention, graphs
+    in fused layers             fused_decoder, sharded_decoder
+    its tokens                  step_sampling, kernel_sampler, torch_sampler, penalties, logprobs
+    over ranks                  rank_sampling, rank_marks
+    memory and the device       pools, device
+    the start                   preflight, choose_forward, choose_sampler
+"""
 
 from pagekv.executor.machine import shorten_spinning
 

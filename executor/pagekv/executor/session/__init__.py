@@ -1,1 +1,8 @@
-"""One manager's attachment: the epoch, its stream of steps, their checks, the worker thread."""
+"""One manager's attachment: the epoch, its stream of steps, their checks, the worker thread.
+
+A reader may take the modules in this order:
+
+    an attachment               session, attach_check, step_stream
+    a step                      step, epoch, step_check, field_checks, written_slots, state_digest
+    threads                     worker_thread, collector
+"""
