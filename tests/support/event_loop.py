@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 from functools import wraps
@@ -12,23 +13,39 @@ P = ParamSpec("P")
 
 
 def in_event_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """The test, run in an event loop of its own."""
+    """The test, run in an event loop of its own for two minutes at most. Raises TimeoutError."""
 
     @wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        asyncio.run(test(*args, **kwargs))
+        async def bounded() -> None:
+            async with asyncio.timeout(120):
+                await test(*args, **kwargs)
+
+        asyncio.run(bounded())
 
     return run
 
 
-def run_bounded(body: Coroutine[Any, Any, None], seconds: float = 120) -> None:
-    """Runs the coroutine in an event loop of its own. Raises TimeoutError."""
+def run_by(
+    run: Callable[..., object], **how: Any
+) -> Callable[[Callable[..., Coroutine[Any, Any, None]]], Callable[..., None]]:
+    """Makes a test of a coroutine that `run` calls, with `how`. Its parameters before `*` are what `run` gives it, the
+    first of these if it has fewer; those behind are pytest's.
+    """
 
-    async def bounded() -> None:
-        async with asyncio.timeout(seconds):
-            await body
+    def decorated(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+        parameters = inspect.signature(test).parameters.values()
+        fixtures = [parameter for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+        taken = len(parameters) - len(fixtures)
 
-    asyncio.run(bounded())
+        @wraps(test)
+        def called(**arguments: Any) -> None:
+            run(lambda *given: test(*given[:taken], **arguments), **how)
+
+        vars(called)["__signature__"] = inspect.Signature(fixtures)
+        return called
+
+    return decorated
 
 
 @asynccontextmanager

@@ -154,7 +154,6 @@ def config(**changes: object) -> EngineConfig:
 
 
 def run(
-    monkeypatch: pytest.MonkeyPatch,
     body: Callable[[EngineLoop, Bench], Awaitable[None]],
     observers: Sequence[Observer] = (),
     **changes: object,
@@ -168,7 +167,7 @@ def run(
 
     async def main() -> None:
         bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: link(bench, wake))
+        patch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: link(bench, wake))
         engine = EngineLoop(config(**changes), accounts=accounts)  # type: ignore[arg-type]  # a test's own
         for observer in observers:
             engine.observers.add(observer)
@@ -184,7 +183,7 @@ def run(
         await engine.stop(1)
         await task
 
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=loop_factory) as runner:
         runner.run(main())
 
 

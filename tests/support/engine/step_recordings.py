@@ -110,7 +110,7 @@ def record_busy_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     recorder = StepRecorder(file, config())
 
     monkeypatch.setattr("support.engine.engine_harness.DESCRIPTION", described(host_kv_bytes=64))
-    run(monkeypatch, busy, [recorder], num_device_blocks=20, num_host_blocks=12, limits=limits)
+    run(busy, [recorder], num_device_blocks=20, num_host_blocks=12, limits=limits)
     file.close()
     return file.path
 

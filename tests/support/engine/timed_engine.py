@@ -107,7 +107,7 @@ def run_timed(
     monkeypatch.setattr(engine_loop, "StepsInFlight", lambda: StepsInFlight(now_s))
     limits = SchedulerLimits(max_batch_tokens=512, max_running=64, watermark=0.0)
     made = {"link": TimedLink, "loop_factory": VirtualTimeLoop}
-    run(monkeypatch, body, observers, accounts=accounts, limits=limits, **made)
+    run(body, observers, accounts=accounts, limits=limits, **made)
     return TimedLink.steps[:]
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 import pytest
 from support.clients.scripted_server import Hangs, ScriptedServer, answer, chunk
+from support.event_loop import in_event_loop
 
 from pagekv.client import AsyncPageKVClient, FailedPrecondition, InvalidRequest, PageKVClient, Unreachable
 from pagekv.client.channel import channel_options
@@ -60,15 +60,13 @@ def test_a_channel_given_is_used_and_left_open(server: ScriptedServer) -> None:
         PageKVClient(channel=channel).stats()
 
 
-def test_an_asyncio_channel_given_is_used_and_left_open(server: ScriptedServer) -> None:
-    async def run() -> None:
-        async with grpc.aio.insecure_channel(server.target) as channel:
-            for _ in range(2):
-                server.expect("GetStats", STATS)
-                async with AsyncPageKVClient(channel=channel) as client:
-                    await client.stats()
-
-    asyncio.run(run())
+@in_event_loop
+async def test_an_asyncio_channel_given_is_used_and_left_open(server: ScriptedServer) -> None:
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        for _ in range(2):
+            server.expect("GetStats", STATS)
+            async with AsyncPageKVClient(channel=channel) as client:
+                await client.stats()
 
 
 def assert_closed(call: Callable[[], object], target: str) -> None:

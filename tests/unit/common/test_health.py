@@ -11,6 +11,7 @@ import pytest
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.deaf_client import deaf_call
+from support.event_loop import run_by
 
 from pagekv.common.health import SERVICE_NAME
 from pagekv.common.server import GrpcServer
@@ -39,53 +40,47 @@ def request(service: str = "") -> health_pb2.HealthCheckRequest:
     return health_pb2.HealthCheckRequest(service=service)
 
 
-def test_checks_say_what_was_set_of_the_process_and_of_each_service() -> None:
-    async def body(server: GrpcServer, channel: Any) -> None:
-        stub = health_pb2_grpc.HealthStub(channel)
-        for serving in (False, True, False):
-            server.set_serving(serving)
-            for name in ("", "test.Service"):
-                assert (await stub.Check(request(name))).status == (SERVING if serving else NOT_SERVING)
-            listed = (await stub.List(health_pb2.HealthListRequest())).statuses
-            assert {name: each.status for name, each in listed.items()} == dict.fromkeys(
-                ("", "test.Service"), SERVING if serving else NOT_SERVING
-            )
-        with pytest.raises(grpc.aio.AioRpcError, match="no service 'other' here") as caught:
-            await stub.Check(request("other"))
-        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
-
-    run(body)
+@run_by(run)
+async def test_checks_say_what_was_set_of_the_process_and_of_each_service(server: GrpcServer, channel: Any) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    for serving in (False, True, False):
+        server.set_serving(serving)
+        for name in ("", "test.Service"):
+            assert (await stub.Check(request(name))).status == (SERVING if serving else NOT_SERVING)
+        listed = (await stub.List(health_pb2.HealthListRequest())).statuses
+        assert {name: each.status for name, each in listed.items()} == dict.fromkeys(
+            ("", "test.Service"), SERVING if serving else NOT_SERVING
+        )
+    with pytest.raises(grpc.aio.AioRpcError, match="no service 'other' here") as caught:
+        await stub.Check(request("other"))
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-def test_watchers_get_every_change_that_lasts_and_go_when_they_like() -> None:
-    async def body(server: GrpcServer, channel: Any) -> None:
-        stub = health_pb2_grpc.HealthStub(channel)
-        watches = [stub.Watch(request(name)) for name in ("", "test.Service", "other")]
-        assert [(await watch.read()).status for watch in watches] == [NOT_SERVING, NOT_SERVING, SERVICE_UNKNOWN]
-        watches.pop().cancel()
-        for serving in (True, False):
-            server.set_serving(serving)
-            server.set_serving(serving)  # no change, no message
-            assert {(await watch.read()).status for watch in watches} == {SERVING if serving else NOT_SERVING}
-
-    run(body)
+@run_by(run)
+async def test_watchers_get_every_change_that_lasts_and_go_when_they_like(server: GrpcServer, channel: Any) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    watches = [stub.Watch(request(name)) for name in ("", "test.Service", "other")]
+    assert [(await watch.read()).status for watch in watches] == [NOT_SERVING, NOT_SERVING, SERVICE_UNKNOWN]
+    watches.pop().cancel()
+    for serving in (True, False):
+        server.set_serving(serving)
+        server.set_serving(serving)  # no change, no message
+        assert {(await watch.read()).status for watch in watches} == {SERVING if serving else NOT_SERVING}
 
 
-def test_a_watcher_that_takes_nothing_holds_no_change_up_and_no_end() -> None:
-    async def body(server: GrpcServer, channel: Any) -> None:
-        stub = health_pb2_grpc.HealthStub(channel)
-        with deaf_call(server.port, f"/{SERVICE_NAME}/Watch".encode()):
-            # The watch has begun once one that came later has.
-            watch = stub.Watch(request())
-            assert (await watch.read()).status == NOT_SERVING
-            await asyncio.sleep(0.1)
-            server.set_serving(True)
-            assert (await watch.read()).status == SERVING
-            assert (await stub.Check(request())).status == SERVING
-            watch.cancel()
-            await server.stop(0)
-
-    run(body)
+@run_by(run)
+async def test_a_watcher_that_takes_nothing_holds_no_change_up_and_no_end(server: GrpcServer, channel: Any) -> None:
+    stub = health_pb2_grpc.HealthStub(channel)
+    with deaf_call(server.port, f"/{SERVICE_NAME}/Watch".encode()):
+        # The watch has begun once one that came later has.
+        watch = stub.Watch(request())
+        assert (await watch.read()).status == NOT_SERVING
+        await asyncio.sleep(0.1)
+        server.set_serving(True)
+        assert (await watch.read()).status == SERVING
+        assert (await stub.Check(request())).status == SERVING
+        watch.cancel()
+        await server.stop(0)
 
 
 @pytest.mark.parametrize(
@@ -96,15 +91,15 @@ def test_a_watcher_that_takes_nothing_holds_no_change_up_and_no_end() -> None:
         "grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     ],
 )
-def test_bytes_that_are_no_message_are_refused_by_grpcs_own_services_too(method: str) -> None:
-    async def body(server: GrpcServer, channel: Any) -> None:
-        for sent in (b"\xff", b"\x0a\x01\xff"):
-            call = channel.stream_stream(f"/{method}")(iter([sent]))
-            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert f"must be the message of /{method}, its bytes are none" in await call.details()
-            status = status_pb2.Status.FromString(dict(await call.trailing_metadata())[STATUS_DETAILS_KEY])
-            assert status.details[1].Is(error_details_pb2.BadRequest.DESCRIPTOR)
-        # A field that a later version of their contract may have.
-        assert await channel.stream_stream(f"/{method}")(iter([b"\xc0\xa9\x07\x01"])).read()
-
-    run(body, reflection=True)
+@run_by(run, reflection=True)
+async def test_bytes_that_are_no_message_are_refused_by_grpcs_own_services_too(
+    server: GrpcServer, channel: Any, *, method: str
+) -> None:
+    for sent in (b"\xff", b"\x0a\x01\xff"):
+        call = channel.stream_stream(f"/{method}")(iter([sent]))
+        assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert f"must be the message of /{method}, its bytes are none" in await call.details()
+        status = status_pb2.Status.FromString(dict(await call.trailing_metadata())[STATUS_DETAILS_KEY])
+        assert status.details[1].Is(error_details_pb2.BadRequest.DESCRIPTOR)
+    # A field that a later version of their contract may have.
+    assert await channel.stream_stream(f"/{method}")(iter([b"\xc0\xa9\x07\x01"])).read()

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.deaf_client import END_HEADERS, HEADERS, PREFACE, SETTINGS, frame, headers
 from support.clients.memory import resident_mib
+from support.event_loop import run_by
 
 from pagekv.common.server import GrpcServer
 
@@ -58,14 +59,12 @@ async def status(port: int, *metadata: tuple[str, str]) -> grpc.StatusCode:
 
 
 @pytest.mark.parametrize("count", [1, 40], ids=["one of 40 KiB", "forty of 1 KiB"])
-def test_metadata_beyond_its_bound_refuse_the_call_alone(count: int) -> None:
-    async def body(port: int) -> None:
-        assert await status(port, *((f"x{at}", "v" * (40960 // count)) for at in range(count))) is (
-            grpc.StatusCode.RESOURCE_EXHAUSTED
-        )
-        assert await status(port, ("x", "v" * 4096)) is grpc.StatusCode.OK
-
-    run(body)
+@run_by(run)
+async def test_metadata_beyond_its_bound_refuse_the_call_alone(port: int, *, count: int) -> None:
+    assert await status(port, *((f"x{at}", "v" * (40960 // count)) for at in range(count))) is (
+        grpc.StatusCode.RESOURCE_EXHAUSTED
+    )
+    assert await status(port, ("x", "v" * 4096)) is grpc.StatusCode.OK
 
 
 def endless_blocks() -> dict[str, tuple[bytes, bytes]]:
@@ -103,30 +102,27 @@ def test_headers_without_end_hold_nobody_up_and_are_not_kept(kind: str) -> None:
     run(body)
 
 
-def test_streams_that_are_opened_and_reset_do_not_shut_others_out() -> None:
+@run_by(run)
+async def test_streams_that_are_opened_and_reset_do_not_shut_others_out(port: int) -> None:
     """Five thousand calls, each cancelled behind its headers: more than gRPC itself lets wait."""
-
-    async def body(port: int) -> None:
-        before = resident_mib(os.getpid(), "VmRSS")
-        reset = struct.pack(">I", CANCEL)
-        waits = []
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.setblocking(False)
-            loop = asyncio.get_running_loop()
-            await loop.sock_sendall(connection, PREFACE + frame(SETTINGS))
-            for first in range(1, 10_000, 2000):
-                flood = b"".join(
-                    frame(HEADERS, END_HEADERS, stream, headers(CHECK)) + frame(RST_STREAM, 0, stream, reset)
-                    for stream in range(first, first + 2000, 2)
-                )
-                try:
-                    await asyncio.wait_for(loop.sock_sendall(connection, flood), 60)
-                except OSError:
-                    break  # gRPC ends such a connection where it finds it too wild
-                begun = time.monotonic()
-                assert await status(port) is grpc.StatusCode.OK
-                waits.append(time.monotonic() - begun)
-        assert max(waits) < 30
-        assert resident_mib(os.getpid(), "VmRSS") < before + 64
-
-    run(body)
+    before = resident_mib(os.getpid(), "VmRSS")
+    reset = struct.pack(">I", CANCEL)
+    waits = []
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(connection, PREFACE + frame(SETTINGS))
+        for first in range(1, 10_000, 2000):
+            flood = b"".join(
+                frame(HEADERS, END_HEADERS, stream, headers(CHECK)) + frame(RST_STREAM, 0, stream, reset)
+                for stream in range(first, first + 2000, 2)
+            )
+            try:
+                await asyncio.wait_for(loop.sock_sendall(connection, flood), 60)
+            except OSError:
+                break  # gRPC ends such a connection where it finds it too wild
+            begun = time.monotonic()
+            assert await status(port) is grpc.StatusCode.OK
+            waits.append(time.monotonic() - begun)
+    assert max(waits) < 30
+    assert resident_mib(os.getpid(), "VmRSS") < before + 64

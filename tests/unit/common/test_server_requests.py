@@ -13,7 +13,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.clients.deaf_client import DATA, END_HEADERS, END_STREAM, HEADERS, PREFACE, SETTINGS, frame, headers
-from support.event_loop import until
+from support.event_loop import run_by, until
 
 from pagekv.common import server
 from pagekv.common.errors import PageKVError, PermissionDenied
@@ -89,25 +89,21 @@ def test_a_call_counts_from_its_headers_on_and_ends_without_its_request(
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
-def test_a_call_that_is_refused_need_not_send_its_request(method: bytes) -> None:
-    async def body(calls: Open, port: int) -> None:
-        calls.refused = method.decode()
-        with headers_alone(port, method) as connection:
-            await told(connection, b"not you")
-        assert not calls.calls
-        assert calls.errors == [(method.decode(), "not you")]
-
-    run(body)
+@run_by(run)
+async def test_a_call_that_is_refused_need_not_send_its_request(calls: Open, port: int, *, method: bytes) -> None:
+    calls.refused = method.decode()
+    with headers_alone(port, method) as connection:
+        await told(connection, b"not you")
+    assert not calls.calls
+    assert calls.errors == [(method.decode(), "not you")]
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
-def test_a_call_that_ends_without_a_request_is_told_so(method: bytes) -> None:
-    async def body(calls: Open, port: int) -> None:
-        with headers_alone(port, method, END_STREAM) as connection:
-            await told(connection, b"the call ended without a request")
-        await until(lambda: not calls.calls)
-
-    run(body)
+@run_by(run)
+async def test_a_call_that_ends_without_a_request_is_told_so(calls: Open, port: int, *, method: bytes) -> None:
+    with headers_alone(port, method, END_STREAM) as connection:
+        await told(connection, b"the call ended without a request")
+    await until(lambda: not calls.calls)
 
 
 @pytest.mark.parametrize("method", [CHECK, WATCH])
@@ -144,15 +140,15 @@ def test_a_connection_has_so_many_streams_whoever_asks_for_them(monkeypatch: pyt
     run(body)
 
 
-def test_a_request_that_comes_in_pieces_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(calls: Open, port: int) -> None:
-        with headers_alone(port, CHECK) as connection:
-            loop = asyncio.get_running_loop()
-            message = struct.pack(">BI", 0, len(MESSAGE)) + MESSAGE
-            for at in range(len(message)):
-                await loop.sock_sendall(connection, frame(DATA, 0, 1, message[at : at + 1]))
-                await asyncio.sleep(0.01)
-            # Nobody waits for the end of what the caller sends.
-            await told(connection, b"no service 'nobody' here")
-
-    run(body)
+@run_by(run)
+async def test_a_request_that_comes_in_pieces_is_answered(
+    calls: Open, port: int, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with headers_alone(port, CHECK) as connection:
+        loop = asyncio.get_running_loop()
+        message = struct.pack(">BI", 0, len(MESSAGE)) + MESSAGE
+        for at in range(len(message)):
+            await loop.sock_sendall(connection, frame(DATA, 0, 1, message[at : at + 1]))
+            await asyncio.sleep(0.01)
+        # Nobody waits for the end of what the caller sends.
+        await told(connection, b"no service 'nobody' here")

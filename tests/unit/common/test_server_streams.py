@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
+from support.event_loop import run_by
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.common.server import GrpcServer
@@ -80,22 +81,20 @@ def run(body: Callable[[Any, str], Awaitable[None]]) -> None:
         (b"break", grpc.StatusCode.INTERNAL, "internal error"),
     ],
 )
-def test_an_error_comes_after_what_was_written(name: str, request_bytes: bytes, code: Any, words: str) -> None:
-    async def body(channel: Any, target: str) -> None:
-        call = channel.unary_stream(f"/{SERVICE}/{name}")(request_bytes)
-        assert await call.read() == b"1"
-        assert await call.code() is code
-        assert words in (await call.details() or "")
+@run_by(run)
+async def test_an_error_comes_after_what_was_written(
+    channel: Any, *, name: str, request_bytes: bytes, code: Any, words: str
+) -> None:
+    call = channel.unary_stream(f"/{SERVICE}/{name}")(request_bytes)
+    assert await call.read() == b"1"
+    assert await call.code() is code
+    assert words in (await call.details() or "")
 
-    run(body)
 
-
-def test_a_coroutine_answers_a_stream_of_requests() -> None:
-    async def body(channel: Any, target: str) -> None:
-        call = channel.stream_stream(f"/{SERVICE}/Echoes")(iter([b"a", b"b"]))
-        assert [message async for message in call] == [b"a", b"b"]
-
-    run(body)
+@run_by(run)
+async def test_a_coroutine_answers_a_stream_of_requests(channel: Any) -> None:
+    call = channel.stream_stream(f"/{SERVICE}/Echoes")(iter([b"a", b"b"]))
+    assert [message async for message in call] == [b"a", b"b"]
 
 
 def test_a_caller_that_goes_while_it_is_written_to_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:

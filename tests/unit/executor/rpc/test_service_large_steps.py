@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.event_loop import run_by
 from support.executor.served_oracle import (
     Code,
     Served,
@@ -91,15 +92,13 @@ def test_a_list_longer_than_the_epoch_allows_is_refused_before_it_is_parsed(slic
     assert max(slices, default=0) < SLICE_BYTES
 
 
-def test_more_messages_than_sequences_could_need_are_refused() -> None:
-    async def test(it: Served) -> None:
-        epoch = await it.attach()
-        call = it.run()
-        await call.write(pb.StepRequest(epoch=epoch, step=1, new_seqs=[pb.NewSequence()] * 200_000))
-        error = await refusal(call.read())
-        assert (error.code(), field_of(error)) == (Code.INVALID_ARGUMENT, "new_seqs")
-
-    served(test)
+@run_by(served)
+async def test_more_messages_than_sequences_could_need_are_refused(it: Served) -> None:
+    epoch = await it.attach()
+    call = it.run()
+    await call.write(pb.StepRequest(epoch=epoch, step=1, new_seqs=[pb.NewSequence()] * 200_000))
+    error = await refusal(call.read())
+    assert (error.code(), field_of(error)) == (Code.INVALID_ARGUMENT, "new_seqs")
 
 
 def test_a_large_step_is_run_like_any_other(slices: list[int]) -> None:

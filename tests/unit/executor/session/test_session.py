@@ -7,6 +7,7 @@ import random
 from collections.abc import Awaitable, Callable
 
 import pytest
+from support.event_loop import run_by
 from support.executor.executor_steps import attach_order, new_sequence
 
 from pagekv.common.errors import FailedPrecondition, StaleEpoch
@@ -62,24 +63,22 @@ def test_epochs_rise_even_if_the_clock_goes_back() -> None:
     in_session(test, lambda: next(times))
 
 
-def test_attaches_at_once_get_different_epochs_and_the_last_one_holds() -> None:
-    async def test(session: Session, backend: Journal) -> None:
-        epochs = await asyncio.gather(*(session.attach(order(manager)) for manager in range(1, 9)))
-        assert len(set(epochs)) == 8
-        stream = session.open_stream()
-        await session.submit(stream, Step(epochs[-1], 1))
-        with pytest.raises(FailedPrecondition, match="another manager drives") as held:
-            await session.attach(order(3, take_over=False))
-        assert (held.value.kind, held.value.subject) == ("EXECUTOR_HELD", "manager_id")
-        with pytest.raises(FailedPrecondition, match="has a stream already") as twice:
-            await session.submit(session.open_stream(), Step(epochs[-1], 1))
-        assert (twice.value.kind, twice.value.subject) == ("STREAM_OPEN", str(epochs[-1]))
-        with pytest.raises(StaleEpoch):
-            await session.submit(session.open_stream(), Step(epochs[0], 1))
-        session.close_stream(stream)
+@run_by(in_session)
+async def test_attaches_at_once_get_different_epochs_and_the_last_one_holds(session: Session) -> None:
+    epochs = await asyncio.gather(*(session.attach(order(manager)) for manager in range(1, 9)))
+    assert len(set(epochs)) == 8
+    stream = session.open_stream()
+    await session.submit(stream, Step(epochs[-1], 1))
+    with pytest.raises(FailedPrecondition, match="another manager drives") as held:
         await session.attach(order(3, take_over=False))
-
-    in_session(test)
+    assert (held.value.kind, held.value.subject) == ("EXECUTOR_HELD", "manager_id")
+    with pytest.raises(FailedPrecondition, match="has a stream already") as twice:
+        await session.submit(session.open_stream(), Step(epochs[-1], 1))
+    assert (twice.value.kind, twice.value.subject) == ("STREAM_OPEN", str(epochs[-1]))
+    with pytest.raises(StaleEpoch):
+        await session.submit(session.open_stream(), Step(epochs[0], 1))
+    session.close_stream(stream)
+    await session.attach(order(3, take_over=False))
 
 
 async def feed(session: Session, stream: StepStream, epoch: int, seq_id: int, rng: random.Random) -> None:

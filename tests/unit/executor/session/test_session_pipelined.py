@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import pytest
+from support.event_loop import run_by
 from support.executor.executor_steps import attach_order, new_sequence
 
 from pagekv.common.errors import InvalidRequest, Unavailable
@@ -113,157 +114,135 @@ def pipelined(test: Callable[[Pipelined], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_the_next_step_is_launched_while_one_runs() -> None:
-    async def test(it: Pipelined) -> None:
-        await it.enter()
-        await it.submit(Step(it.epoch, 2))
-        await it.submit(Step(it.epoch, 3, finished_seqs=[5]))
-        await it.launched(2)
-        assert it.backend.journal == ["launch 1", "launch 2"]
-        # The second step was planned without the first one's token.
-        assert it.backend.last_tokens == [3, UNKNOWN_TOKEN]
-        for gate in it.backend.gates:
-            gate.set()
-        reports = [await it.report() for _ in range(3)]
-        assert [report.step for report in reports] == [1, 2, 3]
-        assert [report.sampled for report in reports] == [{5: Sampled(101)}, {5: Sampled(102)}, {}]
-        assert it.backend.left == [5]
-        assert it.backend.journal[2:] == ["collect 1", "collect 2"]
-
-    pipelined(test)
+@run_by(pipelined)
+async def test_the_next_step_is_launched_while_one_runs(it: Pipelined) -> None:
+    await it.enter()
+    await it.submit(Step(it.epoch, 2))
+    await it.submit(Step(it.epoch, 3, finished_seqs=[5]))
+    await it.launched(2)
+    assert it.backend.journal == ["launch 1", "launch 2"]
+    # The second step was planned without the first one's token.
+    assert it.backend.last_tokens == [3, UNKNOWN_TOKEN]
+    for gate in it.backend.gates:
+        gate.set()
+    reports = [await it.report() for _ in range(3)]
+    assert [report.step for report in reports] == [1, 2, 3]
+    assert [report.sampled for report in reports] == [{5: Sampled(101)}, {5: Sampled(102)}, {}]
+    assert it.backend.left == [5]
+    assert it.backend.journal[2:] == ["collect 1", "collect 2"]
 
 
-def test_tokens_are_filled_in_when_collected() -> None:
-    async def test(it: Pipelined) -> None:
-        await it.enter()
-        it.backend.gates[1].set()
+@run_by(pipelined)
+async def test_tokens_are_filled_in_when_collected(it: Pipelined) -> None:
+    await it.enter()
+    it.backend.gates[1].set()
+    await it.report()
+    await it.submit(Step(it.epoch, 2))
+    await it.launched(2)
+    assert it.backend.last_tokens == [3, 101]
+    it.backend.gates[2].set()
+    await it.report()
+
+
+@run_by(pipelined)
+async def test_a_refusal_waits_for_the_steps_before_it(it: Pipelined) -> None:
+    await it.enter()
+    await it.submit(Step(it.epoch, 2, finished_seqs=[6]))
+    await it.launched(1)
+    it.backend.gates[1].set()
+    assert (await it.report()).sampled == {5: Sampled(101)}
+    with pytest.raises(InvalidRequest, match=r"finished_seqs\[0\]"):
         await it.report()
-        await it.submit(Step(it.epoch, 2))
-        await it.launched(2)
-        assert it.backend.last_tokens == [3, 101]
-        it.backend.gates[2].set()
+    assert it.backend.journal == ["launch 1", "collect 1"]
+
+
+@run_by(pipelined)
+async def test_no_step_behind_one_that_failed_is_reported(it: Pipelined) -> None:
+    it.backend.fails_at = 1
+    await it.enter()
+    await it.submit(Step(it.epoch, 2))
+    await it.launched(2)
+    for gate in it.backend.gates:
+        gate.set()
+    with pytest.raises(StepFailed, match="step 1: ArithmeticError: not a number"):
         await it.report()
-
-    pipelined(test)
-
-
-def test_a_refusal_waits_for_the_steps_before_it() -> None:
-    async def test(it: Pipelined) -> None:
-        await it.enter()
-        await it.submit(Step(it.epoch, 2, finished_seqs=[6]))
-        await it.launched(1)
-        it.backend.gates[1].set()
-        assert (await it.report()).sampled == {5: Sampled(101)}
-        with pytest.raises(InvalidRequest, match=r"finished_seqs\[0\]"):
-            await it.report()
-        assert it.backend.journal == ["launch 1", "collect 1"]
-
-    pipelined(test)
+    await it.session.shut_down()
+    assert it.backend.journal == ["launch 1", "launch 2", "collect 1"]
 
 
-def test_no_step_behind_one_that_failed_is_reported() -> None:
-    async def test(it: Pipelined) -> None:
-        it.backend.fails_at = 1
-        await it.enter()
-        await it.submit(Step(it.epoch, 2))
-        await it.launched(2)
-        for gate in it.backend.gates:
-            gate.set()
-        with pytest.raises(StepFailed, match="step 1: ArithmeticError: not a number"):
-            await it.report()
-        await it.session.shut_down()
-        assert it.backend.journal == ["launch 1", "launch 2", "collect 1"]
-
-    pipelined(test)
-
-
-def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_more() -> None:
-    async def test(it: Pipelined) -> None:
-        it.backend.dies_at = 2
-        await it.enter()
-        await it.submit(Step(it.epoch, 2))
-        await it.submit(Step(it.epoch, 3))
-        await it.launched(3)
-        for gate in it.backend.gates:
-            gate.set()
-        assert (await it.report()).sampled == {5: Sampled(101)}
-        with pytest.raises(StepFailed, match="step 2: RuntimeError: CUDA error: an illegal memory access"):
-            await it.report()
-        await it.session.lost.wait()
-        reason = it.session.lost_reason
-        assert reason.endswith("step 2: RuntimeError: CUDA error: an illegal memory access was encountered")
-        for call in (it.session.describe(16, 64), it.session.attach(attach_order())):
-            with pytest.raises(Unavailable, match="the executor's device failed: it starts anew"):
-                await call
-        await it.session.shut_down()
-
-    pipelined(test)
+@run_by(pipelined)
+async def test_a_lost_device_is_told_after_the_step_and_nothing_is_answered_any_more(it: Pipelined) -> None:
+    it.backend.dies_at = 2
+    await it.enter()
+    await it.submit(Step(it.epoch, 2))
+    await it.submit(Step(it.epoch, 3))
+    await it.launched(3)
+    for gate in it.backend.gates:
+        gate.set()
+    assert (await it.report()).sampled == {5: Sampled(101)}
+    with pytest.raises(StepFailed, match="step 2: RuntimeError: CUDA error: an illegal memory access"):
+        await it.report()
+    await it.session.lost.wait()
+    reason = it.session.lost_reason
+    assert reason.endswith("step 2: RuntimeError: CUDA error: an illegal memory access was encountered")
+    for call in (it.session.describe(16, 64), it.session.attach(attach_order())):
+        with pytest.raises(Unavailable, match="the executor's device failed: it starts anew"):
+            await call
+    await it.session.shut_down()
 
 
-def test_a_device_that_is_found_lost_while_attaching() -> None:
+@run_by(pipelined)
+async def test_a_device_that_is_found_lost_while_attaching(it: Pipelined) -> None:
     """A failure after the last step of an epoch shows when the next one begins."""
-
-    async def test(it: Pipelined) -> None:
-        it.backend.dead = True
-        with pytest.raises(Unavailable, match="it starts anew"):
-            await it.session.attach(attach_order())
-        await it.session.lost.wait()
-        assert "illegal memory access" in it.session.lost_reason
-
-    pipelined(test)
-
-
-def test_a_device_that_cannot_say_whether_it_is_lost_is_taken_for_lost() -> None:
-    """Else nothing would be answered until the manager's step timeout."""
-
-    async def test(it: Pipelined) -> None:
-        it.backend.fails_at, it.backend.cannot_say = 1, True
-        await it.enter()
-        for gate in it.backend.gates:
-            gate.set()
-        with pytest.raises(StepFailed, match="step 1: ArithmeticError: not a number"):
-            await it.report()
-        await it.session.lost.wait()
-        assert it.session.lost_reason.endswith("step 1: ArithmeticError: not a number")
-
-    pipelined(test)
-
-
-def test_a_failed_step_alone_loses_no_device() -> None:
-    async def test(it: Pipelined) -> None:
-        it.backend.fails_at = 1
-        await it.enter()
-        for gate in it.backend.gates:
-            gate.set()
-        with pytest.raises(StepFailed):
-            await it.report()
+    it.backend.dead = True
+    with pytest.raises(Unavailable, match="it starts anew"):
         await it.session.attach(attach_order())
-        assert not it.session.lost.is_set()
-
-    pipelined(test)
-
-
-def test_shutting_down_delivers_what_was_launched() -> None:
-    async def test(it: Pipelined) -> None:
-        await it.enter()
-        await it.launched(1)
-        ending = asyncio.create_task(it.session.shut_down())
-        await asyncio.sleep(0)
-        it.backend.gates[1].set()
-        await ending
-        assert (await it.report()).sampled == {5: Sampled(101)}
-
-    pipelined(test)
+    await it.session.lost.wait()
+    assert "illegal memory access" in it.session.lost_reason
 
 
-def test_the_end_of_input_comes_after_the_last_report() -> None:
-    async def test(it: Pipelined) -> None:
-        await it.enter()
-        it.session.finish_input(it.stream)
-        await it.launched(1)
-        it.backend.gates[1].set()
-        assert (await it.report()).step == 1
-        with pytest.raises(StopAsyncIteration):
-            await it.report()
+@run_by(pipelined)
+async def test_a_device_that_cannot_say_whether_it_is_lost_is_taken_for_lost(it: Pipelined) -> None:
+    """Else nothing would be answered until the manager's step timeout."""
+    it.backend.fails_at, it.backend.cannot_say = 1, True
+    await it.enter()
+    for gate in it.backend.gates:
+        gate.set()
+    with pytest.raises(StepFailed, match="step 1: ArithmeticError: not a number"):
+        await it.report()
+    await it.session.lost.wait()
+    assert it.session.lost_reason.endswith("step 1: ArithmeticError: not a number")
 
-    pipelined(test)
+
+@run_by(pipelined)
+async def test_a_failed_step_alone_loses_no_device(it: Pipelined) -> None:
+    it.backend.fails_at = 1
+    await it.enter()
+    for gate in it.backend.gates:
+        gate.set()
+    with pytest.raises(StepFailed):
+        await it.report()
+    await it.session.attach(attach_order())
+    assert not it.session.lost.is_set()
+
+
+@run_by(pipelined)
+async def test_shutting_down_delivers_what_was_launched(it: Pipelined) -> None:
+    await it.enter()
+    await it.launched(1)
+    ending = asyncio.create_task(it.session.shut_down())
+    await asyncio.sleep(0)
+    it.backend.gates[1].set()
+    await ending
+    assert (await it.report()).sampled == {5: Sampled(101)}
+
+
+@run_by(pipelined)
+async def test_the_end_of_input_comes_after_the_last_report(it: Pipelined) -> None:
+    await it.enter()
+    it.session.finish_input(it.stream)
+    await it.launched(1)
+    it.backend.gates[1].set()
+    assert (await it.report()).step == 1
+    with pytest.raises(StopAsyncIteration):
+        await it.report()

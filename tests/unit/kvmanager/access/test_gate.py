@@ -16,7 +16,7 @@ from aiohttp import web
 from support.access.calls import PEER, Call, bearer, http_request
 from support.access.client_certificates import certificate
 from support.clients.protected_stack import key_section, write_identities
-from support.event_loop import until
+from support.event_loop import in_event_loop, until
 
 from pagekv.common.errors import (
     InvalidRequest,
@@ -293,19 +293,17 @@ def test_without_an_audit_log_nothing_is_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["identities.toml"]
 
 
-def test_the_file_is_read_again_as_a_whole_or_not_at_all(entrance: Entrance) -> None:
-    async def rotate() -> None:
-        watching = asyncio.create_task(entrance.gate.files.watch(0.02))
-        write_identities(entrance.path, PROMETHEUS.replace("CN=prometheus", "CN=other"))
-        await until_known(entrance, "CN=other", True)
-        # A key that is good, behind a section that is not.
-        entrance.path.write_text(entrance.path.read_text().replace("CN=other", "CN=third") + "[keys.x]\nsha256 = 5\n")
-        await until(lambda: entrance.gate.files.failures == 1)
-        await until_known(entrance, "CN=other", True)
-        await until_known(entrance, "CN=third", False)
-        watching.cancel()
-
-    asyncio.run(rotate())
+@in_event_loop
+async def test_the_file_is_read_again_as_a_whole_or_not_at_all(entrance: Entrance) -> None:
+    watching = asyncio.create_task(entrance.gate.files.watch(0.02))
+    write_identities(entrance.path, PROMETHEUS.replace("CN=prometheus", "CN=other"))
+    await until_known(entrance, "CN=other", True)
+    # A key that is good, behind a section that is not.
+    entrance.path.write_text(entrance.path.read_text().replace("CN=other", "CN=third") + "[keys.x]\nsha256 = 5\n")
+    await until(lambda: entrance.gate.files.failures == 1)
+    await until_known(entrance, "CN=other", True)
+    await until_known(entrance, "CN=third", False)
+    watching.cancel()
 
 
 async def until_known(entrance: Entrance, subject: str, known: bool) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from support.access.issuer import ec_key, jwk, jwks, rsa_key
 from support.access.key_server import key_server
+from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.access import key_sources
 from pagekv.kvmanager.access.key_sources import REFRESH_S, RETRY_S, KeySetFile, KeySetUrl, key_source
@@ -78,74 +79,68 @@ def test_a_file_that_was_never_good_has_no_set(tmp_path: Path) -> None:
     assert KeySetFile(tmp_path / "pipe").current() is None
 
 
-def test_a_url_is_read_when_the_first_token_comes_and_then_every_five_minutes() -> None:
-    async def body() -> None:
-        clock = Clock()
-        with key_server(ONE) as server:
-            source = KeySetUrl(server.url, clock)
-            assert source.current() is None
-            assert server.asked == []
-            first = await source.newer()
-            assert first is not None
-            clock.now += REFRESH_S - 1
-            assert source.current() is first
-            assert len(server.asked) == 1
-            server.body = TWO
-            clock.now += 1
-            # Nobody waits for it.
-            assert source.current() is first
-            second = await source.newer()
-            assert second is not None
-            assert sorted(second.by_id) == ["a", "b"]
-            assert len(server.asked) == 2
+@in_event_loop
+async def test_a_url_is_read_when_the_first_token_comes_and_then_every_five_minutes() -> None:
+    clock = Clock()
+    with key_server(ONE) as server:
+        source = KeySetUrl(server.url, clock)
+        assert source.current() is None
+        assert server.asked == []
+        first = await source.newer()
+        assert first is not None
+        clock.now += REFRESH_S - 1
+        assert source.current() is first
+        assert len(server.asked) == 1
+        server.body = TWO
+        clock.now += 1
+        # Nobody waits for it.
+        assert source.current() is first
+        second = await source.newer()
+        assert second is not None
+        assert sorted(second.by_id) == ["a", "b"]
+        assert len(server.asked) == 2
+        clock.now += REFRESH_S
+        source.current()
+        # The same text: the same set.
+        assert await source.newer() is second
+        assert len(server.asked) == 3
+
+
+@in_event_loop
+async def test_unknown_keys_cause_one_request_in_30_seconds() -> None:
+    clock = Clock()
+    with key_server(ONE) as server:
+        source = KeySetUrl(server.url, clock)
+        # At once: all wait for the same answer.
+        found = await asyncio.gather(*(source.newer() for _ in range(50)))
+        assert all(keys is not None for keys in found)
+        for _ in range(50):
+            await source.newer()
+        assert len(server.asked) == 1
+        clock.now += RETRY_S
+        for _ in range(50):
+            await source.newer()
+        assert len(server.asked) == 2
+
+
+@in_event_loop
+async def test_an_issuer_that_fails_leaves_the_last_good_set(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with key_server(ONE) as server:
+        source = KeySetUrl(server.url, clock)
+        good = await source.newer()
+        for server.status, server.body in ((500, ONE), (200, b"<html>"), (200, jwks())):
             clock.now += REFRESH_S
-            source.current()
-            # The same text: the same set.
-            assert await source.newer() is second
-            assert len(server.asked) == 3
-
-    asyncio.run(body())
-
-
-def test_unknown_keys_cause_one_request_in_30_seconds() -> None:
-    async def body() -> None:
-        clock = Clock()
-        with key_server(ONE) as server:
-            source = KeySetUrl(server.url, clock)
-            # At once: all wait for the same answer.
-            found = await asyncio.gather(*(source.newer() for _ in range(50)))
-            assert all(keys is not None for keys in found)
-            for _ in range(50):
-                await source.newer()
-            assert len(server.asked) == 1
-            clock.now += RETRY_S
-            for _ in range(50):
-                await source.newer()
-            assert len(server.asked) == 2
-
-    asyncio.run(body())
-
-
-def test_an_issuer_that_fails_leaves_the_last_good_set(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
-        clock = Clock()
-        with key_server(ONE) as server:
-            source = KeySetUrl(server.url, clock)
-            good = await source.newer()
-            for server.status, server.body in ((500, ONE), (200, b"<html>"), (200, jwks())):
-                clock.now += REFRESH_S
-                assert source.current() is good
-                assert await source.newer() is good
-                assert source.current() is good
-            assert source.refresh_failures == 3
-            assert len(caplog.records) == 3
-            assert "answered with status 500" in caplog.text
-            server.body = TWO
-            clock.now += RETRY_S
             assert source.current() is good
-            assert await source.newer() is not good
-
-    asyncio.run(body())
+            assert await source.newer() is good
+            assert source.current() is good
+        assert source.refresh_failures == 3
+        assert len(caplog.records) == 3
+        assert "answered with status 500" in caplog.text
+        server.body = TWO
+        clock.now += RETRY_S
+        assert source.current() is good
+        assert await source.newer() is not good
 
 
 def test_a_slow_issuer_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,17 +162,15 @@ def test_a_slow_issuer_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(body())
 
 
-def test_a_caller_that_leaves_takes_nothing_from_the_others() -> None:
-    async def body() -> None:
-        with key_server(ONE) as server:
-            server.pause_s = 0.001
-            source = KeySetUrl(server.url)
-            leaves, stays = (asyncio.create_task(source.newer()) for _ in range(2))
-            await asyncio.sleep(0.02)
-            leaves.cancel()
-            assert await stays is not None
-
-    asyncio.run(body())
+@in_event_loop
+async def test_a_caller_that_leaves_takes_nothing_from_the_others() -> None:
+    with key_server(ONE) as server:
+        server.pause_s = 0.001
+        source = KeySetUrl(server.url)
+        leaves, stays = (asyncio.create_task(source.newer()) for _ in range(2))
+        await asyncio.sleep(0.02)
+        leaves.cancel()
+        assert await stays is not None
 
 
 def test_a_source_goes_on_in_another_loop() -> None:

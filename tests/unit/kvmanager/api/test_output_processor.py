@@ -11,6 +11,7 @@ import grpc
 import pytest
 from support.engine.generate_requests import TOKENIZER
 from support.engine.inference_harness import LENGTH, STOP, Harness, bytes_of, request, run, tokens_of
+from support.event_loop import run_by
 
 from pagekv.kvmanager.api import output_processor
 from pagekv.kvmanager.api.output_processor import SLICE_TOKENS, OutputProcessor
@@ -22,64 +23,56 @@ from pagekv.kvmanager.text.stop_strings import StopStrings
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
-def test_a_stop_token_is_reported_and_has_no_text() -> None:
-    async def body(h: Harness) -> None:
-        call = await h.start(request(params={"stop_token_ids": tokens_of("d")}))
-        h.engine.push("r", *tokens_of("a"), *tokens_of("d"), finish=FinishReason.STOP)
-        chunk = (await call.read()).chunk
-        assert (list(chunk.token_ids), chunk.text) == (tokens_of("a") + tokens_of("d"), "a")
-        complete = (await call.read()).complete
-        assert (complete.finish_reason, complete.stop_token_id, complete.text) == (STOP, tokens_of("d")[0], "a")
-        assert complete.WhichOneof("matched_stop") == "stop_token_id"
-
-    run(body)
+@run_by(run)
+async def test_a_stop_token_is_reported_and_has_no_text(h: Harness) -> None:
+    call = await h.start(request(params={"stop_token_ids": tokens_of("d")}))
+    h.engine.push("r", *tokens_of("a"), *tokens_of("d"), finish=FinishReason.STOP)
+    chunk = (await call.read()).chunk
+    assert (list(chunk.token_ids), chunk.text) == (tokens_of("a") + tokens_of("d"), "a")
+    complete = (await call.read()).complete
+    assert (complete.finish_reason, complete.stop_token_id, complete.text) == (STOP, tokens_of("d")[0], "a")
+    assert complete.WhichOneof("matched_stop") == "stop_token_id"
 
 
-def test_a_stop_string_across_chunks_ends_the_sequence_and_trims_the_rest() -> None:
-    async def body(h: Harness) -> None:
-        call = await h.start(request(params={"stop": ["\n#"], "logprobs": 0}))
-        for text in ["a\n", "#bc"]:
-            ids = [token for character in text for token in tokens_of(character)]
-            logprobs = [TokenLogprobs(token, -0.5) for token in ids]
-            h.engine.live["r"].push(SequenceDelta(0, ids, logprobs))
-            if text == "a\n":
-                chunk = (await call.read()).chunk
-                assert (len(chunk.token_ids), chunk.text) == (2, "a")
-        chunk = (await call.read()).chunk
-        assert (list(chunk.token_ids), chunk.text) == (tokens_of("#"), "")
-        assert len(chunk.logprobs) == 1
-        complete = (await call.read()).complete
-        assert (complete.finish_reason, complete.stop_string, complete.text) == (STOP, "\n#", "a")
-        assert list(complete.token_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
-        assert complete.completion_tokens == len(complete.logprobs) == 3
-        assert await call.rest() == []
-        assert h.engine.stopped == [("r", 0)]
-        assert h.engine.aborted == []
-
-    run(body)
+@run_by(run)
+async def test_a_stop_string_across_chunks_ends_the_sequence_and_trims_the_rest(h: Harness) -> None:
+    call = await h.start(request(params={"stop": ["\n#"], "logprobs": 0}))
+    for text in ["a\n", "#bc"]:
+        ids = [token for character in text for token in tokens_of(character)]
+        logprobs = [TokenLogprobs(token, -0.5) for token in ids]
+        h.engine.live["r"].push(SequenceDelta(0, ids, logprobs))
+        if text == "a\n":
+            chunk = (await call.read()).chunk
+            assert (len(chunk.token_ids), chunk.text) == (2, "a")
+    chunk = (await call.read()).chunk
+    assert (list(chunk.token_ids), chunk.text) == (tokens_of("#"), "")
+    assert len(chunk.logprobs) == 1
+    complete = (await call.read()).complete
+    assert (complete.finish_reason, complete.stop_string, complete.text) == (STOP, "\n#", "a")
+    assert list(complete.token_ids) == tokens_of("a") + tokens_of("\n") + tokens_of("#")
+    assert complete.completion_tokens == len(complete.logprobs) == 3
+    assert await call.rest() == []
+    assert h.engine.stopped == [("r", 0)]
+    assert h.engine.aborted == []
 
 
-def test_a_stop_string_before_min_tokens_is_text() -> None:
-    async def body(h: Harness) -> None:
-        call = await h.start(request(params={"stop": ["b"], "min_tokens": 3}))
-        h.engine.push("r", *(tokens_of("a") + tokens_of("b") + tokens_of("a") + tokens_of("b") + tokens_of("a")))
-        chunk = (await call.read()).chunk
-        assert (chunk.text, len(chunk.token_ids)) == ("aba", 4)
-        assert (await call.read()).complete.stop_string == "b"
-
-    run(body)
+@run_by(run)
+async def test_a_stop_string_before_min_tokens_is_text(h: Harness) -> None:
+    call = await h.start(request(params={"stop": ["b"], "min_tokens": 3}))
+    h.engine.push("r", *(tokens_of("a") + tokens_of("b") + tokens_of("a") + tokens_of("b") + tokens_of("a")))
+    chunk = (await call.read()).chunk
+    assert (chunk.text, len(chunk.token_ids)) == ("aba", 4)
+    assert (await call.read()).complete.stop_string == "b"
 
 
-def test_text_held_back_for_a_stop_string_comes_with_the_end() -> None:
-    async def body(h: Harness) -> None:
-        call = await h.start(request(params={"stop": ["xyz"]}))
-        h.engine.push("r", *tokens_of("x"))
-        assert (await call.read()).chunk.text == ""
-        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
-        assert (await call.read()).chunk.text == "xy"
-        assert (await call.read()).complete.text == "xy"
-
-    run(body)
+@run_by(run)
+async def test_text_held_back_for_a_stop_string_comes_with_the_end(h: Harness) -> None:
+    call = await h.start(request(params={"stop": ["xyz"]}))
+    h.engine.push("r", *tokens_of("x"))
+    assert (await call.read()).chunk.text == ""
+    h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+    assert (await call.read()).chunk.text == "xy"
+    assert (await call.read()).complete.text == "xy"
 
 
 def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
@@ -114,19 +107,17 @@ def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
         ({}, "a</s>", STOP, "stop_token_id"),
     ],
 )
-def test_a_resumed_output_that_was_whole_ends_at_once(
-    params: dict[str, Any], output: str, reason: int, matched: str | None
+@run_by(run)
+async def test_a_resumed_output_that_was_whole_ends_at_once(
+    h: Harness, *, params: dict[str, Any], output: str, reason: int, matched: str | None
 ) -> None:
-    async def body(h: Harness) -> None:
-        ids = [token for c in ("a", output[1:]) for token in tokens_of(c)]
-        messages = [m async for m in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
-        assert [m.WhichOneof("event") for m in messages] == ["complete"]
-        complete = messages[0].complete
-        assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
-        assert (complete.completion_tokens, list(complete.token_ids), complete.text) == (2, [], "")
-        assert h.engine.commands == []
-
-    run(body)
+    ids = [token for c in ("a", output[1:]) for token in tokens_of(c)]
+    messages = [m async for m in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
+    assert [m.WhichOneof("event") for m in messages] == ["complete"]
+    complete = messages[0].complete
+    assert (complete.finish_reason, complete.WhichOneof("matched_stop")) == (reason, matched)
+    assert (complete.completion_tokens, list(complete.token_ids), complete.text) == (2, [], "")
+    assert h.engine.commands == []
 
 
 @pytest.mark.parametrize(
@@ -137,26 +128,24 @@ def test_a_resumed_output_that_was_whole_ends_at_once(
         ({}, ["a", "</s>", "c"], "ends the output"),
     ],
 )
-def test_resumed_tokens_behind_an_end_are_refused(params: dict[str, Any], output: Sequence[str], why: str) -> None:
-    async def body(h: Harness) -> None:
-        ids = [token for c in output for token in tokens_of(c)]
-        with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
-            [_ async for _ in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert "resumed_token_ids[1]: must be the last of them" in (caught.value.details() or "")
-        assert h.engine.commands == []
-
-    run(body)
+@run_by(run)
+async def test_resumed_tokens_behind_an_end_are_refused(
+    h: Harness, *, params: dict[str, Any], output: Sequence[str], why: str
+) -> None:
+    ids = [token for c in output for token in tokens_of(c)]
+    with pytest.raises(grpc.aio.AioRpcError, match=why) as caught:
+        [_ async for _ in h.stub.Generate(request(resumed_token_ids=ids, params=params))]
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "resumed_token_ids[1]: must be the last of them" in (caught.value.details() or "")
+    assert h.engine.commands == []
 
 
 @pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 3}])
-def test_a_resumed_output_that_was_not_whole_goes_on(params: dict[str, Any]) -> None:
-    async def body(h: Harness) -> None:
-        call = await h.start(request(resumed_token_ids=tokens_of("a</s>"), params=params))
-        h.engine.push("r", 50, finish=FinishReason.LENGTH)
-        assert (await call.read()).chunk.completion_tokens == 3
-
-    run(body)
+@run_by(run)
+async def test_a_resumed_output_that_was_not_whole_goes_on(h: Harness, *, params: dict[str, Any]) -> None:
+    call = await h.start(request(resumed_token_ids=tokens_of("a</s>"), params=params))
+    h.engine.push("r", 50, finish=FinishReason.LENGTH)
+    assert (await call.read()).chunk.completion_tokens == 3
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, None])

@@ -8,6 +8,7 @@ import grpc
 import pytest
 from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER, Harness, refusal, request, run
+from support.event_loop import run_by
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.api.served_model import ServedModel
@@ -15,17 +16,15 @@ from pagekv.kvmanager.request.tenant import NO_TENANT
 from pagekv.v1 import inference_service_pb2 as pb
 
 
-def test_before_the_model_is_known_calls_are_unavailable() -> None:
-    async def body(h: Harness) -> None:
-        code, message, _ = await refusal(h.stub.Generate(request()))
-        assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "the tokenizer is being loaded")
-        h.engine.model = None
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await h.stub.GetModelInfo(pb.GetModelInfoRequest())
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert caught.value.details() == "no executor is attached yet"
-
-    run(body, opened=False)
+@run_by(run, opened=False)
+async def test_before_the_model_is_known_calls_are_unavailable(h: Harness) -> None:
+    code, message, _ = await refusal(h.stub.Generate(request()))
+    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "the tokenizer is being loaded")
+    h.engine.model = None
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await h.stub.GetModelInfo(pb.GetModelInfoRequest())
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert caught.value.details() == "no executor is attached yet"
 
 
 def test_a_request_is_read_with_the_tokenizer_of_its_model() -> None:

@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 from support.engine.cache_harness import run_operator
 from support.engine.fake_engine import FakeEngine
-from support.event_loop import until
+from support.event_loop import run_by, until
 
 from pagekv.common.errors import LimitExceeded, Unavailable
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
@@ -80,175 +80,158 @@ async def read(call: grpc.aio.UnaryStreamCall[pb.WatchEventsRequest, pb.WatchEve
 
 
 @pytest.mark.parametrize(("size", "pieces"), [(0, [0]), (3, [3]), (1024, [1024, 0]), (2100, [1024, 1024, 52])])
-def test_the_snapshot_comes_in_pieces_that_fit_a_message(size: int, pieces: list[int]) -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        engine.table = [block(number) for number in range(size)]
-        messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
-        assert [len(message.events) for message in messages] == pieces
-        assert [message.sequence for message in messages] == list(range(1, len(pieces) + 1))
-        assert [message.more for message in messages] == [True] * (len(pieces) - 1) + [False]
-        assert all(message.snapshot for message in messages)
-        assert [name for message in messages for name in shown(message)] == [f"+{number}" for number in range(size)]
-        await until(lambda: engine.ended_watches == [engine.watch])
-
-    run_operator(body)
-
-
-def test_a_stored_block_tells_hash_parent_tokens_and_tier() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
-        for wanted in (None, True, False):
-            request = pb.WatchEventsRequest(snapshot_only=True, token_ids=wanted)
-            (message,) = [message async for message in stub.WatchEvents(request)]
-            tokens = [] if wanted is False else [7, 8]
-            assert [event.stored for event in message.events] == [
-                pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
-                for tier in (types_pb2.TIER_DEVICE, types_pb2.TIER_HOST)
-            ]
-
-    run_operator(body)
+@run_by(run_operator)
+async def test_the_snapshot_comes_in_pieces_that_fit_a_message(
+    engine: FakeEngine, stub: OperatorStub, *, size: int, pieces: list[int]
+) -> None:
+    engine.table = [block(number) for number in range(size)]
+    messages = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
+    assert [len(message.events) for message in messages] == pieces
+    assert [message.sequence for message in messages] == list(range(1, len(pieces) + 1))
+    assert [message.more for message in messages] == [True] * (len(pieces) - 1) + [False]
+    assert all(message.snapshot for message in messages)
+    assert [name for message in messages for name in shown(message)] == [f"+{number}" for number in range(size)]
+    await until(lambda: engine.ended_watches == [engine.watch])
 
 
-def test_a_stored_block_tells_namespace_and_adapter() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        engine.table = [block(1)._replace(names=[("n", "a")]), block(2)._replace(names=[None]), block(3)]
-        (message,) = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
-        found = [(event.stored.namespace, event.stored.adapter) for event in message.events]
-        assert found == [("n", "a"), ("", ""), ("", "")]
-
-    run_operator(body)
-
-
-def test_a_removed_block_tells_its_tier() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        call = stub.WatchEvents(pb.WatchEventsRequest())
-        await read(call)
-        push(watch_of(engine), diff(~4, ~5))
-        assert [event.removed for event in (await read(call)).events] == [
-            pb.BlockRemoved(block_hash="00000004", tier=types_pb2.TIER_DEVICE),
-            pb.BlockRemoved(block_hash="00000005", tier=types_pb2.TIER_HOST),
+@run_by(run_operator)
+async def test_a_stored_block_tells_hash_parent_tokens_and_tier(engine: FakeEngine, stub: OperatorStub) -> None:
+    engine.table = [block(7, Tier.DEVICE), block(7, Tier.HOST)]
+    for wanted in (None, True, False):
+        request = pb.WatchEventsRequest(snapshot_only=True, token_ids=wanted)
+        (message,) = [message async for message in stub.WatchEvents(request)]
+        tokens = [] if wanted is False else [7, 8]
+        assert [event.stored for event in message.events] == [
+            pb.BlockStored(block_hash="00000007", parent_hash="00000006", token_ids=tokens, tier=tier)
+            for tier in (types_pb2.TIER_DEVICE, types_pb2.TIER_HOST)
         ]
-        call.cancel()
-
-    run_operator(body)
 
 
-def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        engine.table = [block(0)]
-        call = stub.WatchEvents(pb.WatchEventsRequest())
-        assert shown(await read(call)) == ["+0"]
-        watch = watch_of(engine)
-        push(watch, diff(1, 2))
-        message = await read(call)
-        assert (message.sequence, message.snapshot, message.more, shown(message)) == (2, False, False, ["+1", "+2"])
-        # Nobody awaits in between, so the handler sees both at once: what 3 and 0 did cancels out or comes once.
-        push(watch, diff(3, ~0))
-        push(watch, diff(~3, ~1, 4))
-        assert shown(await read(call)) == ["-0", "-1", "+4"]
-        push(watch, diff(~4))
-        push(watch, diff(4, cleared=True))
-        assert shown(await read(call)) == ["clear", "+4"]
-        push(watch, diff(*range(10, 10 + 1500), cleared=True))
-        first, second = await read(call), await read(call)
-        assert (len(first.events), first.more, len(second.events), second.more) == (1024, True, 477, False)
-        assert shown(first)[0] == "clear"
-        assert second.sequence == 6
-        call.cancel()
-        await until(lambda: engine.ended_watches == [watch])
-
-    run_operator(body)
+@run_by(run_operator)
+async def test_a_stored_block_tells_namespace_and_adapter(engine: FakeEngine, stub: OperatorStub) -> None:
+    engine.table = [block(1)._replace(names=[("n", "a")]), block(2)._replace(names=[None]), block(3)]
+    (message,) = [message async for message in stub.WatchEvents(pb.WatchEventsRequest(snapshot_only=True))]
+    found = [(event.stored.namespace, event.stored.adapter) for event in message.events]
+    assert found == [("n", "a"), ("", ""), ("", "")]
 
 
-def test_a_reader_too_far_behind_is_told_to_start_again() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        call = stub.WatchEvents(pb.WatchEventsRequest())
+@run_by(run_operator)
+async def test_a_removed_block_tells_its_tier(engine: FakeEngine, stub: OperatorStub) -> None:
+    call = stub.WatchEvents(pb.WatchEventsRequest())
+    await read(call)
+    push(watch_of(engine), diff(~4, ~5))
+    assert [event.removed for event in (await read(call)).events] == [
+        pb.BlockRemoved(block_hash="00000004", tier=types_pb2.TIER_DEVICE),
+        pb.BlockRemoved(block_hash="00000005", tier=types_pb2.TIER_HOST),
+    ]
+    call.cancel()
+
+
+@run_by(run_operator)
+async def test_batches_follow_the_snapshot_and_a_slow_reader_gets_them_as_one(
+    engine: FakeEngine, stub: OperatorStub
+) -> None:
+    engine.table = [block(0)]
+    call = stub.WatchEvents(pb.WatchEventsRequest())
+    assert shown(await read(call)) == ["+0"]
+    watch = watch_of(engine)
+    push(watch, diff(1, 2))
+    message = await read(call)
+    assert (message.sequence, message.snapshot, message.more, shown(message)) == (2, False, False, ["+1", "+2"])
+    # Nobody awaits in between, so the handler sees both at once: what 3 and 0 did cancels out or comes once.
+    push(watch, diff(3, ~0))
+    push(watch, diff(~3, ~1, 4))
+    assert shown(await read(call)) == ["-0", "-1", "+4"]
+    push(watch, diff(~4))
+    push(watch, diff(4, cleared=True))
+    assert shown(await read(call)) == ["clear", "+4"]
+    push(watch, diff(*range(10, 10 + 1500), cleared=True))
+    first, second = await read(call), await read(call)
+    assert (len(first.events), first.more, len(second.events), second.more) == (1024, True, 477, False)
+    assert shown(first)[0] == "clear"
+    assert second.sequence == 6
+    call.cancel()
+    await until(lambda: engine.ended_watches == [watch])
+
+
+@run_by(run_operator)
+async def test_a_reader_too_far_behind_is_told_to_start_again(engine: FakeEngine, stub: OperatorStub) -> None:
+    call = stub.WatchEvents(pb.WatchEventsRequest())
+    await read(call)
+    push(watch_of(engine), diff(*range(5001)))
+    with pytest.raises(grpc.aio.AioRpcError, match="more than 5000 changes were not read in time") as caught:
         await read(call)
-        push(watch_of(engine), diff(*range(5001)))
-        with pytest.raises(grpc.aio.AioRpcError, match="more than 5000 changes were not read in time") as caught:
-            await read(call)
-        assert caught.value.code() is grpc.StatusCode.ABORTED
-        assert engine.ended_watches == [engine.watch]
-
-    run_operator(body)
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert engine.ended_watches == [engine.watch]
 
 
-def test_a_watch_ends_with_what_ended_it() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        call = stub.WatchEvents(pb.WatchEventsRequest())
+@run_by(run_operator)
+async def test_a_watch_ends_with_what_ended_it(engine: FakeEngine, stub: OperatorStub) -> None:
+    call = stub.WatchEvents(pb.WatchEventsRequest())
+    await read(call)
+    watch_of(engine).fail(Unavailable("the manager is shutting down"))
+    with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
         await read(call)
-        watch_of(engine).fail(Unavailable("the manager is shutting down"))
-        with pytest.raises(grpc.aio.AioRpcError, match="shutting down") as caught:
-            await read(call)
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        engine.refusal = LimitExceeded("16 readers")
-        with pytest.raises(grpc.aio.AioRpcError, match="16 readers") as caught:
-            await read(stub.WatchEvents(pb.WatchEventsRequest()))
-        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-    run_operator(body)
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    engine.refusal = LimitExceeded("16 readers")
+    with pytest.raises(grpc.aio.AioRpcError, match="16 readers") as caught:
+        await read(stub.WatchEvents(pb.WatchEventsRequest()))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_revisions_stand_on_whole_batches_and_the_instance_on_the_first_message() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        engine.table = [block(number) for number in range(1500)]
-        call = stub.WatchEvents(pb.WatchEventsRequest())
-        found = [await read(call), await read(call)]
-        watch = watch_of(engine)
-        push(watch, diff(*range(2000, 3100)))
-        push(watch, diff(5000))
-        found += [await read(call), await read(call)]
-        assert [(m.revision, m.more, m.instance_id) for m in found] == [
-            (0, True, "run-1"), (7, False, ""), (0, True, ""), (9, False, "")
-        ]  # fmt: skip  # a message a column
-        call.cancel()
-
-    run_operator(body)
-
-
-def test_a_reader_goes_on_behind_its_revision_without_a_snapshot() -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        engine.table = [block(0)]
-        call = stub.WatchEvents(pb.WatchEventsRequest(start_revision=40, instance_id="run-1"))
-        await until(lambda: engine.watch is not None)
-        push(watch_of(engine), diff(1))
-        message = await read(call)
-        assert (message.sequence, message.snapshot, message.revision, message.instance_id) == (1, False, 41, "run-1")
-        assert shown(message) == ["+1"]
-        call.cancel()
-        other = stub.WatchEvents(pb.WatchEventsRequest(start_revision=40, instance_id="run-0"))
-        with pytest.raises(
-            grpc.aio.AioRpcError, match="of another run of the manager; watch from a snapshot"
-        ) as caught:
-            await read(other)
-        assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
-
-    run_operator(body)
+@run_by(run_operator)
+async def test_revisions_stand_on_whole_batches_and_the_instance_on_the_first_message(
+    engine: FakeEngine, stub: OperatorStub
+) -> None:
+    engine.table = [block(number) for number in range(1500)]
+    call = stub.WatchEvents(pb.WatchEventsRequest())
+    found = [await read(call), await read(call)]
+    watch = watch_of(engine)
+    push(watch, diff(*range(2000, 3100)))
+    push(watch, diff(5000))
+    found += [await read(call), await read(call)]
+    assert [(m.revision, m.more, m.instance_id) for m in found] == [
+        (0, True, "run-1"), (7, False, ""), (0, True, ""), (9, False, "")
+    ]  # fmt: skip  # a message a column
+    call.cancel()
 
 
-def test_a_silent_watch_says_that_it_lives() -> None:
+@run_by(run_operator)
+async def test_a_reader_goes_on_behind_its_revision_without_a_snapshot(engine: FakeEngine, stub: OperatorStub) -> None:
+    engine.table = [block(0)]
+    call = stub.WatchEvents(pb.WatchEventsRequest(start_revision=40, instance_id="run-1"))
+    await until(lambda: engine.watch is not None)
+    push(watch_of(engine), diff(1))
+    message = await read(call)
+    assert (message.sequence, message.snapshot, message.revision, message.instance_id) == (1, False, 41, "run-1")
+    assert shown(message) == ["+1"]
+    call.cancel()
+    other = stub.WatchEvents(pb.WatchEventsRequest(start_revision=40, instance_id="run-0"))
+    with pytest.raises(grpc.aio.AioRpcError, match="of another run of the manager; watch from a snapshot") as caught:
+        await read(other)
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+
+
+@run_by(run_operator)
+async def test_a_silent_watch_says_that_it_lives(engine: FakeEngine, stub: OperatorStub) -> None:
     """The empty message has the revision that the reader has by then, also where changes cancelled each other out."""
-
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        call = stub.WatchEvents(pb.WatchEventsRequest(progress_interval=Duration(seconds=1)))
-        await read(call)
-        watch = watch_of(engine)
-        watch.push(diff(1), 8)
-        watch.push(diff(~1), 9)
+    call = stub.WatchEvents(pb.WatchEventsRequest(progress_interval=Duration(seconds=1)))
+    await read(call)
+    watch = watch_of(engine)
+    watch.push(diff(1), 8)
+    watch.push(diff(~1), 9)
+    told = await read(call)
+    if told.revision == 7:
+        # It was on its way before the changes.
         told = await read(call)
-        if told.revision == 7:
-            # It was on its way before the changes.
-            told = await read(call)
-        for message in (told, await read(call)):
-            assert message == pb.WatchEventsResponse(sequence=message.sequence, revision=9)
-        assert message.sequence == told.sequence + 1
-        push(watch, diff(2))
-        while not (message := await read(call)).events:
-            assert message.revision == 9
-        assert shown(message) == ["+2"]
-        call.cancel()
-
-    run_operator(body)
+    for message in (told, await read(call)):
+        assert message == pb.WatchEventsResponse(sequence=message.sequence, revision=9)
+    assert message.sequence == told.sequence + 1
+    push(watch, diff(2))
+    while not (message := await read(call)).events:
+        assert message.revision == 9
+    assert shown(message) == ["+2"]
+    call.cancel()
 
 
 @pytest.mark.parametrize(
@@ -268,15 +251,15 @@ def test_a_silent_watch_says_that_it_lives() -> None:
         (pb.WatchEventsRequest(progress_interval=Duration(seconds=2**62)), "progress_interval"),
     ],
 )
-def test_wishes_out_of_bounds_are_refused_by_name(request_: pb.WatchEventsRequest, field: str) -> None:
-    async def body(engine: FakeEngine, stub: OperatorStub) -> None:
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await read(stub.WatchEvents(request_))
-        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert (caught.value.details() or "").startswith(f"{field}: must be")
-        assert engine.watch is None
-
-    run_operator(body)
+@run_by(run_operator)
+async def test_wishes_out_of_bounds_are_refused_by_name(
+    engine: FakeEngine, stub: OperatorStub, *, request_: pb.WatchEventsRequest, field: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read(stub.WatchEvents(request_))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert (caught.value.details() or "").startswith(f"{field}: must be")
+    assert engine.watch is None
 
 
 def test_an_ended_watch_keeps_nothing() -> None:

@@ -130,9 +130,7 @@ LIES: list[Callable[[StepResult], StepResult]] = [
 
 
 @pytest.mark.parametrize("lie", range(len(LIES)))
-def test_a_lie_costs_an_epoch_and_no_token(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, lie: int
-) -> None:
+def test_a_lie_costs_an_epoch_and_no_token(caplog: pytest.LogCaptureFixture, lie: int) -> None:
     """The log names field and value, and no invariant of the manager is broken."""
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -146,7 +144,7 @@ def test_a_lie_costs_an_epoch_and_no_token(
         assert len(await beams.take()) == 2
         assert len(bench.attaches) == 2
 
-    run(monkeypatch, body)
+    run(body)
     (record,) = (record for record in caplog.records if record.levelno >= logging.WARNING)
     assert record.getMessage() == "no executor"
     assert str(record.fields["reason"]).startswith("StepResult.")  # type: ignore[attr-defined]  # set by Log

@@ -12,6 +12,7 @@ from support.engine.cached_prefixes import Clock
 from support.engine.fake_executor import FakeExecutor
 from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output
+from support.event_loop import in_event_loop
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.answer_check import AnswerCheck
@@ -238,74 +239,64 @@ def test_a_tenant_that_pins_leave_no_room_for_learns_nothing_of_them() -> None:
     assert told.value.metadata == {"needed_blocks": "6"}
 
 
-def test_a_pin_leaves_what_live_requests_of_other_tenants_need() -> None:
-    async def main() -> None:
-        pool, host = BlockPool(10, 1), HostPool(0, 1)
-        admin = CacheAdmin(True, 1.0, lambda: None)
-        admin.adopt(pool, host, "model", Observer())
-        pool.set_tenants({}, {1: 4})
-        root, tokens = root_digest("model", "", ""), np.array([[1], [2], [3]], np.uint32)
+@in_event_loop
+async def test_a_pin_leaves_what_live_requests_of_other_tenants_need() -> None:
+    pool, host = BlockPool(10, 1), HostPool(0, 1)
+    admin = CacheAdmin(True, 1.0, lambda: None)
+    admin.adopt(pool, host, "model", Observer())
+    pool.set_tenants({}, {1: 4})
+    root, tokens = root_digest("model", "", ""), np.array([[1], [2], [3]], np.uint32)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+    live = GenerateCommand("a", [1, 2], SamplingParams(max_tokens=4), tenant=Tenant("two", 2))
+    with pytest.raises(LimitExceeded, match="3 of 10 blocks would be pinned, and a live request may need 9") as no:
+        admin.pin([1, 2, 3], ANY, 60, [live])
+    assert no.value.available_blocks == 1
+    assert admin.pin([1], ANY, 60, [live]).pinned_tokens == 1
+    assert admin.pins.end_all() == 1
+    admin.close(RuntimeError())
+
+
+@in_event_loop
+async def test_a_tenant_pins_so_many_blocks() -> None:
+    """In all of its pins; those of others are none of its own, and a pin is renewed for what it held."""
+    pool, admin = BlockPool(10, 1), CacheAdmin(True, 1.0, lambda: None)
+    admin.adopt(pool, HostPool(0, 1), "model", Observer())
+    one, two = (CacheIdentity(tenant=name) for name in ("one", "two"))
+    for tenant in (one, two):
+        root, tokens = admin.root(tenant), np.array([[1], [2], [3]], np.uint32)
         blocks = pool.allocate(3)
         assert blocks is not None
         pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
-        live = GenerateCommand("a", [1, 2], SamplingParams(max_tokens=4), tenant=Tenant("two", 2))
-        with pytest.raises(LimitExceeded, match="3 of 10 blocks would be pinned, and a live request may need 9") as no:
-            admin.pin([1, 2, 3], ANY, 60, [live])
-        assert no.value.available_blocks == 1
-        assert admin.pin([1], ANY, 60, [live]).pinned_tokens == 1
-        assert admin.pins.end_all() == 1
-        admin.close(RuntimeError())
-
-    asyncio.run(main())
-
-
-def test_a_tenant_pins_so_many_blocks() -> None:
-    """In all of its pins; those of others are none of its own, and a pin is renewed for what it held."""
-
-    async def main() -> None:
-        pool, admin = BlockPool(10, 1), CacheAdmin(True, 1.0, lambda: None)
-        admin.adopt(pool, HostPool(0, 1), "model", Observer())
-        one, two = (CacheIdentity(tenant=name) for name in ("one", "two"))
-        for tenant in (one, two):
-            root, tokens = admin.root(tenant), np.array([[1], [2], [3]], np.uint32)
-            blocks = pool.allocate(3)
-            assert blocks is not None
-            pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
-        account = Account(Tenant("one", 1), TenantLimits(max_pinned_blocks=3))
-        admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)), owner="two")
-        admin.pin([1, 2], one, 60, [], "first", account=account, owner="one")
-        with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
-            admin.pin([1, 2], one, 60, [], "second", account=account, owner="one")
-        assert admin.pin([1, 2, 3], one, 60, [], "first", account=account, owner="one").pinned_tokens == 3
-        assert account.usage.refusals == {"max_pinned_blocks": 1}
-        admin.pins.end_all()
-        admin.close(RuntimeError())
-
-    asyncio.run(main())
+    account = Account(Tenant("one", 1), TenantLimits(max_pinned_blocks=3))
+    admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)), owner="two")
+    admin.pin([1, 2], one, 60, [], "first", account=account, owner="one")
+    with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
+        admin.pin([1, 2], one, 60, [], "second", account=account, owner="one")
+    assert admin.pin([1, 2, 3], one, 60, [], "first", account=account, owner="one").pinned_tokens == 3
+    assert account.usage.refusals == {"max_pinned_blocks": 1}
+    admin.pins.end_all()
+    admin.close(RuntimeError())
 
 
-def test_pins_in_a_shared_namespace_are_those_of_the_tenant_that_made_them() -> None:
+@in_event_loop
+async def test_pins_in_a_shared_namespace_are_those_of_the_tenant_that_made_them() -> None:
     """The cache identity there has no tenant."""
-
-    async def main() -> None:
-        pool, admin = BlockPool(10, 1), CacheAdmin(True, 1.0, lambda: None)
-        admin.adopt(pool, HostPool(0, 1), "model", Observer())
-        own, shared = CacheIdentity(tenant="one"), CacheIdentity(namespace="shared")
-        for identity in (own, shared):
-            root, tokens = admin.root(identity), np.array([[1], [2]], np.uint32)
-            blocks = pool.allocate(2)
-            assert blocks is not None
-            pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
-        one, two = (
-            Account(Tenant(name, at), TenantLimits(max_pinned_blocks=3)) for at, name in enumerate(("one", "two"))
-        )
-        admin.pin([1, 2], shared, 60, [], "of two", account=two, owner="two")
-        # None of the other's is counted.
-        admin.pin([1, 2], shared, 60, [], "of one", account=one, owner="one")
-        # And all of its own.
-        with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
-            admin.pin([1, 2], own, 60, [], "elsewhere", account=one, owner="one")
-        admin.pins.end_all()
-        admin.close(RuntimeError())
-
-    asyncio.run(main())
+    pool, admin = BlockPool(10, 1), CacheAdmin(True, 1.0, lambda: None)
+    admin.adopt(pool, HostPool(0, 1), "model", Observer())
+    own, shared = CacheIdentity(tenant="one"), CacheIdentity(namespace="shared")
+    for identity in (own, shared):
+        root, tokens = admin.root(identity), np.array([[1], [2]], np.uint32)
+        blocks = pool.allocate(2)
+        assert blocks is not None
+        pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+    one, two = (Account(Tenant(name, at), TenantLimits(max_pinned_blocks=3)) for at, name in enumerate(("one", "two")))
+    admin.pin([1, 2], shared, 60, [], "of two", account=two, owner="two")
+    # None of the other's is counted.
+    admin.pin([1, 2], shared, 60, [], "of one", account=one, owner="one")
+    # And all of its own.
+    with pytest.raises(LimitExceeded, match="max_pinned_blocks: your tenant has 2 of at most 3, 2 more"):
+        admin.pin([1, 2], own, 60, [], "elsewhere", account=one, owner="one")
+    admin.pins.end_all()
+    admin.close(RuntimeError())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-from support.engine.engine_harness import Bench, command, identified, read, run
+from support.engine.engine_harness import command, identified, read, run
+from support.event_loop import run_by
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -14,46 +14,41 @@ ANY = CacheIdentity()
 EIGHT = [*range(8)]
 
 
-def test_misses_are_counted_by_their_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run, num_device_blocks=16)
+async def test_misses_are_counted_by_their_reason(engine: EngineLoop) -> None:
     """Each prompt counts once, for its first block that misses."""
 
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        async def misses(prompt: list[int], identity: CacheIdentity = ANY) -> str:
-            before = engine.statistics.stats()
-            await read(engine.submit(identified("r", prompt, identity)))
-            after = engine.statistics.stats()
-            names = [field.name for field in after.DESCRIPTOR.fields if field.name.startswith("misses_")]
-            found = [name for name in names if getattr(after, name) > getattr(before, name)]
-            assert sum(getattr(after, name) - getattr(before, name) for name in names) == len(found)
-            return " ".join(name.removeprefix("misses_").removesuffix("_total") for name in found)
+    async def misses(prompt: list[int], identity: CacheIdentity = ANY) -> str:
+        before = engine.statistics.stats()
+        await read(engine.submit(identified("r", prompt, identity)))
+        after = engine.statistics.stats()
+        names = [field.name for field in after.DESCRIPTOR.fields if field.name.startswith("misses_")]
+        found = [name for name in names if getattr(after, name) > getattr(before, name)]
+        assert sum(getattr(after, name) - getattr(before, name) for name in names) == len(found)
+        return " ".join(name.removeprefix("misses_").removesuffix("_total") for name in found)
 
-        assert await misses([*EIGHT, 9]) == "never_seen"
-        assert await misses([*EIGHT, 9]) == "partial_tail"
-        # A hit throughout: one token of the last block had to be computed all the same.
-        assert await misses(EIGHT) == ""
-        assert await misses([0, 1, 2, 3, 4, 9, 9, 9]) == "diverged"
-        assert await misses([1]) == "partial_tail"
-        assert await misses(EIGHT, CacheIdentity(namespace="other")) == "never_seen"
-        assert await misses([30] * 8, CacheIdentity(read=False)) == ""
-        assert await misses([31] * 8, CacheIdentity(write=False)) == "never_seen"
-        engine.queries.reset_prefix_cache(force=False)
-        assert await misses(EIGHT) == "cleared"
-        for number in range(8):
-            await read(engine.submit(command(f"s{number}", [number + 20] * 28, 1)))
-        assert engine.statistics.stats().evicted_blocks_total > 0
-        assert await misses(EIGHT) == "evicted"
-
-    run(monkeypatch, body, num_device_blocks=16)
+    assert await misses([*EIGHT, 9]) == "never_seen"
+    assert await misses([*EIGHT, 9]) == "partial_tail"
+    # A hit throughout: one token of the last block had to be computed all the same.
+    assert await misses(EIGHT) == ""
+    assert await misses([0, 1, 2, 3, 4, 9, 9, 9]) == "diverged"
+    assert await misses([1]) == "partial_tail"
+    assert await misses(EIGHT, CacheIdentity(namespace="other")) == "never_seen"
+    assert await misses([30] * 8, CacheIdentity(read=False)) == ""
+    assert await misses([31] * 8, CacheIdentity(write=False)) == "never_seen"
+    engine.queries.reset_prefix_cache(force=False)
+    assert await misses(EIGHT) == "cleared"
+    for number in range(8):
+        await read(engine.submit(command(f"s{number}", [number + 20] * 28, 1)))
+    assert engine.statistics.stats().evicted_blocks_total > 0
+    assert await misses(EIGHT) == "evicted"
 
 
-def test_both_hit_rates_are_exported_under_their_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run)
+async def test_both_hit_rates_are_exported_under_their_own_names(engine: EngineLoop) -> None:
     """Cached blocks of prompt blocks, and cached tokens of prompt tokens."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", [*EIGHT, 9], 1)))
-        await read(engine.submit(command("b", [*EIGHT, 7, 7], 1)))
-        stats = engine.statistics.stats()
-        assert (stats.prompt_blocks_total, stats.cached_blocks_total, stats.block_hit_rate) == (6, 2, 2 / 6)
-        assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.prefix_hit_rate) == (19, 8, 8 / 19)
-
-    run(monkeypatch, body)
+    await read(engine.submit(command("a", [*EIGHT, 9], 1)))
+    await read(engine.submit(command("b", [*EIGHT, 7, 7], 1)))
+    stats = engine.statistics.stats()
+    assert (stats.prompt_blocks_total, stats.cached_blocks_total, stats.block_hit_rate) == (6, 2, 2 / 6)
+    assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.prefix_hit_rate) == (19, 8, 8 / 19)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from support.engine.engine_harness import Bench, command, described, expect, read, run, until
 from support.engine.fake_engine import MODEL
+from support.event_loop import run_by
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.capacity import blocks_needed, longest_sequence, total_tokens
@@ -28,18 +29,15 @@ def test_resumed_tokens_are_part_of_the_output() -> None:
     assert total_tokens(replace(whole, prompt_ids=[1] * 12)) == 42
 
 
-def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run, num_device_blocks=5)
+async def test_the_context_may_be_longer_than_what_the_pool_holds(engine: EngineLoop) -> None:
     """Needed and available blocks are named then, here and where the prompt is read."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        assert engine.model is not None
-        assert engine.model.max_model_len == 200
-        assert longest_sequence(engine.model, 0) == 5 * 4 + 1
-        with pytest.raises(InvalidRequest, match=r"from 1 to 18, got 19: 22 tokens need 6 blocks, the pool has 5"):
-            engine.submit(command("x", [1, 2, 3], max_tokens=19))
-        assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)
-
-    run(monkeypatch, body, num_device_blocks=5)
+    assert engine.model is not None
+    assert engine.model.max_model_len == 200
+    assert longest_sequence(engine.model, 0) == 5 * 4 + 1
+    with pytest.raises(InvalidRequest, match=r"from 1 to 18, got 19: 22 tokens need 6 blocks, the pool has 5"):
+        engine.submit(command("x", [1, 2, 3], max_tokens=19))
+    assert await read(engine.submit(command("y", [1, 2, 3], max_tokens=18))) == expect([1, 2, 3], 18)
 
 
 @pytest.mark.parametrize(
@@ -60,30 +58,24 @@ def test_the_context_may_be_longer_than_what_the_pool_holds(monkeypatch: pytest.
         ),
     ],
 )
-def test_an_executor_that_comes_back_smaller_is_told_with_bounds_that_can_be_kept(
-    monkeypatch: pytest.MonkeyPatch, returns_with: dict[str, int], field: str, words: str
+@run_by(run)
+async def test_an_executor_that_comes_back_smaller_is_told_with_bounds_that_can_be_kept(
+    engine: EngineLoop, bench: Bench, *, returns_with: dict[str, int], field: str, words: str
 ) -> None:
     """Between the reading of a prompt and its submission another executor may come."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.description = described(**returns_with)
-        assert bench.link is not None
-        bench.link.lose()
-        await until(lambda: engine.statistics.stats().executor_restarts_total == 1)
-        with pytest.raises(InvalidRequest, match=re.escape(words)) as caught:
-            engine.submit(command("x", [1] * 9, max_tokens=50))
-        assert caught.value.field == field
-
-    run(monkeypatch, body)
+    bench.description = described(**returns_with)
+    assert bench.link is not None
+    bench.link.lose()
+    await until(lambda: engine.statistics.stats().executor_restarts_total == 1)
+    with pytest.raises(InvalidRequest, match=re.escape(words)) as caught:
+        engine.submit(command("x", [1] * 9, max_tokens=50))
+    assert caught.value.field == field
 
 
-def test_beams_that_the_pool_cannot_hold_are_refused_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run, num_device_blocks=3)
+async def test_beams_that_the_pool_cannot_hold_are_refused_by_their_number(engine: EngineLoop) -> None:
     """No prompt would be short enough for them."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        beams = SamplingParams(max_tokens=2, beam_width=4)
-        with pytest.raises(InvalidRequest, match=r"must be from 0 to 3 .*, got 4") as caught:
-            engine.submit(GenerateCommand("b", [1], beams))
-        assert caught.value.field == "sampling_params.beam_width"
-
-    run(monkeypatch, body, num_device_blocks=3)
+    beams = SamplingParams(max_tokens=2, beam_width=4)
+    with pytest.raises(InvalidRequest, match=r"must be from 0 to 3 .*, got 4") as caught:
+        engine.submit(GenerateCommand("b", [1], beams))
+    assert caught.value.field == "sampling_params.beam_width"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.engine.engine_harness import DESCRIPTION, Bench, Link, command, config, described, expect, read, run, until
+from support.event_loop import in_event_loop, run_by
 
 from pagekv.common.errors import Unavailable
 from pagekv.kvmanager.config import parse_config
@@ -87,41 +88,35 @@ def test_the_fingerprint_is_of_everything_that_decides_tokens() -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), [("contract_revision", 0), ("sampler", "")])
-def test_an_executor_without_revision_or_sampler_is_waited_out(
+@in_event_loop
+async def test_an_executor_without_revision_or_sampler_is_waited_out(
     monkeypatch: pytest.MonkeyPatch, field: str, value: Any
 ) -> None:
     """It may be replaced by a later version; until then callers and the log are told why nothing is served."""
-
-    async def main() -> None:
-        bench = Bench()
-        bench.description = described(**{field: value})
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
-        engine = EngineLoop(config())
-        task = asyncio.create_task(engine.run())
-        await until(lambda: f"the executor's {field} must" in str(engine.not_attached()))
-        with pytest.raises(Unavailable, match=f"no executor is attached yet: Describe: the executor's {field} must"):
-            engine.submit(command("a", [1, 2, 3]))
-        assert bench.attaches == []
-        bench.description = DESCRIPTION
-        await engine.wait_ready()
-        assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
-        await engine.stop(1)
-        await task
-
-    asyncio.run(main())
+    bench = Bench()
+    bench.description = described(**{field: value})
+    monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
+    engine = EngineLoop(config())
+    task = asyncio.create_task(engine.run())
+    await until(lambda: f"the executor's {field} must" in str(engine.not_attached()))
+    with pytest.raises(Unavailable, match=f"no executor is attached yet: Describe: the executor's {field} must"):
+        engine.submit(command("a", [1, 2, 3]))
+    assert bench.attaches == []
+    bench.description = DESCRIPTION
+    await engine.wait_ready()
+    assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
+    await engine.stop(1)
+    await task
 
 
-def test_another_sampler_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run)
+async def test_another_sampler_is_another_model(engine: EngineLoop, bench: Bench) -> None:
     """It would continue with other tokens."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.01
-        stream = engine.submit(command("a", [1, 2, 3]))
-        await until(lambda: len(bench.plans) >= 3)
-        bench.description = described(sampler="fake-2")
-        assert bench.link is not None
-        bench.link.lose()
-        with pytest.raises(Unavailable, match="another model"):
-            await read(stream)
-
-    run(monkeypatch, body)
+    bench.step_s = 0.01
+    stream = engine.submit(command("a", [1, 2, 3]))
+    await until(lambda: len(bench.plans) >= 3)
+    bench.description = described(sampler="fake-2")
+    assert bench.link is not None
+    bench.link.lose()
+    with pytest.raises(Unavailable, match="another model"):
+        await read(stream)

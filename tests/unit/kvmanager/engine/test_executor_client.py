@@ -13,6 +13,7 @@ from typing import Any, cast
 import grpc
 import pytest
 from support.engine.fake_engine import MODEL
+from support.event_loop import in_event_loop
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, PageKVError, StaleEpoch, Unavailable
 from pagekv.common.statuses import abort_with
@@ -137,17 +138,15 @@ FAULTS = {
     ],
     ids=str,
 )
-def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grpc.StatusCode, fault: Fault) -> None:
-    async def main() -> None:
-        woken = asyncio.Event()
-        async with _link(_Executor(end), woken.set) as link:
-            await link.attach("m", MODEL, "any", False)
-            await woken.wait()
-            with pytest.raises(ExecutorLost) as lost:
-                link.take_result()
-        assert lost.value.fault is fault
-
-    asyncio.run(main())
+@in_event_loop
+async def test_what_ends_the_stream_says_whose_fault_it_was(end: Exception | grpc.StatusCode, fault: Fault) -> None:
+    woken = asyncio.Event()
+    async with _link(_Executor(end), woken.set) as link:
+        await link.attach("m", MODEL, "any", False)
+        await woken.wait()
+        with pytest.raises(ExecutorLost) as lost:
+            link.take_result()
+    assert lost.value.fault is fault
 
 
 def test_a_defect_in_reading_a_result_ends_the_stream_with_its_traceback_in_the_log(
@@ -176,39 +175,34 @@ def test_a_defect_in_reading_a_result_ends_the_stream_with_its_traceback_in_the_
 
 
 @pytest.mark.parametrize("revision", [1, 7])
-def test_revision_and_features_are_agreed_upon(revision: int) -> None:
+@in_event_loop
+async def test_revision_and_features_are_agreed_upon(revision: int) -> None:
     """The earlier of both revisions, and the features that the model's epoch uses."""
-
-    async def main() -> None:
-        executor = _Executor(grpc.StatusCode.UNAVAILABLE)
-        executor.revision = revision
-        model = replace(MODEL, features=("logprobs", "penalties"))
-        async with _link(executor) as link:
-            await link.describe(16, 32)
-            await link.attach("m", model, "any", True)
-        assert executor.described == pb.DescribeRequest(block_size=16, token_budget=32, contract_revision=1)
-        assert executor.attached == pb.AttachRequest(
-            manager_id="m",
-            block_size=model.block_size,
-            num_device_blocks=model.num_device_blocks,
-            layout="any",
-            take_over=True,
-            required_features=[pb.EXECUTOR_FEATURE_LOGPROBS, pb.EXECUTOR_FEATURE_PENALTIES],
-            contract_revision=1,
-        )
-
-    asyncio.run(main())
+    executor = _Executor(grpc.StatusCode.UNAVAILABLE)
+    executor.revision = revision
+    model = replace(MODEL, features=("logprobs", "penalties"))
+    async with _link(executor) as link:
+        await link.describe(16, 32)
+        await link.attach("m", model, "any", True)
+    assert executor.described == pb.DescribeRequest(block_size=16, token_budget=32, contract_revision=1)
+    assert executor.attached == pb.AttachRequest(
+        manager_id="m",
+        block_size=model.block_size,
+        num_device_blocks=model.num_device_blocks,
+        layout="any",
+        take_over=True,
+        required_features=[pb.EXECUTOR_FEATURE_LOGPROBS, pb.EXECUTOR_FEATURE_PENALTIES],
+        contract_revision=1,
+    )
 
 
-def test_an_epoch_that_is_none_is_not_believed() -> None:
-    async def main() -> None:
-        executor = _Executor(grpc.StatusCode.UNAVAILABLE)
-        executor.epoch = 0
-        async with _link(executor) as link:
-            with pytest.raises(ExecutorLost, match=r"AttachResponse\.epoch: must not be 0"):
-                await link.attach("m", MODEL, "any", False)
-
-    asyncio.run(main())
+@in_event_loop
+async def test_an_epoch_that_is_none_is_not_believed() -> None:
+    executor = _Executor(grpc.StatusCode.UNAVAILABLE)
+    executor.epoch = 0
+    async with _link(executor) as link:
+        with pytest.raises(ExecutorLost, match=r"AttachResponse\.epoch: must not be 0"):
+            await link.attach("m", MODEL, "any", False)
 
 
 def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:

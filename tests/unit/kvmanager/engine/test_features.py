@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.engine.engine_harness import Bench, described, expect, read, run, until
 from support.engine.fake_engine import MODEL
+from support.event_loop import run_by
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.features import check_supported, feature_names, feature_numbers
@@ -56,22 +57,20 @@ def test_log_probabilities_up_to_as_many_as_the_executor_tells() -> None:
         check_supported(SamplingParams(beam_width=5), few)
 
 
-def test_requests_that_wait_when_an_executor_without_it_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.01
-        sampling = SamplingParams(max_tokens=6, min_tokens=2)
-        needing = engine.submit(GenerateCommand("needing", [1, 2, 3], sampling))
-        plain = engine.submit(GenerateCommand("plain", [4, 5], SamplingParams(max_tokens=6)))
-        await until(lambda: len(bench.plans) >= 2)
-        bench.description = described(features=[pb.EXECUTOR_FEATURE_LOGPROBS])
-        assert bench.link is not None
-        bench.link.lose()
-        with pytest.raises(InvalidRequest, match=r"^sampling_params.min_tokens: .* the executor has no min_tokens"):
-            await read(needing)
-        assert await read(plain) == expect([4, 5])
-        with pytest.raises(InvalidRequest, match=r"^sampling_params.min_tokens"):
-            engine.submit(GenerateCommand("another", [1, 2, 3], sampling))
-        assert engine.model is not None
-        assert engine.model.features == ("logprobs",)
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_requests_that_wait_when_an_executor_without_it_comes_back(engine: EngineLoop, bench: Bench) -> None:
+    bench.step_s = 0.01
+    sampling = SamplingParams(max_tokens=6, min_tokens=2)
+    needing = engine.submit(GenerateCommand("needing", [1, 2, 3], sampling))
+    plain = engine.submit(GenerateCommand("plain", [4, 5], SamplingParams(max_tokens=6)))
+    await until(lambda: len(bench.plans) >= 2)
+    bench.description = described(features=[pb.EXECUTOR_FEATURE_LOGPROBS])
+    assert bench.link is not None
+    bench.link.lose()
+    with pytest.raises(InvalidRequest, match=r"^sampling_params.min_tokens: .* the executor has no min_tokens"):
+        await read(needing)
+    assert await read(plain) == expect([4, 5])
+    with pytest.raises(InvalidRequest, match=r"^sampling_params.min_tokens"):
+        engine.submit(GenerateCommand("another", [1, 2, 3], sampling))
+    assert engine.model is not None
+    assert engine.model.features == ("logprobs",)

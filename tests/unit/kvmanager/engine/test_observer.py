@@ -72,11 +72,9 @@ async def every_call(engine: EngineLoop, bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_one_that_raises_is_dropped_and_serving_goes_on(
-    call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_that_raises_is_dropped_and_serving_goes_on(call: str, caplog: pytest.LogCaptureFixture) -> None:
     first, broken, last = Listing(), Broken(call), Listing()
-    run(monkeypatch, every_call, observers=[first, broken, last], max_queue=2)
+    run(every_call, observers=[first, broken, last], max_queue=2)
     assert first.told == last.told
     assert {*first.told} == {*CALLS}
     before = first.told[: first.told.index(call)]

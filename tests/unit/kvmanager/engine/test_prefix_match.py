@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from support.engine.cached_prefixes import ROOT, cache, evict_all, hold
 from support.engine.engine_harness import Bench, command, read, run
+from support.event_loop import run_by
 
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine import paging, prefix_match, queries
@@ -91,17 +92,15 @@ def test_a_question_about_a_long_prompt_is_prepared_in_slices(monkeypatch: pytes
         assert hashed == []
         engine.queries.reset_prefix_cache(force=True)
 
-    run(monkeypatch, body, max_pinned_share=1.0)
+    run(body, max_pinned_share=1.0)
 
 
-def test_a_question_about_a_short_prompt_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        asking = engine.queries.prepare(array("I", LONG), ANY)
-        with pytest.raises(StopIteration) as done:
-            asking.send(None)
-        assert done.value.value is None
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_a_question_about_a_short_prompt_waits_for_nothing(engine: EngineLoop) -> None:
+    asking = engine.queries.prepare(array("I", LONG), ANY)
+    with pytest.raises(StopIteration) as done:
+        asking.send(None)
+    assert done.value.value is None
 
 
 def test_questions_are_prepared_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +124,7 @@ def test_questions_are_prepared_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -
             most = max(most, len(under_way))
         assert most == 1
 
-    run(monkeypatch, body)
+    run(body)
 
 
 def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +150,7 @@ def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: p
         assert await ask(41) is not None
         assert engine.queries._asked_tokens.total() == 0
 
-    run(monkeypatch, body)
+    run(body)
 
 
 def test_questions_of_one_tenant_hold_up_and_refuse_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +177,7 @@ def test_questions_of_one_tenant_hold_up_and_refuse_no_other(monkeypatch: pytest
         assert engine.queries._asked_tokens.total() == 0
         assert engine.queries._long_prompts.turns._turns == {}
 
-    run(monkeypatch, body)
+    run(body)
 
 
 def test_a_long_page_of_an_explanation_is_made_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,4 +206,4 @@ def test_a_long_page_of_an_explanation_is_made_in_slices(monkeypatch: pytest.Mon
         assert list((await asking).blocks) == list(second.blocks)
         assert pages == [3, 3, 1]
 
-    run(monkeypatch, body)
+    run(body)

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, identified, read, run, until
 from support.engine.integrity import check_engine
+from support.event_loop import in_event_loop, run_by
 
 from pagekv.common.errors import AlreadyExists, Draining, LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
@@ -44,230 +45,200 @@ def listed(engine: EngineLoop) -> set[bytes]:
     return {bytes.fromhex(block.block_hash) for block in blocks} - {b""}
 
 
-def test_a_forced_reset_while_requests_run_changes_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.01
-        await read(engine.submit(command("old", EIGHT, 2)))
-        pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
-        streams = [engine.submit(command(f"r{i}", [i, *EIGHT], 30)) for i in range(3)]
-        started = len(bench.plans)
-        await until(lambda: len(bench.plans) > started + 10)
-        assert engine.queries.reset_prefix_cache(force=False) is None
-        reset = engine.queries.reset_prefix_cache(force=True)
-        assert reset is not None
-        assert (reset.preempted_sequences, reset.ended_pins) == (3, 1)
-        assert reset.removed_blocks > 0
-        assert listed(engine) == set()
-        assert engine.queries.cache.unpin(pin.pin_id) == 0
-        assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
-        assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
-        assert engine.statistics.stats().preemptions_total == 3
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_a_forced_reset_while_requests_run_changes_no_token(engine: EngineLoop, bench: Bench) -> None:
+    bench.step_s = 0.01
+    await read(engine.submit(command("old", EIGHT, 2)))
+    pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
+    streams = [engine.submit(command(f"r{i}", [i, *EIGHT], 30)) for i in range(3)]
+    started = len(bench.plans)
+    await until(lambda: len(bench.plans) > started + 10)
+    assert engine.queries.reset_prefix_cache(force=False) is None
+    reset = engine.queries.reset_prefix_cache(force=True)
+    assert reset is not None
+    assert (reset.preempted_sequences, reset.ended_pins) == (3, 1)
+    assert reset.removed_blocks > 0
+    assert listed(engine) == set()
+    assert engine.queries.cache.unpin(pin.pin_id) == 0
+    assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
+    assert [await read(stream) for stream in streams] == [expect([i, *EIGHT], 30) for i in range(3)]
+    assert engine.statistics.stats().preemptions_total == 3
 
 
-def test_a_reset_is_refused_while_pins_hold_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", EIGHT, 1)))
-        pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
-        assert (pin.pinned_tokens, engine.queries.reset_prefix_cache(force=False)) == (8, None)
-        assert engine.queries.cache.unpin(pin.pin_id) == 8
-        assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_a_reset_is_refused_while_pins_hold_blocks(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", EIGHT, 1)))
+    pin = engine.queries.pin_prefix(EIGHT, ANY, 60)
+    assert (pin.pinned_tokens, engine.queries.reset_prefix_cache(force=False)) == (8, None)
+    assert engine.queries.cache.unpin(pin.pin_id) == 8
+    assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
 
 
-def test_watchers_see_a_reset_though_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run)
+async def test_watchers_see_a_reset_though_nothing_runs(engine: EngineLoop) -> None:
     """A reset is a step boundary of its own: watchers need no step to learn of it."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", EIGHT, 1)))
-        await asyncio.sleep(0)
-        watch = engine.queries.watch_events()
-        assert len(watch.take_snapshot(99)) == 2
-        assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
-        told = await asyncio.wait_for(watch.take(), 60)
-        assert told.cleared
-        assert not told.stored
-        watch.close()
-
-    run(monkeypatch, body)
+    await read(engine.submit(command("a", EIGHT, 1)))
+    await asyncio.sleep(0)
+    watch = engine.queries.watch_events()
+    assert len(watch.take_snapshot(99)) == 2
+    assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=2)
+    told = await asyncio.wait_for(watch.take(), 60)
+    assert told.cleared
+    assert not told.stored
+    watch.close()
 
 
-def test_pins_are_gauges_and_a_state_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", [*EIGHT, 8, 9, 10, 11], 1)))
-        pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
-        stats = engine.statistics.stats()
-        assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
-        assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
-        blocks = engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
-        assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
-        assert engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
-        check_engine(engine.queries)
-        for pin in pins:
-            engine.queries.cache.unpin(pin)
-        assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_pins_are_gauges_and_a_state_of_blocks(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", [*EIGHT, 8, 9, 10, 11], 1)))
+    pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
+    stats = engine.statistics.stats()
+    assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
+    assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
+    blocks = engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
+    assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
+    assert engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
+    check_engine(engine.queries)
+    for pin in pins:
+        engine.queries.cache.unpin(pin)
+    assert engine.queries.pin_prefix([40, 41, 42, 43], ANY, 60).pin_id == ""
 
 
-def test_an_id_of_another_namespace_ends_no_pin_where_nothing_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", EIGHT, 1)))
-        engine.queries.pin_prefix(EIGHT, ANY, 60, "mine")
-        with pytest.raises(AlreadyExists) as caught:
-            engine.queries.pin_prefix([40, 41, 42, 43], CacheIdentity("other"), 60, "mine")
-        assert (caught.value.field, caught.value.kind, caught.value.name) == ("pin_id", "pin", "mine")
-        assert [pin.pin_id for pin in engine.queries.cache.list_pins().pins] == ["mine"]
-        engine.queries.cache.unpin("mine")
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_an_id_of_another_namespace_ends_no_pin_where_nothing_is_cached(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", EIGHT, 1)))
+    engine.queries.pin_prefix(EIGHT, ANY, 60, "mine")
+    with pytest.raises(AlreadyExists) as caught:
+        engine.queries.pin_prefix([40, 41, 42, 43], CacheIdentity("other"), 60, "mine")
+    assert (caught.value.field, caught.value.kind, caught.value.name) == ("pin_id", "pin", "mine")
+    assert [pin.pin_id for pin in engine.queries.cache.list_pins().pins] == ["mine"]
+    engine.queries.cache.unpin("mine")
 
 
-def test_a_lease_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", EIGHT, 1)))
-        engine.queries.pin_prefix(EIGHT, ANY, 60)
-        later = engine._state.cache._clock() + 61
-        engine._state.cache._clock = engine._state.cache.pins._clock = lambda: later
-        engine._state.cache._arm()  # the timer that runs would fire in a minute
-        await until(lambda: engine.statistics.stats().pins == 0)
-        assert engine.statistics.stats().active_blocks == 0
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_a_lease_ends_by_itself(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", EIGHT, 1)))
+    engine.queries.pin_prefix(EIGHT, ANY, 60)
+    later = engine._state.cache._clock() + 61
+    engine._state.cache._clock = engine._state.cache.pins._clock = lambda: later
+    engine._state.cache._arm()  # the timer that runs would fire in a minute
+    await until(lambda: engine.statistics.stats().pins == 0)
+    assert engine.statistics.stats().active_blocks == 0
 
 
-def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_round(
-    monkeypatch: pytest.MonkeyPatch,
+@run_by(run, num_device_blocks=10)
+async def test_a_request_that_pins_leave_no_room_for_is_refused_and_the_other_way_round(
+    engine: EngineLoop, bench: Bench
 ) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.01
-        prompt = [i % 50 for i in range(24)]
-        await read(engine.submit(command("a", prompt, 1)))
-        large = engine.submit(command("large", [1, 2, 3], 31))  # needs 9 of 10 blocks
-        with pytest.raises(LimitExceeded, match="2 of 10 blocks would be pinned, and a live request may need 9"):
-            engine.queries.pin_prefix(prompt[:8], ANY, 60)
-        engine.queries.pin_prefix(prompt[:4], ANY, 60)
-        assert await read(large) == expect([1, 2, 3], 31)
-        pin = engine.queries.pin_prefix(prompt[:4], ANY, 60)
-        with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned") as refused:
-            engine.submit(command("x", [1, 2, 3], 38))
-        assert refused.value.metadata == {"needed_blocks": "10", "available_blocks": "9", "pinned_blocks": "1"}
-        assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
-        assert (await outcomes(engine, prompt))[0] is pb.BLOCK_OUTCOME_HIT
-        assert pin.pinned_tokens == 4
-        engine.queries.reset_prefix_cache(force=True)
-
-    run(monkeypatch, body, num_device_blocks=10)
+    bench.step_s = 0.01
+    prompt = [i % 50 for i in range(24)]
+    await read(engine.submit(command("a", prompt, 1)))
+    large = engine.submit(command("large", [1, 2, 3], 31))  # needs 9 of 10 blocks
+    with pytest.raises(LimitExceeded, match="2 of 10 blocks would be pinned, and a live request may need 9"):
+        engine.queries.pin_prefix(prompt[:8], ANY, 60)
+    engine.queries.pin_prefix(prompt[:4], ANY, 60)
+    assert await read(large) == expect([1, 2, 3], 31)
+    pin = engine.queries.pin_prefix(prompt[:4], ANY, 60)
+    with pytest.raises(LimitExceeded, match="need 10 blocks; 1 of 10 are pinned") as refused:
+        engine.submit(command("x", [1, 2, 3], 38))
+    assert refused.value.metadata == {"needed_blocks": "10", "available_blocks": "9", "pinned_blocks": "1"}
+    assert await read(engine.submit(command("y", [1, 2, 3], 34))) == expect([1, 2, 3], 34)
+    assert (await outcomes(engine, prompt))[0] is pb.BLOCK_OUTCOME_HIT
+    assert pin.pinned_tokens == 4
+    engine.queries.reset_prefix_cache(force=True)
 
 
-def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run, num_device_blocks=8)
+async def test_steady_pressure_preempts_rather_than_evicts_what_is_pinned(engine: EngineLoop) -> None:
     """Others' blocks are evicted, the pinned ones hit to the end and are all that is held then."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", EIGHT, 1)))
-        engine.queries.pin_prefix(EIGHT, ANY, 60)
-        assert engine.statistics.stats().evicted_blocks_total == 0
-        streams = [engine.submit(command(f"r{i}", [40 + i] * 4, 16)) for i in range(2)]
-        assert [await read(stream) for stream in streams] == [expect([40 + i] * 4, 16) for i in range(2)]
-        assert engine.statistics.stats().preemptions_total > 0
-        assert engine.statistics.stats().evicted_blocks_total > 0
-        assert engine.statistics.stats().active_blocks == engine.statistics.stats().pinned_blocks == 2
-        assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
-        engine.queries.reset_prefix_cache(force=True)
-
-    run(monkeypatch, body, num_device_blocks=8)
+    await read(engine.submit(command("a", EIGHT, 1)))
+    engine.queries.pin_prefix(EIGHT, ANY, 60)
+    assert engine.statistics.stats().evicted_blocks_total == 0
+    streams = [engine.submit(command(f"r{i}", [40 + i] * 4, 16)) for i in range(2)]
+    assert [await read(stream) for stream in streams] == [expect([40 + i] * 4, 16) for i in range(2)]
+    assert engine.statistics.stats().preemptions_total > 0
+    assert engine.statistics.stats().evicted_blocks_total > 0
+    assert engine.statistics.stats().active_blocks == engine.statistics.stats().pinned_blocks == 2
+    assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_HIT] * 2
+    engine.queries.reset_prefix_cache(force=True)
 
 
-def test_watchers_follow_the_table_through_a_lost_executor(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.01
-        await read(engine.submit(command("a", EIGHT, 1)))
-        engine.queries.pin_prefix(EIGHT, ANY, 60)
-        early, late = engine.queries.watch_events(), engine.queries.watch_events()
-        stream = engine.submit(command("b", [7, *EIGHT], 30))
-        await until(lambda: len(bench.plans) > 10)
-        assert bench.link is not None
-        bench.link.lose()
-        await until(lambda: len(bench.attaches) == 2)
-        assert engine.statistics.stats().pins == 0
-        assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
-        assert await read(stream) == expect([7, *EIGHT], 30)
-        engine._state.cache.log.step_boundary(engine.statistics.stats().steps_total)
-        assert followed(early) == followed(late) == listed(engine) != set()
-        assert engine.statistics.stats().watchers == 2
-        early.close()
-        assert engine.statistics.stats().watchers == 1
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_watchers_follow_the_table_through_a_lost_executor(engine: EngineLoop, bench: Bench) -> None:
+    bench.step_s = 0.01
+    await read(engine.submit(command("a", EIGHT, 1)))
+    engine.queries.pin_prefix(EIGHT, ANY, 60)
+    early, late = engine.queries.watch_events(), engine.queries.watch_events()
+    stream = engine.submit(command("b", [7, *EIGHT], 30))
+    await until(lambda: len(bench.plans) > 10)
+    assert bench.link is not None
+    bench.link.lose()
+    await until(lambda: len(bench.attaches) == 2)
+    assert engine.statistics.stats().pins == 0
+    assert await outcomes(engine, EIGHT) == [pb.BLOCK_OUTCOME_CLEARED] * 2
+    assert await read(stream) == expect([7, *EIGHT], 30)
+    engine._state.cache.log.step_boundary(engine.statistics.stats().steps_total)
+    assert followed(early) == followed(late) == listed(engine) != set()
+    assert engine.statistics.stats().watchers == 2
+    early.close()
+    assert engine.statistics.stats().watchers == 1
 
 
-def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        bench = Bench()
-        monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
-        engine = EngineLoop(config())
-        task = asyncio.create_task(engine.run())
-        await engine.wait_ready()
-        watch = engine.queries.watch_events()
-        await engine.stop(0)
-        with pytest.raises(Draining, match="shutting down"):
-            await watch.take()
-        with pytest.raises(Draining, match="shutting down"):
-            engine.queries.watch_events()
-        await task
-
-    asyncio.run(main())
+@in_event_loop
+async def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    monkeypatch.setattr(engine_loop, "ExecutorLink", lambda target, wake, credentials: Link(bench, wake))
+    engine = EngineLoop(config())
+    task = asyncio.create_task(engine.run())
+    await engine.wait_ready()
+    watch = engine.queries.watch_events()
+    await engine.stop(0)
+    with pytest.raises(Draining, match="shutting down"):
+        await watch.take()
+    with pytest.raises(Draining, match="shutting down"):
+        engine.queries.watch_events()
+    await task
 
 
-def test_adapters_of_a_namespace_are_explained_to_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
-        other = pb.BLOCK_OUTCOME_OTHER_IDENTITY
-        assert await outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
-        assert await outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_adapters_of_a_namespace_are_explained_to_it_alone(engine: EngineLoop) -> None:
+    await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
+    other = pb.BLOCK_OUTCOME_OTHER_IDENTITY
+    assert await outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
+    assert await outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
 
 
-def test_lookups_tell_what_a_copy_would_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", EIGHT, 1)))
-        match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
-        assert (match.device_tokens, match.partial_tokens) == (4, 2)
-        assert engine.queries.lookup_prefix(EIGHT, ANY).partial_tokens == 0
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_lookups_tell_what_a_copy_would_serve(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", EIGHT, 1)))
+    match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
+    assert (match.device_tokens, match.partial_tokens) == (4, 2)
+    assert engine.queries.lookup_prefix(EIGHT, ANY).partial_tokens == 0
 
 
-def test_nothing_is_served_before_an_executor_was_attached() -> None:
-    async def main() -> None:
-        engine = EngineLoop(config())
-        for call in (
-            lambda: engine.queries.pin_prefix([1], ANY, 1),
-            lambda: engine.queries.cache.unpin("pin-1"),
-            lambda: engine.queries.reset_prefix_cache(force=True),
-            engine.queries.watch_events,
-            lambda: engine.snapshots.list_blocks(1, "", operator_pb.BLOCK_STATE_FREE),
-        ):
-            with pytest.raises(Unavailable, match="no executor"):
-                call()
-        for asking in (engine.queries.prepare([1], ANY), engine.queries.explain_prefix([1], ANY, 1)):
-            with pytest.raises(Unavailable, match="no executor"):
-                await asking
-        await engine.stop(0)
-
-    asyncio.run(main())
+@in_event_loop
+async def test_nothing_is_served_before_an_executor_was_attached() -> None:
+    engine = EngineLoop(config())
+    for call in (
+        lambda: engine.queries.pin_prefix([1], ANY, 1),
+        lambda: engine.queries.cache.unpin("pin-1"),
+        lambda: engine.queries.reset_prefix_cache(force=True),
+        engine.queries.watch_events,
+        lambda: engine.snapshots.list_blocks(1, "", operator_pb.BLOCK_STATE_FREE),
+    ):
+        with pytest.raises(Unavailable, match="no executor"):
+            call()
+    for asking in (engine.queries.prepare([1], ANY), engine.queries.explain_prefix([1], ANY, 1)):
+        with pytest.raises(Unavailable, match="no executor"):
+            await asking
+    await engine.stop(0)
 
 
-def test_looking_a_prompt_up_counts_its_full_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("a", list(range(8)))))
-        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
-        assert engine.queries.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
-        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
-        assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=3)
-        assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_looking_a_prompt_up_counts_its_full_blocks(engine: EngineLoop) -> None:
+    await read(engine.submit(command("a", list(range(8)))))
+    assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 8
+    assert engine.queries.lookup_prefix(list(range(7)), CacheIdentity()).device_tokens == 4
+    assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
+    assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=3)
+    assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0

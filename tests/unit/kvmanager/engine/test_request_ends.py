@@ -26,7 +26,7 @@ class Ends(Observer):
         self.seen.append((request.command.request_id, end))
 
 
-def test_every_end_is_told_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_end_is_told_once_and_leaves_nothing() -> None:
     ends, accounts = Ends(), Accounts()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -55,7 +55,7 @@ def test_every_end_is_told_once_and_leaves_nothing(monkeypatch: pytest.MonkeyPat
         for stream in (finished, aborted, failed):
             engine.release(stream)
 
-    engine_harness.run(monkeypatch, body, observers=[ends], accounts=accounts)
+    engine_harness.run(body, observers=[ends], accounts=accounts)
     assert ends.seen == [
         ("finished", RequestEnd.FINISHED),
         ("aborted", RequestEnd.ABORTED),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, described, expect, read, run, until
+from support.event_loop import run_by
 
 from pagekv.kvmanager.engine import loop as engine_loop
 from pagekv.kvmanager.engine import sizing
@@ -20,7 +21,7 @@ from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
-def test_the_host_pool_is_as_large_as_flag_and_executor_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_pool_is_as_large_as_flag_and_executor_allow() -> None:
     with_host = described(host_kv_bytes=24)
     without = described(host_kv_bytes=24, features=[pb.EXECUTOR_FEATURE_LOGPROBS])
     swap = replace(config().limits, swap=SwapPolicy("swap"))
@@ -62,23 +63,19 @@ def test_no_sequence_is_longer_than_a_step_has_room_for(
     assert ids == IdBytes(3, 3, 3 if host_blocks else 1)
 
 
-def test_an_executor_that_comes_back_smaller_gets_what_it_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        bench.step_s = 0.01
-        streams = [engine.submit(command(f"r{i}", [i, 1, 2])) for i in range(6)]
-        await until(lambda: len(bench.plans) >= 3)
-        bench.description = described(max_sequences=2)
-        assert bench.link is not None
-        bench.link.lose()
-        assert [await read(stream) for stream in streams] == [expect([i, 1, 2]) for i in range(6)]
-        assert len(bench.attaches) == 2
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_an_executor_that_comes_back_smaller_gets_what_it_holds(engine: EngineLoop, bench: Bench) -> None:
+    bench.step_s = 0.01
+    streams = [engine.submit(command(f"r{i}", [i, 1, 2])) for i in range(6)]
+    await until(lambda: len(bench.plans) >= 3)
+    bench.description = described(max_sequences=2)
+    assert bench.link is not None
+    bench.link.lose()
+    assert [await read(stream) for stream in streams] == [expect([i, 1, 2]) for i in range(6)]
+    assert len(bench.attaches) == 2
 
 
-def test_a_context_that_a_step_cuts_short_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_context_that_a_step_cuts_short_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     served: list[int] = []
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -92,7 +89,7 @@ def test_a_context_that_a_step_cuts_short_is_told_once(
             assert engine.model is not None
             served.append(engine.model.max_model_len)
 
-    run(monkeypatch, body)
+    run(body)
     told = [vars(record)["fields"] for record in caplog.records if record.getMessage().startswith("longer sequences")]
     assert served[0] == served[1] < served[2] == served[3]
     assert [fields["tokens"] for fields in told] == served[::2]
@@ -126,15 +123,15 @@ def test_pools_that_the_managers_memory_does_not_hold_are_told(monkeypatch: pyte
         asyncio.run(EngineLoop(config(num_device_blocks=9)).run())
 
 
-def test_an_executor_that_comes_back_with_too_many_blocks_is_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        monkeypatch.setattr(sizing, "HostPool", _full)
-        assert bench.link is not None
-        bench.link.lose()
-        await until(lambda: not engine.statistics.stats().executor_attached)
-        await asyncio.sleep(0.1)
-        monkeypatch.setattr(sizing, "HostPool", HostPool)
-        stream = engine.submit(command("a", [1, 2, 3]))
-        assert await read(stream) == expect([1, 2, 3])
-
-    run(monkeypatch, body)
+@run_by(run)
+async def test_an_executor_that_comes_back_with_too_many_blocks_is_waited_out(
+    engine: EngineLoop, bench: Bench, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sizing, "HostPool", _full)
+    assert bench.link is not None
+    bench.link.lose()
+    await until(lambda: not engine.statistics.stats().executor_attached)
+    await asyncio.sleep(0.1)
+    monkeypatch.setattr(sizing, "HostPool", HostPool)
+    stream = engine.submit(command("a", [1, 2, 3]))
+    assert await read(stream) == expect([1, 2, 3])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.engine import engine_harness
 from support.engine.engine_harness import Bench, command, described, expect, read, until
+from support.event_loop import run_by
 
 from pagekv.common.errors import AlreadyExists, LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -27,7 +28,7 @@ def of(
     return replace(command(name, prompt, max_tokens, n), tenant=accounts.tenant(tenant))
 
 
-def test_tokens_and_requests_are_booked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_and_requests_are_booked() -> None:
     accounts = Accounts()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -46,20 +47,18 @@ def test_tokens_and_requests_are_booked(monkeypatch: pytest.MonkeyPatch) -> None
         assert 0 < alice.cached_tokens < alice.prompt_tokens
         assert bob.cached_tokens == 0
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)
 
 
-def test_where_nobody_is_asked_nothing_is_booked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        stream = engine.submit(command("a", [1]))
-        await read(stream)
-        assert engine.accounts.all() == []
-        assert not engine._state.serving().waiting.served.several
-
-    engine_harness.run(monkeypatch, body)
+@run_by(engine_harness.run)
+async def test_where_nobody_is_asked_nothing_is_booked(engine: EngineLoop) -> None:
+    stream = engine.submit(command("a", [1]))
+    await read(stream)
+    assert engine.accounts.all() == []
+    assert not engine._state.serving().waiting.served.several
 
 
-def test_an_id_is_taken_within_a_tenant_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_is_taken_within_a_tenant_alone() -> None:
     accounts = Accounts()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -78,10 +77,10 @@ def test_an_id_is_taken_within_a_tenant_alone(monkeypatch: pytest.MonkeyPatch) -
         for stream in both:
             engine.release(stream)
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)
 
 
-def test_a_full_queue_has_room_for_a_tenant_below_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_queue_has_room_for_a_tenant_below_its_share() -> None:
     accounts = Accounts()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -96,10 +95,10 @@ def test_a_full_queue_has_room_for_a_tenant_below_its_share(monkeypatch: pytest.
         for stream in streams:
             await read(stream)
 
-    engine_harness.run(monkeypatch, body, accounts=accounts, max_queue=6)
+    engine_harness.run(body, accounts=accounts, max_queue=6)
 
 
-def test_answers_that_one_tenant_does_not_read_refuse_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_one_tenant_does_not_read_refuse_no_other() -> None:
     accounts = Accounts()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -113,10 +112,10 @@ def test_answers_that_one_tenant_does_not_read_refuse_no_other(monkeypatch: pyte
         for stream in (*unread, quiet):
             engine.release(stream)
 
-    engine_harness.run(monkeypatch, body, accounts=accounts, max_unread=4)
+    engine_harness.run(body, accounts=accounts, max_unread=4)
 
 
-def test_limits_of_a_tenant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_limits_of_a_tenant(tmp_path: Path) -> None:
     text = "[tenants.few]\nmax_waiting = 2\n[tenants.slow]\ntokens_per_minute = 12\n[tenants.small]\nmax_blocks = 3\n"
     accounts = accounts_of(tmp_path, text)
 
@@ -140,10 +139,10 @@ def test_limits_of_a_tenant(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         refusals = {name: dict(accounts.of(name).usage.refusals) for name in ("few", "slow", "small")}
         assert refusals == {"few": {"max_waiting": 1}, "slow": {"tokens_per_minute": 1}, "small": {"max_blocks": 1}}
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)
 
 
-def test_floors_that_do_not_go_into_the_pool(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_floors_that_do_not_go_into_the_pool(tmp_path: Path) -> None:
     accounts = accounts_of(tmp_path, "[tenants.a]\nfloor_blocks = 2\n")
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -159,10 +158,10 @@ def test_floors_that_do_not_go_into_the_pool(monkeypatch: pytest.MonkeyPatch, tm
         accounts._reload()()
         assert tenants.floors_beside(0) == 3
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)
 
 
-def test_floors_of_a_larger_pool_stay_through_reloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_floors_of_a_larger_pool_stay_through_reloads(tmp_path: Path) -> None:
     floors = "[tenants.a]\nfloor_blocks = 6\n[tenants.b]\nfloor_blocks = 2\n"
     accounts = accounts_of(tmp_path, floors)
 
@@ -185,10 +184,10 @@ def test_floors_of_a_larger_pool_stay_through_reloads(monkeypatch: pytest.Monkey
         accounts._reload()()
         assert tenants.floors_beside(0) == 2
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)
 
 
-def test_blocks_are_booked_for_the_time_that_they_were_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_booked_for_the_time_that_they_were_there() -> None:
     """An idle hour costs what was cached in it, and whoever comes next nothing."""
     accounts, now = Accounts(), [0.0]
 
@@ -208,10 +207,10 @@ def test_blocks_are_booked_for_the_time_that_they_were_there(monkeypatch: pytest
         assert 3 * 3600 <= cached["alice"] <= 4 * 3605
         assert cached["bob"] <= 4 * 3605
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)
 
 
-def test_requests_of_an_id_are_found_without_a_look_at_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_an_id_are_found_without_a_look_at_all_others() -> None:
     accounts = Accounts()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -224,4 +223,4 @@ def test_requests_of_an_id_are_found_without_a_look_at_all_others(monkeypatch: p
             await read(stream)
         assert (live.named("same"), len(live)) == ([], 0)
 
-    engine_harness.run(monkeypatch, body, accounts=accounts)
+    engine_harness.run(body, accounts=accounts)

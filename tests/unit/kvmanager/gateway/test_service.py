@@ -20,7 +20,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER, refusal, tokens_of
-from support.event_loop import counted_turns, until
+from support.event_loop import counted_turns, run_by, until
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.common.server import GrpcServer
@@ -94,86 +94,75 @@ async def rest(call: Any) -> list[vllm.GenerateResponse]:
 # -- Generate
 
 
-def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_everything() -> None:
-    async def body(harness: Harness) -> None:
-        call = await harness.start(request(max_tokens=4))
-        harness.engine.push("r", 10, 11)
-        first = await call.read()
-        harness.engine.push("r", 12, finish=FinishReason.LENGTH)
-        second, complete = await rest(call)
-        assert (list(first.chunk.token_ids), first.chunk.completion_tokens) == ([10, 11], 2)
-        assert (list(second.chunk.token_ids), second.chunk.completion_tokens) == ([12], 1)
-        assert first.chunk.prompt_tokens == len(tokens_of("In the"))
-        assert first.chunk.cached_tokens == 1
-        assert (list(complete.complete.output_ids), complete.complete.completion_tokens) == ([10, 11, 12], 3)
-        assert complete.complete.finish_reason == "length"
-        assert complete.complete.WhichOneof("matched_stop") is None
-
-    run(body)
+@run_by(run)
+async def test_a_stream_is_deltas_with_the_count_of_each_and_a_complete_with_everything(harness: Harness) -> None:
+    call = await harness.start(request(max_tokens=4))
+    harness.engine.push("r", 10, 11)
+    first = await call.read()
+    harness.engine.push("r", 12, finish=FinishReason.LENGTH)
+    second, complete = await rest(call)
+    assert (list(first.chunk.token_ids), first.chunk.completion_tokens) == ([10, 11], 2)
+    assert (list(second.chunk.token_ids), second.chunk.completion_tokens) == ([12], 1)
+    assert first.chunk.prompt_tokens == len(tokens_of("In the"))
+    assert first.chunk.cached_tokens == 1
+    assert (list(complete.complete.output_ids), complete.complete.completion_tokens) == ([10, 11, 12], 3)
+    assert complete.complete.finish_reason == "length"
+    assert complete.complete.WhichOneof("matched_stop") is None
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_event_loop_turns_while_many_log_probabilities_are_translated(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
+@run_by(run)
+async def test_the_event_loop_turns_while_many_log_probabilities_are_translated(
+    harness: Harness, *, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last message has those of all tokens: of 4,000 tokens with 20 each some 40 ms."""
+    call = await harness.start(request(stream=stream, logprobs=1))
+    seen, add = Counter[int](), generate._add_logprobs
+    async with counted_turns() as turns:
 
-    async def body(harness: Harness) -> None:
-        call = await harness.start(request(stream=stream, logprobs=1))
-        seen, add = Counter[int](), generate._add_logprobs
-        async with counted_turns() as turns:
+        def noting(written: vllm.OutputLogProbs, positions: Sequence[types_pb2.PositionLogprobs]) -> None:
+            seen[turns()] += len(positions)
+            add(written, positions)
 
-            def noting(written: vllm.OutputLogProbs, positions: Sequence[types_pb2.PositionLogprobs]) -> None:
-                seen[turns()] += len(positions)
-                add(written, positions)
-
-            monkeypatch.setattr(generate, "_add_logprobs", noting)
-            logprobs = [TokenLogprobs(50, -0.5, ((50, -0.5),))] * 1000
-            harness.engine.live["r"].push(SequenceDelta(0, [50] * 1000, logprobs, finish=FinishReason.LENGTH))
-            *chunks, last = await rest(call)
-        assert list(last.complete.output_logprobs.token_ids) == [50] * 1000
-        assert len(last.complete.output_logprobs.top_logprobs) == 1000
-        assert sum(len(message.chunk.output_logprobs.token_ids) for message in chunks) == (1000 if stream else 0)
-        assert max(seen.values()) == LOGPROBS_AT_ONCE
-
-    run(body)
+        monkeypatch.setattr(generate, "_add_logprobs", noting)
+        logprobs = [TokenLogprobs(50, -0.5, ((50, -0.5),))] * 1000
+        harness.engine.live["r"].push(SequenceDelta(0, [50] * 1000, logprobs, finish=FinishReason.LENGTH))
+        *chunks, last = await rest(call)
+    assert list(last.complete.output_logprobs.token_ids) == [50] * 1000
+    assert len(last.complete.output_logprobs.top_logprobs) == 1000
+    assert sum(len(message.chunk.output_logprobs.token_ids) for message in chunks) == (1000 if stream else 0)
+    assert max(seen.values()) == LOGPROBS_AT_ONCE
 
 
-def test_without_stream_there_is_one_message_for_each_sequence() -> None:
-    async def body(harness: Harness) -> None:
-        call = await harness.start(request(stream=False, n=2, max_tokens=4))
-        for index in (1, 0):
-            harness.engine.push("r", 10 + index, index=index, finish=FinishReason.LENGTH)
-        messages = await rest(call)
-        assert {m.complete.index: list(m.complete.output_ids) for m in messages} == {0: [10], 1: [11]}
-        assert len(messages) == 2
-
-    run(body)
+@run_by(run)
+async def test_without_stream_there_is_one_message_for_each_sequence(harness: Harness) -> None:
+    call = await harness.start(request(stream=False, n=2, max_tokens=4))
+    for index in (1, 0):
+        harness.engine.push("r", 10 + index, index=index, finish=FinishReason.LENGTH)
+    messages = await rest(call)
+    assert {m.complete.index: list(m.complete.output_ids) for m in messages} == {0: [10], 1: [11]}
+    assert len(messages) == 2
 
 
-def test_stop_strings_end_a_sequence_and_are_named() -> None:
-    async def body(harness: Harness) -> None:
-        tokens = tokens_of("one stop two")
-        call = await harness.start(request(stop=["stop"], max_tokens=30))
-        harness.engine.push("r", *tokens)
-        complete = (await rest(call))[-1].complete
-        assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "stop")
-        assert list(complete.output_ids) == tokens[: len(complete.output_ids)]
-        assert harness.engine.stopped == [("r", 0)]
-
-    run(body)
+@run_by(run)
+async def test_stop_strings_end_a_sequence_and_are_named(harness: Harness) -> None:
+    tokens = tokens_of("one stop two")
+    call = await harness.start(request(stop=["stop"], max_tokens=30))
+    harness.engine.push("r", *tokens)
+    complete = (await rest(call))[-1].complete
+    assert (complete.finish_reason, complete.matched_stop_str) == ("stop", "stop")
+    assert list(complete.output_ids) == tokens[: len(complete.output_ids)]
+    assert harness.engine.stopped == [("r", 0)]
 
 
-def test_a_cancelled_call_and_an_abort_end_the_request() -> None:
-    async def body(harness: Harness) -> None:
-        call = await harness.start(request())
-        call.cancel()
-        await until(lambda: bool(harness.engine.left))
-        call = await harness.start(request())
-        await harness.stub.Abort(vllm.AbortRequest(request_ids=["r", "other"]))
-        assert (await rest(call))[-1].complete.finish_reason == "abort"
-
-    run(body)
+@run_by(run)
+async def test_a_cancelled_call_and_an_abort_end_the_request(harness: Harness) -> None:
+    call = await harness.start(request())
+    call.cancel()
+    await until(lambda: bool(harness.engine.left))
+    call = await harness.start(request())
+    await harness.stub.Abort(vllm.AbortRequest(request_ids=["r", "other"]))
+    assert (await rest(call))[-1].complete.finish_reason == "abort"
 
 
 @pytest.mark.parametrize(
@@ -198,85 +187,75 @@ def test_a_cancelled_call_and_an_abort_end_the_request() -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_cannot_be_done_is_refused_by_name(wrong: vllm.GenerateRequest, field: str) -> None:
-    async def body(harness: Harness) -> None:
-        code, message, _ = await refusal(harness.stub.Generate(wrong))
-        assert code is grpc.StatusCode.INVALID_ARGUMENT
-        assert message.startswith(f"{field}: ")
-        assert not harness.engine.commands
+@run_by(run)
+async def test_what_cannot_be_done_is_refused_by_name(
+    harness: Harness, *, wrong: vllm.GenerateRequest, field: str
+) -> None:
+    code, message, _ = await refusal(harness.stub.Generate(wrong))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert message.startswith(f"{field}: ")
+    assert not harness.engine.commands
 
-    run(body)
 
-
-def test_errors_have_the_statuses_that_a_gateway_retries_by() -> None:
-    async def body(harness: Harness) -> None:
-        for error, expected in (
-            (Overloaded("full", 1.0), grpc.StatusCode.RESOURCE_EXHAUSTED),
-            (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE),
-        ):
-            harness.engine.refusal = error
-            code, _, _ = await refusal(harness.stub.Generate(request()))
-            assert code is expected
-
-    run(body)
+@run_by(run)
+async def test_errors_have_the_statuses_that_a_gateway_retries_by(harness: Harness) -> None:
+    for error, expected in (
+        (Overloaded("full", 1.0), grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (Unavailable("starting"), grpc.StatusCode.UNAVAILABLE),
+    ):
+        harness.engine.refusal = error
+        code, _, _ = await refusal(harness.stub.Generate(request()))
+        assert code is expected
 
 
 # -- the rest
 
 
-def test_health_is_the_managers() -> None:
-    async def body(harness: Harness) -> None:
-        assert (await harness.stub.HealthCheck(vllm.HealthCheckRequest())).healthy
-        harness.serving[0] = False
-        answer = await harness.stub.HealthCheck(vllm.HealthCheckRequest())
-        assert not answer.healthy
-        assert "no executor" in answer.message
-
-    run(body)
+@run_by(run)
+async def test_health_is_the_managers(harness: Harness) -> None:
+    assert (await harness.stub.HealthCheck(vllm.HealthCheckRequest())).healthy
+    harness.serving[0] = False
+    answer = await harness.stub.HealthCheck(vllm.HealthCheckRequest())
+    assert not answer.healthy
+    assert "no executor" in answer.message
 
 
-def test_model_server_and_load_are_told() -> None:
-    async def body(harness: Harness) -> None:
-        model = await harness.stub.GetModelInfo(vllm.GetModelInfoRequest())
-        assert (model.served_model_name, model.vocab_size, model.max_context_length) == ("small", 400, 64)
-        assert (model.is_generation, list(model.eos_token_ids)) == (True, [1])
-        assert (await harness.stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size == 4
-        loads = await harness.stub.GetLoads(vllm.GetLoadsRequest())
-        stats, load = harness.engine.statistics.stats(), loads.loads[0]
-        assert loads.dp_rank_count == len(loads.loads) == 1
-        assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
-        assert load.max_total_num_tokens == stats.num_device_blocks * stats.block_size
-        assert load.token_usage == stats.kv_usage
-
-    run(body)
+@run_by(run)
+async def test_model_server_and_load_are_told(harness: Harness) -> None:
+    model = await harness.stub.GetModelInfo(vllm.GetModelInfoRequest())
+    assert (model.served_model_name, model.vocab_size, model.max_context_length) == ("small", 400, 64)
+    assert (model.is_generation, list(model.eos_token_ids)) == (True, [1])
+    assert (await harness.stub.GetServerInfo(vllm.GetServerInfoRequest())).block_size == 4
+    loads = await harness.stub.GetLoads(vllm.GetLoadsRequest())
+    stats, load = harness.engine.statistics.stats(), loads.loads[0]
+    assert loads.dp_rank_count == len(loads.loads) == 1
+    assert (load.num_running_reqs, load.num_waiting_reqs) == (stats.running_sequences, stats.waiting_sequences)
+    assert load.max_total_num_tokens == stats.num_device_blocks * stats.block_size
+    assert load.token_usage == stats.kv_usage
 
 
-def test_a_model_directory_is_served_by_its_name() -> None:
-    async def body(harness: Harness) -> None:
-        for model_id, name in (("/models/Qwen3-0.6B", "Qwen3-0.6B"), ("org/name", "org/name"), ("", "pagekv")):
-            harness.engine.model = type(MODEL)(**{**_fields(MODEL), "model_id": model_id})
-            assert (await harness.stub.GetModelInfo(vllm.GetModelInfoRequest())).served_model_name == name
-
-    run(body)
+@run_by(run)
+async def test_a_model_directory_is_served_by_its_name(harness: Harness) -> None:
+    for model_id, name in (("/models/Qwen3-0.6B", "Qwen3-0.6B"), ("org/name", "org/name"), ("", "pagekv")):
+        harness.engine.model = type(MODEL)(**{**_fields(MODEL), "model_id": model_id})
+        assert (await harness.stub.GetModelInfo(vllm.GetModelInfoRequest())).served_model_name == name
 
 
 def _fields(model: Any) -> dict[str, Any]:
     return {name: getattr(model, name) for name in model.__dataclass_fields__}
 
 
-def test_flush_cache_says_whether_it_could() -> None:
-    async def body(harness: Harness) -> None:
-        assert (await harness.stub.FlushCache(common.FlushCacheRequest())).success
-        harness.engine.held_blocks = True
-        assert not (await harness.stub.FlushCache(common.FlushCacheRequest())).success
-        waiting = asyncio.ensure_future(harness.stub.FlushCache(common.FlushCacheRequest(timeout_s=20)))
-        await asyncio.sleep(0.05)
-        harness.engine.held_blocks = False
-        assert (await waiting).success
-        with pytest.raises(grpc.aio.AioRpcError, match="timeout_s"):
-            await harness.stub.FlushCache(common.FlushCacheRequest(timeout_s=float("nan")))
-
-    run(body)
+@run_by(run)
+async def test_flush_cache_says_whether_it_could(harness: Harness) -> None:
+    assert (await harness.stub.FlushCache(common.FlushCacheRequest())).success
+    harness.engine.held_blocks = True
+    assert not (await harness.stub.FlushCache(common.FlushCacheRequest())).success
+    waiting = asyncio.ensure_future(harness.stub.FlushCache(common.FlushCacheRequest(timeout_s=20)))
+    await asyncio.sleep(0.05)
+    harness.engine.held_blocks = False
+    assert (await waiting).success
+    with pytest.raises(grpc.aio.AioRpcError, match="timeout_s"):
+        await harness.stub.FlushCache(common.FlushCacheRequest(timeout_s=float("nan")))
 
 
 def test_the_tokenizer_travels_as_an_archive(tmp_path: Path) -> None:
@@ -321,26 +300,22 @@ def test_the_archive_of_a_tokenizer_is_made_once(tmp_path: Path, monkeypatch: py
     run(body, tokenizer=first)
 
 
-def test_without_a_tokenizer_there_is_none_to_send() -> None:
-    async def body(harness: Harness) -> None:
-        code, _, _ = await refusal(harness.stub.GetTokenizer(common.GetTokenizerRequest()))
-        assert code is grpc.StatusCode.FAILED_PRECONDITION
-
-    run(body, tokenizer=None)
+@run_by(run, tokenizer=None)
+async def test_without_a_tokenizer_there_is_none_to_send(harness: Harness) -> None:
+    code, _, _ = await refusal(harness.stub.GetTokenizer(common.GetTokenizerRequest()))
+    assert code is grpc.StatusCode.FAILED_PRECONDITION
 
 
-def test_the_rest_is_unimplemented() -> None:
-    async def body(harness: Harness) -> None:
-        for call in (
-            harness.stub.Embed(vllm.EmbedRequest()),
-            harness.stub.StartProfile(common.StartProfileRequest()),
-            harness.stub.StopProfile(common.StopProfileRequest()),
-        ):
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await call
-            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-    run(body)
+@run_by(run)
+async def test_the_rest_is_unimplemented(harness: Harness) -> None:
+    for call in (
+        harness.stub.Embed(vllm.EmbedRequest()),
+        harness.stub.StartProfile(common.StartProfileRequest()),
+        harness.stub.StopProfile(common.StopProfileRequest()),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> None:
@@ -362,15 +337,13 @@ def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> No
     run(body)
 
 
-def test_a_subscription_is_one_of_its_tenants_watches() -> None:
-    async def body(harness: Harness) -> None:
-        account = harness.engine.accounts.of("")
-        account.set_limits(TenantLimits(max_watchers=1))
-        call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
-        await call.read()
-        with pytest.raises(grpc.aio.AioRpcError, match="max_watchers: your tenant has 1 of at most 1"):
-            await harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
-        call.cancel()
-        await until(lambda: not account.watchers)
-
-    run(body)
+@run_by(run)
+async def test_a_subscription_is_one_of_its_tenants_watches(harness: Harness) -> None:
+    account = harness.engine.accounts.of("")
+    account.set_limits(TenantLimits(max_watchers=1))
+    call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest())
+    await call.read()
+    with pytest.raises(grpc.aio.AioRpcError, match="max_watchers: your tenant has 1 of at most 1"):
+        await harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest()).read()
+    call.cancel()
+    await until(lambda: not account.watchers)

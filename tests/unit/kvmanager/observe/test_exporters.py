@@ -8,25 +8,22 @@ from pathlib import Path
 
 import pytest
 from support.engine.engine_harness import Bench, command, config, read, run
+from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.flags import ObserveConfig
 
 
-def test_nothing_is_opened_that_is_not_asked_for() -> None:
-    async def body() -> None:
-        exporters = Exporters(ObserveConfig(), config())
-        exporters.open(EngineLoop(config()))
-        assert exporters.listening() == {}
-        await exporters.close()
-
-    asyncio.run(body())
+@in_event_loop
+async def test_nothing_is_opened_that_is_not_asked_for() -> None:
+    exporters = Exporters(ObserveConfig(), config())
+    exporters.open(EngineLoop(config()))
+    assert exporters.listening() == {}
+    await exporters.close()
 
 
-def test_endpoints_and_recordings_are_said_and_requests_are_written(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_endpoints_and_recordings_are_said_and_requests_are_written(tmp_path: Path) -> None:
     file = tmp_path / "requests"
     observe = ObserveConfig(kv_events=True, kv_events_endpoint="tcp://127.0.0.1:0", record=str(file))
 
@@ -44,7 +41,7 @@ def test_endpoints_and_recordings_are_said_and_requests_are_written(
         await exporters.close()
         await exporters.close()
 
-    run(monkeypatch, body)
+    run(body)
     assert file.read_text().count("\n") == 1
 
 

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import aiohttp
 import pytest
 from aiohttp import web
+from support.event_loop import in_event_loop, run_by
 
 from pagekv.kvmanager.observe import http_server
 from pagekv.kvmanager.observe.http_server import HEADERS, MAX_BODY_BYTES, HttpServer, may_name
@@ -47,24 +48,19 @@ def run(check: Check, listen: str = "127.0.0.1:0", names: tuple[str, ...] = ()) 
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:80", "[::1]:9", "LOCALHOST:1"])
-def test_names_of_this_machine_are_answered(host: str) -> None:
-    async def check(session: aiohttp.ClientSession, url: str) -> None:
-        async with session.get(url, headers={"Host": host}) as response:
-            assert (response.status, await response.text()) == (200, "0")
-            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
-
-    run(check)
+@run_by(run)
+async def test_names_of_this_machine_are_answered(session: aiohttp.ClientSession, url: str, *, host: str) -> None:
+    async with session.get(url, headers={"Host": host}) as response:
+        assert (response.status, await response.text()) == (200, "0")
+        assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
 
 
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "10.0.0.1", "localhost.evil.example:80"])
-def test_another_name_for_this_machine_is_refused(host: str) -> None:
+@run_by(run)
+async def test_another_name_for_this_machine_is_refused(session: aiohttp.ClientSession, url: str, *, host: str) -> None:
     """DNS rebinding: a page of evil.example whose name has come to mean 127.0.0.1."""
-
-    async def check(session: aiohttp.ClientSession, url: str) -> None:
-        async with session.get(url, headers={"Host": host}) as response:
-            assert response.status == 403
-
-    run(check)
+    async with session.get(url, headers={"Host": host}) as response:
+        assert response.status == 403
 
 
 @pytest.mark.parametrize(
@@ -102,57 +98,53 @@ def test_metrics_are_not_for_other_sites_pages() -> None:
 
 
 @pytest.mark.parametrize("host", ["a:b", ":", "evil.example.", "ä"])
-def test_what_is_no_name_is_refused(host: str) -> None:
-    async def check(session: aiohttp.ClientSession, url: str) -> None:
-        async with session.get(url, headers={"Host": host}) as response:
-            assert response.status in (400, 403)
-
-    run(check)
+@run_by(run)
+async def test_what_is_no_name_is_refused(session: aiohttp.ClientSession, url: str, *, host: str) -> None:
+    async with session.get(url, headers={"Host": host}) as response:
+        assert response.status in (400, 403)
 
 
-def test_requests_of_other_sites_pages_are_refused_and_links_to_here_are_not() -> None:
-    async def check(session: aiohttp.ClientSession, url: str) -> None:
-        for mode, status in [("cors", 403), ("no-cors", 403), ("navigate", 200)]:
-            headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
-            async with session.get(url, headers=headers) as response:
-                assert response.status == status
-
-    run(check)
-
-
-def test_a_body_that_is_too_large_is_refused() -> None:
-    async def check(session: aiohttp.ClientSession, url: str) -> None:
-        async with session.post(url, data=b"x" * (MAX_BODY_BYTES + 1)) as response:
-            assert response.status == 413
-        async with session.post(url, data=b"x" * 100) as response:
-            assert await response.text() == "100"
-
-    run(check)
+@run_by(run)
+async def test_requests_of_other_sites_pages_are_refused_and_links_to_here_are_not(
+    session: aiohttp.ClientSession, url: str
+) -> None:
+    for mode, status in [("cors", 403), ("no-cors", 403), ("navigate", 200)]:
+        headers = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": mode}
+        async with session.get(url, headers=headers) as response:
+            assert response.status == status
 
 
-def test_refusals_carry_what_answers_do_and_are_json_where_answers_are() -> None:
-    async def check(session: aiohttp.ClientSession, url: str) -> None:
-        too_long = b"x" * (MAX_BODY_BYTES + 1)
-        for method, path, data, host, status in [
-            ("GET", "nothing", None, "localhost", 404),
-            ("GET", "", None, "evil.example", 403),
-            ("PUT", "", None, "localhost", 405),
-            ("POST", "", too_long, "localhost", 413),
-            ("GET", "api/nothing", None, "localhost", 404),
-            ("POST", "api/x", None, "evil.example", 403),
-            ("GET", "api/x", None, "localhost", 405),
-            ("POST", "api/x", too_long, "localhost", 413),
-        ]:
-            async with session.request(method, url + path, data=data, headers={"Host": host}) as response:
-                assert response.status == status
-                assert HEADERS.items() <= response.headers.items()
-                assert ("Allow" in response.headers) == (status == 405)
-                if path.startswith("api/"):
-                    assert list(await response.json()) == ["error"]
-                else:
-                    assert response.content_type == "text/plain"
+@run_by(run)
+async def test_a_body_that_is_too_large_is_refused(session: aiohttp.ClientSession, url: str) -> None:
+    async with session.post(url, data=b"x" * (MAX_BODY_BYTES + 1)) as response:
+        assert response.status == 413
+    async with session.post(url, data=b"x" * 100) as response:
+        assert await response.text() == "100"
 
-    run(check)
+
+@run_by(run)
+async def test_refusals_carry_what_answers_do_and_are_json_where_answers_are(
+    session: aiohttp.ClientSession, url: str
+) -> None:
+    too_long = b"x" * (MAX_BODY_BYTES + 1)
+    for method, path, data, host, status in [
+        ("GET", "nothing", None, "localhost", 404),
+        ("GET", "", None, "evil.example", 403),
+        ("PUT", "", None, "localhost", 405),
+        ("POST", "", too_long, "localhost", 413),
+        ("GET", "api/nothing", None, "localhost", 404),
+        ("POST", "api/x", None, "evil.example", 403),
+        ("GET", "api/x", None, "localhost", 405),
+        ("POST", "api/x", too_long, "localhost", 413),
+    ]:
+        async with session.request(method, url + path, data=data, headers={"Host": host}) as response:
+            assert response.status == status
+            assert HEADERS.items() <= response.headers.items()
+            assert ("Allow" in response.headers) == (status == 405)
+            if path.startswith("api/"):
+                assert list(await response.json()) == ["error"]
+            else:
+                assert response.content_type == "text/plain"
 
 
 def connect(url: str, says: bytes = b"") -> socket.socket:
@@ -327,13 +319,11 @@ def test_where_all_are_being_answered_a_newcomer_is_closed(monkeypatch: pytest.M
     asyncio.run(main())
 
 
-def test_a_port_that_is_taken_is_an_error() -> None:
-    async def body() -> None:
-        async with served() as (_, url):
-            with pytest.raises(OSError, match="address"):
-                await HttpServer(url.removeprefix("http://").strip("/"), []).start()
-
-    asyncio.run(body())
+@in_event_loop
+async def test_a_port_that_is_taken_is_an_error() -> None:
+    async with served() as (_, url):
+        with pytest.raises(OSError, match="address"):
+            await HttpServer(url.removeprefix("http://").strip("/"), []).start()
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, *commands: GenerateCommand, poison: bool = False) -> list[ReadableSpan]:
+def traced(*commands: GenerateCommand, poison: bool = False) -> list[ReadableSpan]:
     """The spans of these requests, which run one after the other."""
     exporter = InMemorySpanExporter()
     tracing = Tracing(SimpleSpanProcessor(exporter))
@@ -37,7 +37,7 @@ def traced(monkeypatch: pytest.MonkeyPatch, *commands: GenerateCommand, poison: 
             except Exception:
                 assert poison
 
-    harness.run(monkeypatch, body, observers=[tracing], step_attempts=1)
+    harness.run(body, observers=[tracing], step_attempts=1)
     return list(exporter.get_finished_spans())
 
 
@@ -46,8 +46,8 @@ def attributes(span: ReadableSpan) -> Mapping[str, object]:
     return span.attributes
 
 
-def test_a_request_is_a_span_with_what_it_did_below_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    spans = traced(monkeypatch, command("a", PROMPT), command("b", PROMPT))
+def test_a_request_is_a_span_with_what_it_did_below_it() -> None:
+    spans = traced(command("a", PROMPT), command("b", PROMPT))
     first, second = (span for span in spans if span.name == "generate")
     assert dict(attributes(second)) == {
         "gen_ai.request.model": "fake",
@@ -80,11 +80,9 @@ def test_a_request_is_a_span_with_what_it_did_below_it(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(("flags", "spans"), [("01", 4), ("00", 0)])
-def test_its_parent_is_what_the_caller_named_and_decides_on_sampling(
-    monkeypatch: pytest.MonkeyPatch, flags: str, spans: int
-) -> None:
+def test_its_parent_is_what_the_caller_named_and_decides_on_sampling(flags: str, spans: int) -> None:
     parent = f"00-{TRACE}-{SPAN}-{flags}"
-    found = traced(monkeypatch, GenerateCommand("a", PROMPT, SamplingParams(max_tokens=2), trace_parent=parent))
+    found = traced(GenerateCommand("a", PROMPT, SamplingParams(max_tokens=2), trace_parent=parent))
     assert len(found) == spans
     for span in found:
         assert f"{span.context.trace_id:032x}" == TRACE
@@ -93,25 +91,25 @@ def test_its_parent_is_what_the_caller_named_and_decides_on_sampling(
 
 
 @pytest.mark.parametrize("parent", ["nonsense", "00-0-0-01", f"00-{'0' * 32}-{SPAN}-01", "00-" + "é" * 40])
-def test_a_parent_that_is_none_is_not_there(monkeypatch: pytest.MonkeyPatch, parent: str) -> None:
-    found = traced(monkeypatch, GenerateCommand("a", PROMPT, SamplingParams(max_tokens=2), trace_parent=parent))
+def test_a_parent_that_is_none_is_not_there(parent: str) -> None:
+    found = traced(GenerateCommand("a", PROMPT, SamplingParams(max_tokens=2), trace_parent=parent))
     assert [span.parent for span in found if span.name == "generate"] == [None]
 
 
-def test_a_request_that_failed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    (root,) = (s for s in traced(monkeypatch, command("a", PROMPT), poison=True) if s.name == "generate")
+def test_a_request_that_failed_is_an_error() -> None:
+    (root,) = (s for s in traced(command("a", PROMPT), poison=True) if s.name == "generate")
     assert root.status.status_code is StatusCode.ERROR
     assert attributes(root)["pagekv.end"] == "failed"
 
 
-def test_a_collector_gets_the_spans_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_collector_gets_the_spans_over_http() -> None:
     with collector() as server:
         tracing = Tracing(otlp_processor(f"{server.url}/v1/traces"))
 
         async def body(engine: EngineLoop, bench: Bench) -> None:
             await read(engine.submit(command("a", PROMPT)))
 
-        harness.run(monkeypatch, body, observers=[tracing])
+        harness.run(body, observers=[tracing])
         asyncio.run(tracing.close())
     assert {span.name for span in server.spans} == {"generate", "queued", "prefill chunk", "decode"}
 
@@ -128,4 +126,4 @@ def test_a_collector_that_is_not_there_holds_nothing_up(monkeypatch: pytest.Monk
             assert await read(engine.submit(command(name, PROMPT))) == harness.expect(PROMPT)
         await tracing.close()
 
-    harness.run(monkeypatch, body, observers=[tracing])
+    harness.run(body, observers=[tracing])

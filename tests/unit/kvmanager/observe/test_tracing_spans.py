@@ -25,13 +25,13 @@ LIMITS = SchedulerLimits(max_batch_tokens=12, max_running=32, watermark=0.0, pre
 Body = Callable[[EngineLoop, Bench], Awaitable[None]]
 
 
-def run(monkeypatch: pytest.MonkeyPatch, body: Body, **changes: object) -> dict[str, TracedRequest]:
+def run(body: Body, **changes: object) -> dict[str, TracedRequest]:
     """The traces that were handed on, by request id."""
     traces: list[TracedRequest] = []
     ticks = count()
     observer = Tracing(SpanProcessor(), clock=lambda: next(ticks))
-    monkeypatch.setattr(observer, "emit", traces.append)
-    harness.run(monkeypatch, body, observers=[observer], **changes)
+    vars(observer)["emit"] = traces.append
+    harness.run(body, observers=[observer], **changes)
     assert (observer._traces, observer._progress, observer._prefilling) == ({}, {}, {})
     for trace in traces:
         for span in trace.spans:
@@ -49,12 +49,12 @@ def spans(trace: TracedRequest, sequence: int = 0, name: str = "") -> list[Span]
     return [span for span in trace.spans if span.sequence == sequence and (not name or span.name == name)]
 
 
-def test_a_prompt_in_chunks_and_its_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_in_chunks_and_its_decode() -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", PROMPT, max_tokens=5)))
         await read(engine.submit(command("again", PROMPT, max_tokens=1)))
 
-    traces = run(monkeypatch, body, limits=LIMITS)
+    traces = run(body, limits=LIMITS)
     trace = traces["a"]
     assert names(trace) == ["queued", "prefill chunk", "prefill chunk", "prefill chunk", "decode"]
     assert [span.tokens for span in spans(trace, name="prefill chunk")] == [12, 12, 6]
@@ -70,20 +70,18 @@ def test_a_prompt_in_chunks_and_its_decode(monkeypatch: pytest.MonkeyPatch) -> N
     assert names(traces["again"]) == ["queued", "prefill chunk", "decode"]
 
 
-def test_a_chunk_of_one_token_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_of_one_token_is_a_chunk() -> None:
     """The executor is not told of it as a chunk: one token is what a sequence computes if nothing is said."""
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", PROMPT[:25], max_tokens=2)))
 
-    (trace,) = run(monkeypatch, body, limits=LIMITS).values()
+    (trace,) = run(body, limits=LIMITS).values()
     assert [span.tokens for span in spans(trace, name="prefill chunk")] == [12, 12, 1]
 
 
 @pytest.mark.parametrize(("mode", "name"), [("swap", "swapped"), ("recompute", "preempted")])
-def test_preemptions_are_named_by_what_became_of_the_blocks(
-    monkeypatch: pytest.MonkeyPatch, mode: str, name: str
-) -> None:
+def test_preemptions_are_named_by_what_became_of_the_blocks(mode: str, name: str) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.description = harness.described(device_kv_bytes=20, host_kv_bytes=100)
         assert bench.link is not None
@@ -94,7 +92,7 @@ def test_preemptions_are_named_by_what_became_of_the_blocks(
         counted.append(engine.statistics.stats().preemptions_total)
 
     counted: list[int] = []
-    traces = run(monkeypatch, body, limits=replace(LIMITS, max_batch_tokens=64, swap=SwapPolicy(mode)))
+    traces = run(body, limits=replace(LIMITS, max_batch_tokens=64, swap=SwapPolicy(mode)))
     preempted = [trace for trace in traces.values() if name in names(trace)]
     assert sum(names(trace).count(name) for trace in preempted) == counted[0] > 0
     for trace in preempted:
@@ -106,7 +104,7 @@ def test_preemptions_are_named_by_what_became_of_the_blocks(
         assert names(trace)[at + 1] == "prefill chunk"
 
 
-def test_a_lost_executor_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_executor_is_a_wait() -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.001
         reading = asyncio.create_task(read(engine.submit(command("a", PROMPT, max_tokens=40))))
@@ -115,20 +113,20 @@ def test_a_lost_executor_is_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.link.lose()
         await reading
 
-    (trace,) = run(monkeypatch, body, limits=LIMITS).values()
+    (trace,) = run(body, limits=LIMITS).values()
     assert names(trace).count("executor lost") == 1
     at = names(trace).index("executor lost")
     assert names(trace)[at + 1 :][0] == "prefill chunk"
     assert names(trace)[-1] == "decode"
 
 
-def test_every_sequence_of_a_request_has_its_spans(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sequence_of_a_request_has_its_spans() -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("three", PROMPT, max_tokens=6, n=3)))
         searching = SamplingParams(max_tokens=4, beam_width=3)
         await read(engine.submit(GenerateCommand("beams", PROMPT, searching, 2)))
 
-    traces = run(monkeypatch, body, limits=replace(LIMITS, max_batch_tokens=64))
+    traces = run(body, limits=replace(LIMITS, max_batch_tokens=64))
     for index in range(3):
         assert names(traces["three"], index) == ["queued", "prefill chunk", "decode"]
     assert traces["three"].finish_reasons == ["length"] * 3
@@ -136,7 +134,7 @@ def test_every_sequence_of_a_request_has_its_spans(monkeypatch: pytest.MonkeyPat
     assert traces["beams"].finish_reasons == ["length"] * 2
 
 
-def test_aborted_in_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aborted_in_every_state() -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.001
         running = engine.submit(command("running", PROMPT, max_tokens=100))
@@ -149,7 +147,7 @@ def test_aborted_in_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
         engine.abort("running")
         await read(running)
 
-    traces = run(monkeypatch, body)
+    traces = run(body)
     assert (names(traces["queued"]), traces["queued"].how) == (["queued"], RequestEnd.ABORTED)
     assert (names(traces["running"])[-1], traces["running"].how) == ("decode", RequestEnd.ABORTED)
     assert (names(traces["stopped"])[-1], traces["stopped"].how) == ("decode", RequestEnd.FINISHED)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from support.engine import engine_harness
 from support.engine.engine_harness import Bench, command, expect, read, until
 
@@ -14,7 +13,7 @@ from pagekv.kvmanager.engine.views import BlockMap
 from pagekv.kvmanager.page.event_feed import KEPT, EventFeed
 
 
-def test_events_of_requests_come_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_of_requests_come_in_order() -> None:
     feed = EventFeed(lambda: 5.0)
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -37,7 +36,7 @@ def test_events_of_requests_come_in_order(monkeypatch: pytest.MonkeyPatch) -> No
         await until(lambda: len(bench.attaches) == 2)
         assert [event["kind"] for event in feed.since(2)] == ["aborted", "detached", "attached"]
 
-    engine_harness.run(monkeypatch, body, [feed])
+    engine_harness.run(body, [feed])
 
 
 def test_a_new_viewer_gets_the_last_events() -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 from support.engine import engine_harness
-from support.engine.engine_harness import Bench, command, read
+from support.engine.engine_harness import command, read
 from support.engine.fake_engine import MODEL, FakeEngine
 from support.engine.inference_harness import TOKENIZER
+from support.event_loop import run_by
 
 from pagekv.common.errors import InvalidRequest, NotFound
 from pagekv.kvmanager.api.served_model import Served
@@ -23,25 +24,23 @@ def name_of(block: pb.BlockExplanation) -> str:
     return pb.BlockOutcome.Name(block.outcome).removeprefix("BLOCK_OUTCOME_").lower()
 
 
-def test_explaining_agrees_with_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("first", list(range(20)))))
-        assert engine.model is not None
-        served = Served(engine.model, None)
-        prompt = [*range(10), 49, 48, 47]
-        answer = await explain(engine, served, {"token_ids": prompt})
-        expected = await engine.queries.explain_prefix(prompt, CacheIdentity(), 100)
-        assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
-        assert answer["num_blocks"] == 4
-        assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
-            (name_of(block), block.reason, block.block_id if block.HasField("block_id") else None)
-            for block in expected.blocks
-        ]
-        assert [block["outcome"] for block in answer["blocks"]] == ["hit", "hit", "diverged", "partial_tail"]
-        other = await explain(engine, served, {"token_ids": prompt, "namespace": "elsewhere"})
-        assert other["cached_tokens"] == 0
-
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_explaining_agrees_with_the_engine(engine: EngineLoop) -> None:
+    await read(engine.submit(command("first", list(range(20)))))
+    assert engine.model is not None
+    served = Served(engine.model, None)
+    prompt = [*range(10), 49, 48, 47]
+    answer = await explain(engine, served, {"token_ids": prompt})
+    expected = await engine.queries.explain_prefix(prompt, CacheIdentity(), 100)
+    assert (answer["prompt_tokens"], answer["cached_tokens"]) == (13, expected.cached_tokens)
+    assert answer["num_blocks"] == 4
+    assert [(block["outcome"], block["reason"], block["block_id"]) for block in answer["blocks"]] == [
+        (name_of(block), block.reason, block.block_id if block.HasField("block_id") else None)
+        for block in expected.blocks
+    ]
+    assert [block["outcome"] for block in answer["blocks"]] == ["hit", "hit", "diverged", "partial_tail"]
+    other = await explain(engine, served, {"token_ids": prompt, "namespace": "elsewhere"})
+    assert other["cached_tokens"] == 0
 
 
 def test_text_is_read_and_shown_in_blocks() -> None:

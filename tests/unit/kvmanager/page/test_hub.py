@@ -12,6 +12,7 @@ import pytest
 from support.browser.page_reader import PageReader
 from support.engine import engine_harness
 from support.engine.engine_harness import Bench, command, read, until
+from support.event_loop import run_by
 
 from pagekv.common.errors import LimitExceeded, Overloaded
 from pagekv.kvmanager.engine.loop import EngineLoop
@@ -109,114 +110,105 @@ def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatc
 
     monkeypatch.setattr(engine_harness, "DESCRIPTION", engine_harness.described(host_kv_bytes=32))
     limits = SchedulerLimits(64, 32, 0.0, prefix_cache=True, swap=SwapPolicy("swap"), write_back=True)
-    engine_harness.run(monkeypatch, body, num_device_blocks=40, num_host_blocks=32, limits=limits)
+    engine_harness.run(body, num_device_blocks=40, num_host_blocks=32, limits=limits)
 
 
-def test_another_manager_is_told_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_another_manager_is_told_from_the_one_before(engine: EngineLoop) -> None:
     """Both count epochs and events from 1."""
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        told = []
-        for hub in [PageHub(engine), PageHub(engine)]:
-            for _ in range(2):
-                viewer = hub.add_viewer()
-                told.append(json.loads(await viewer.next()))
-                hub.remove_viewer(viewer)
-        assert {message["epoch"] for message in told} == {told[0]["epoch"]}
-        first, again, other, other_again = [message["boot"] for message in told]
-        assert first == again != other == other_again
-
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+    told = []
+    for hub in [PageHub(engine), PageHub(engine)]:
+        for _ in range(2):
+            viewer = hub.add_viewer()
+            told.append(json.loads(await viewer.next()))
+            hub.remove_viewer(viewer)
+    assert {message["epoch"] for message in told} == {told[0]["epoch"]}
+    first, again, other, other_again = [message["boot"] for message in told]
+    assert first == again != other == other_again
 
 
-def test_a_page_keeps_its_charts_when_the_executor_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        look = Look(engine, monkeypatch)
-        viewer, reader = look.hub.add_viewer(), PageReader()
-        for _ in range(3):
-            look.look()
-            await look.read(viewer, reader)
-        assert bench.link is not None
-        bench.link.lose()
-        await until(lambda: len(bench.attaches) == 2)
-        await engine.wait_ready()
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_a_page_keeps_its_charts_when_the_executor_is_lost(
+    engine: EngineLoop, bench: Bench, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Look(engine, monkeypatch)
+    viewer, reader = look.hub.add_viewer(), PageReader()
+    for _ in range(3):
         look.look()
         await look.read(viewer, reader)
-        assert reader.snapshots == 2
-        assert [point["at"] for point in reader.points] == [1, 2, 3, 4]
+    assert bench.link is not None
+    bench.link.lose()
+    await until(lambda: len(bench.attaches) == 2)
+    await engine.wait_ready()
+    look.look()
+    await look.read(viewer, reader)
+    assert reader.snapshots == 2
+    assert [point["at"] for point in reader.points] == [1, 2, 3, 4]
+    look.hub.remove_viewer(viewer)
+
+
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_nothing_runs_while_nobody_looks(engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = Look(engine, monkeypatch)
+    await read(engine.submit(command("unseen", [1, 2, 3])))
+    assert look.hub.feed.total == 0
+    assert not looking()
+    viewer, other = look.hub.add_viewer(), look.hub.add_viewer()
+    assert looking()
+    look.hub.remove_viewer(viewer)
+    look.hub.remove_viewer(viewer)
+    await asyncio.sleep(0)
+    assert looking()
+    look.hub.remove_viewer(other)
+    await until(lambda: not looking())
+    assert look.hub.frame is None
+
+
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_too_many_viewers_are_refused(engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = Look(engine, monkeypatch)
+    viewers = [look.hub.add_viewer() for _ in range(MAX_VIEWERS)]
+    with pytest.raises(Overloaded, match="16 pages are open"):
+        look.hub.add_viewer()
+    look.hub.remove_viewer(viewers.pop())
+    viewers.append(look.hub.add_viewer())
+    for viewer in viewers:
         look.hub.remove_viewer(viewer)
 
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(
+    engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = Look(engine, monkeypatch)
+    viewer = look.hub.add_viewer()
+    assert json.loads(await viewer.next())["type"] == "snapshot"
+    waiting = asyncio.create_task(viewer.next())
+    # Too soon for another point of the charts, and nothing happened.
+    look.look(0.1)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    engine.submit(command("news", [1, 2, 3]))
+    await until(lambda: engine.statistics.stats().steps_total > 0)
+    look.look(0.1)
+    assert json.loads(await waiting)["type"] == "delta"
+    look.hub.remove_viewer(viewer)
+    await until(lambda: engine.statistics.stats().running_sequences == 0)
 
 
-def test_nothing_runs_while_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        look = Look(engine, monkeypatch)
-        await read(engine.submit(command("unseen", [1, 2, 3])))
-        assert look.hub.feed.total == 0
-        assert not looking()
-        viewer, other = look.hub.add_viewer(), look.hub.add_viewer()
-        assert looking()
-        look.hub.remove_viewer(viewer)
-        look.hub.remove_viewer(viewer)
-        await asyncio.sleep(0)
-        assert looking()
-        look.hub.remove_viewer(other)
-        await until(lambda: not looking())
-        assert look.hub.frame is None
-
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
+@run_by(engine_harness.run, num_device_blocks=40)
+async def test_a_look_that_fails_costs_no_engine(engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
+    hub = PageHub(engine)
+    monkeypatch.setattr(hub_module, "request_rows", lambda engine: 1 / 0)
+    viewer = hub.add_viewer()
+    await asyncio.sleep(0.01)
+    monkeypatch.undo()
+    assert json.loads(await viewer.next())["type"] == "snapshot"
+    hub.remove_viewer(viewer)
 
 
-def test_too_many_viewers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        look = Look(engine, monkeypatch)
-        viewers = [look.hub.add_viewer() for _ in range(MAX_VIEWERS)]
-        with pytest.raises(Overloaded, match="16 pages are open"):
-            look.hub.add_viewer()
-        look.hub.remove_viewer(viewers.pop())
-        viewers.append(look.hub.add_viewer())
-        for viewer in viewers:
-            look.hub.remove_viewer(viewer)
-
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
-
-
-def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        look = Look(engine, monkeypatch)
-        viewer = look.hub.add_viewer()
-        assert json.loads(await viewer.next())["type"] == "snapshot"
-        waiting = asyncio.create_task(viewer.next())
-        # Too soon for another point of the charts, and nothing happened.
-        look.look(0.1)
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        engine.submit(command("news", [1, 2, 3]))
-        await until(lambda: engine.statistics.stats().steps_total > 0)
-        look.look(0.1)
-        assert json.loads(await waiting)["type"] == "delta"
-        look.hub.remove_viewer(viewer)
-        await until(lambda: engine.statistics.stats().running_sequences == 0)
-
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
-
-
-def test_a_look_that_fails_costs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
-        hub = PageHub(engine)
-        monkeypatch.setattr(hub_module, "request_rows", lambda engine: 1 / 0)
-        viewer = hub.add_viewer()
-        await asyncio.sleep(0.01)
-        monkeypatch.undo()
-        assert json.loads(await viewer.next())["type"] == "snapshot"
-        hub.remove_viewer(viewer)
-
-    engine_harness.run(monkeypatch, body, num_device_blocks=40)
-
-
-def test_charts_have_the_durations_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_charts_have_the_durations_of_requests() -> None:
     """Each has a tile of its name."""
     html = Path(hub_module.__file__).parent.joinpath("static", "index.html").read_text()
 
@@ -235,20 +227,18 @@ def test_charts_have_the_durations_of_requests(monkeypatch: pytest.MonkeyPatch) 
         assert shown == {"ttft_ms": 500.0, "inter_token_ms": pytest.approx(20.0), "queue_ms": 100.0}
         assert all(f'id="tile-{name}"' in html for name in shown)
 
-    engine_harness.run(monkeypatch, body)
+    engine_harness.run(body)
 
 
-def test_the_work_of_ranks_is_among_the_totals(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        now = 0.0
-        hub = PageHub(engine, lambda: now)
-        hub.look()
-        assert hub.frame is not None
-        assert hub.frame.fields["totals"]["executor_rank_us"] == []
-        engine._state.totals.executor_rank_us[:] = [7, 9]
-        now = 1.0
-        hub.look()
-        assert hub.frame.fields["totals"]["executor_rank_us"] == [7, 9]
-        assert json.dumps(hub.frame.fields["totals"])
-
-    engine_harness.run(monkeypatch, body)
+@run_by(engine_harness.run)
+async def test_the_work_of_ranks_is_among_the_totals(engine: EngineLoop) -> None:
+    now = 0.0
+    hub = PageHub(engine, lambda: now)
+    hub.look()
+    assert hub.frame is not None
+    assert hub.frame.fields["totals"]["executor_rank_us"] == []
+    engine._state.totals.executor_rank_us[:] = [7, 9]
+    now = 1.0
+    hub.look()
+    assert hub.frame.fields["totals"]["executor_rank_us"] == [7, 9]
+    assert json.dumps(hub.frame.fields["totals"])

@@ -14,6 +14,7 @@ import pytest
 from support.browser.page_reader import PageReader
 from support.engine import engine_harness
 from support.engine.engine_harness import Bench, command, read, until
+from support.event_loop import run_by
 
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.config import parse_config
@@ -63,7 +64,7 @@ class Site:
 Body = Callable[[Site], Awaitable[None]]
 
 
-def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = False) -> None:
+def served(body: Body, *, show_text: bool = False) -> None:
     """Runs `body` against an engine of 40 blocks of 4 tokens that has computed PROMPT."""
 
     async def run(engine: EngineLoop, bench: Bench) -> None:
@@ -85,29 +86,27 @@ def served(monkeypatch: pytest.MonkeyPatch, body: Body, *, show_text: bool = Fal
         finally:
             await server.stop()
 
-    engine_harness.run(monkeypatch, run, num_device_blocks=40, block_ages=True)
+    engine_harness.run(run, num_device_blocks=40, block_ages=True)
 
 
-def test_the_page_and_all_it_loads_come_from_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        async with site.session.get(site.url + "/") as response:
-            page = await response.text()
-            assert response.content_type == "text/html"
-            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
-        assert "http://" not in page
-        assert "https://" not in page
-        for path, kind in [("/page/main.js", "/javascript"), ("/page/page.css", "text/css")]:
-            async with site.session.get(site.url + path) as response:
-                assert response.status == 200
-                assert response.content_type.endswith(kind)
-                assert response.headers["Cache-Control"] == "no-cache"
-                known = {"If-None-Match": response.headers["ETag"]}
-            async with site.session.get(site.url + path, headers=known) as response:
-                assert response.status == 304
-        async with site.session.get(site.url + "/page/../hub.py") as response:
-            assert response.status == 404
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_the_page_and_all_it_loads_come_from_here(site: Site) -> None:
+    async with site.session.get(site.url + "/") as response:
+        page = await response.text()
+        assert response.content_type == "text/html"
+        assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+    assert "http://" not in page
+    assert "https://" not in page
+    for path, kind in [("/page/main.js", "/javascript"), ("/page/page.css", "text/css")]:
+        async with site.session.get(site.url + path) as response:
+            assert response.status == 200
+            assert response.content_type.endswith(kind)
+            assert response.headers["Cache-Control"] == "no-cache"
+            known = {"If-None-Match": response.headers["ETag"]}
+        async with site.session.get(site.url + path, headers=known) as response:
+            assert response.status == 304
+    async with site.session.get(site.url + "/page/../hub.py") as response:
+        assert response.status == 404
 
 
 @pytest.mark.parametrize(
@@ -122,7 +121,7 @@ def test_the_warning_says_what_the_open_ports_allow(flags: list[str], end: str) 
     assert f"{end}</p>" in routes._with_warning(routes.NO_WARNING, dict.fromkeys(flags, "0.0.0.0:1"))
 
 
-def test_a_page_that_other_machines_can_read_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_that_other_machines_can_read_says_so() -> None:
     hidden = '<p id="warning" role="note" hidden></p>'
 
     async def body(site: Site) -> None:
@@ -143,114 +142,96 @@ def test_a_page_that_other_machines_can_read_says_so(monkeypatch: pytest.MonkeyP
         )
         assert "--http-listen a:2)" in text
 
-    served(monkeypatch, body)
+    served(body)
 
 
-def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        reader = PageReader()
-        async with site.session.get(site.url + "/api/stream") as response:
-            assert response.content_type == "text/event-stream"
-            assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
-            while reader.messages < 2:
-                line = await response.content.readline()
-                if line.startswith(b"data: "):
-                    reader.take(json.loads(line[6:]))
-        assert (reader.snapshots, len(reader.device)) == (1, 40)
-        await until(lambda: not any(task.get_name() == "live page" for task in asyncio.all_tasks()))
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_the_stream_begins_with_a_snapshot_and_ends_with_its_reader(site: Site) -> None:
+    reader = PageReader()
+    async with site.session.get(site.url + "/api/stream") as response:
+        assert response.content_type == "text/event-stream"
+        assert response.headers["Content-Security-Policy"].startswith("default-src 'self'")
+        while reader.messages < 2:
+            line = await response.content.readline()
+            if line.startswith(b"data: "):
+                reader.take(json.loads(line[6:]))
+    assert (reader.snapshots, len(reader.device)) == (1, 40)
+    await until(lambda: not any(task.get_name() == "live page" for task in asyncio.all_tasks()))
 
 
-def test_one_page_too_many_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        viewers = [site.hub.add_viewer() for _ in range(MAX_VIEWERS)]
-        status, answer = await site.get("/api/stream")
-        assert (status, answer["error"]) == (429, "16 pages are open, which is the most there can be")
-        for viewer in viewers:
-            site.hub.remove_viewer(viewer)
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_one_page_too_many_is_told_so(site: Site) -> None:
+    viewers = [site.hub.add_viewer() for _ in range(MAX_VIEWERS)]
+    status, answer = await site.get("/api/stream")
+    assert (status, answer["error"]) == (429, "16 pages are open, which is the most there can be")
+    for viewer in viewers:
+        site.hub.remove_viewer(viewer)
 
 
-def test_a_block_is_answered_or_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
-        status, answer = await site.get(f"/api/block/{first}")
-        assert (status, answer["block_id"], "token_ids" in answer) == (200, first, False)
-        status, answer = await site.get("/api/block/40")
-        assert (status, answer["field"]) == (400, "block_id")
-        assert answer["error"] == "block_id: must be from 0 to 39 (the pool), got 40"
-        assert (await site.get("/api/host-block/0"))[0] == 400
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_a_block_is_answered_or_refused_by_name(site: Site) -> None:
+    (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+    status, answer = await site.get(f"/api/block/{first}")
+    assert (status, answer["block_id"], "token_ids" in answer) == (200, first, False)
+    status, answer = await site.get("/api/block/40")
+    assert (status, answer["field"]) == (400, "block_id")
+    assert answer["error"] == "block_id: must be from 0 to 39 (the pool), got 40"
+    assert (await site.get("/api/host-block/0"))[0] == 400
 
 
-def test_a_block_tells_its_tokens_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
-        assert (await site.get(f"/api/block/{first}"))[1]["token_ids"] == PROMPT[:4]
-
-    served(monkeypatch, body, show_text=True)
+@run_by(served, show_text=True)
+async def test_a_block_tells_its_tokens_where_that_is_allowed(site: Site) -> None:
+    (first,) = site.engine.queries.lookup_prefix(PROMPT[:4], CacheIdentity()).block_ids
+    assert (await site.get(f"/api/block/{first}"))[1]["token_ids"] == PROMPT[:4]
 
 
-def test_a_live_request_tells_its_block_table_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        async with site.running("live"):
-            _, listed = await site.get("/api/requests")
-            assert await site.get("/api/tenants") == (200, {"tenants": [], "total": 0})
-            assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
-            status, answer = await site.get("/api/request?id=live")
-            assert status == 200
-            (sequence,) = answer["sequences"]
-            assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
-        # A page asks again and again until its stream tells that the request has ended.
-        assert await site.get("/api/request?id=live") == (200, {"request_id": "live", "sequences": []})
-        assert (await site.get("/api/request?id=%20"))[0] == 400
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_a_live_request_tells_its_block_table_in_order(site: Site) -> None:
+    async with site.running("live"):
+        _, listed = await site.get("/api/requests")
+        assert await site.get("/api/tenants") == (200, {"tenants": [], "total": 0})
+        assert listed["requests"]["live"]["prompt_tokens"] == len(PROMPT)
+        status, answer = await site.get("/api/request?id=live")
+        assert status == 200
+        (sequence,) = answer["sequences"]
+        assert len(sequence["block_ids"]) == len(set(sequence["block_ids"])) >= 5
+    # A page asks again and again until its stream tells that the request has ended.
+    assert await site.get("/api/request?id=live") == (200, {"request_id": "live", "sequences": []})
+    assert (await site.get("/api/request?id=%20"))[0] == 400
 
 
 @pytest.mark.parametrize("name", [".", "..", "a:b"])
-def test_a_request_is_found_by_any_id_that_it_may_have(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        async with site.running(name):
-            status, answer = await site.get(f"/api/request?id={name}")
-        assert (status, answer["request_id"], len(answer["sequences"])) == (200, name, 1)
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_a_request_is_found_by_any_id_that_it_may_have(site: Site, *, name: str) -> None:
+    async with site.running(name):
+        status, answer = await site.get(f"/api/request?id={name}")
+    assert (status, answer["request_id"], len(answer["sequences"])) == (200, name, 1)
 
 
-def test_a_prompt_is_explained_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        status, answer = await site.explain({"token_ids": PROMPT[:10]})
-        assert (status, [block["outcome"] for block in answer["blocks"]]) == (200, ["hit", "hit", "partial_tail"])
-        for asked, words in ((b"{", "must be JSON"), (b"[" * 60_000, "must be JSON"), ({}, "exactly one")):
-            status, answer = await site.explain(asked)
-            assert status == 400
-            assert answer["error"].startswith(f"body: {words}")
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_a_prompt_is_explained_or_refused(site: Site) -> None:
+    status, answer = await site.explain({"token_ids": PROMPT[:10]})
+    assert (status, [block["outcome"] for block in answer["blocks"]]) == (200, ["hit", "hit", "partial_tail"])
+    for asked, words in ((b"{", "must be JSON"), (b"[" * 60_000, "must be JSON"), ({}, "exactly one")):
+        status, answer = await site.explain(asked)
+        assert status == 400
+        assert answer["error"].startswith(f"body: {words}")
 
 
-def test_a_prompt_that_is_too_long_to_be_sent_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        status, answer = await site.explain({"text": "x" * MAX_BODY_BYTES})
-        assert status == 413
-        assert str(MAX_BODY_BYTES) in answer["error"]
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_a_prompt_that_is_too_long_to_be_sent_is_refused_in_words(site: Site) -> None:
+    status, answer = await site.explain({"text": "x" * MAX_BODY_BYTES})
+    assert status == 413
+    assert str(MAX_BODY_BYTES) in answer["error"]
 
 
 @pytest.mark.parametrize("charset", ["no-such", "utf-16", "base64"])
-def test_json_is_utf8_whatever_the_header_says(charset: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(site: Site) -> None:
-        headers = {"Content-Type": f"application/json; charset={charset}"}
-        for data, status in [(b'{"token_ids": [1]}', 200), (b"{", 400), (b'{"text": "\xff"}', 400)]:
-            async with site.session.post(site.url + "/api/explain", data=data, headers=headers) as response:
-                assert response.status == status
-
-    served(monkeypatch, body)
+@run_by(served)
+async def test_json_is_utf8_whatever_the_header_says(site: Site, *, charset: str) -> None:
+    headers = {"Content-Type": f"application/json; charset={charset}"}
+    for data, status in [(b'{"token_ids": [1]}', 200), (b"{", 400), (b'{"text": "\xff"}', 400)]:
+        async with site.session.post(site.url + "/api/explain", data=data, headers=headers) as response:
+            assert response.status == status
 
 
 def test_nothing_of_the_page_is_loaded_from_elsewhere() -> None:
@@ -283,15 +264,13 @@ def served_without_executor(body: Body) -> None:
     asyncio.run(run())
 
 
-def test_no_executor_yet_is_no_failure() -> None:
-    async def body(site: Site) -> None:
-        for path in ("/api/block/0", "/api/requests"):
-            assert await site.get(path) == (503, {"error": "no executor is attached yet"})
-        assert (await site.explain({"token_ids": [1]}))[0] == 503
-        site.hub.look()
-        assert site.hub.frame is None
-
-    served_without_executor(body)
+@run_by(served_without_executor)
+async def test_no_executor_yet_is_no_failure(site: Site) -> None:
+    for path in ("/api/block/0", "/api/requests"):
+        assert await site.get(path) == (503, {"error": "no executor is attached yet"})
+    assert (await site.explain({"token_ids": [1]}))[0] == 503
+    site.hub.look()
+    assert site.hub.frame is None
 
 
 def test_pages_that_were_closed_before_there_was_anything_to_see_take_no_place(monkeypatch: pytest.MonkeyPatch) -> None:

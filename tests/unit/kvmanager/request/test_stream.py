@@ -7,7 +7,7 @@ import random
 import tracemalloc
 
 import pytest
-from support.event_loop import run_bounded
+from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, PackedLogprobs, TokenLogprobs
@@ -15,46 +15,42 @@ from pagekv.kvmanager.request.stream import MOST_AT_ONCE, RequestStream, Sequenc
 from pagekv.kvmanager.request.wakeups import Wakeups
 
 
-def test_deltas_of_a_sequence_are_merged_until_they_are_taken() -> None:
-    async def body() -> None:
-        stream = RequestStream("r", 2)
-        assert stream.request_id == "r"
-        stream.push_token(1, 20, 4, 0)
-        stream.push_token(0, 10, 4, 0)
-        stream.push(SequenceDelta(0, [11], [TokenLogprobs(11, -0.5)], cached_tokens=4, preemptions=1))
-        first, second = await stream.take()
-        assert (first.index, first.token_ids, list(first.logprobs), first.preemptions) == (
-            0,
-            [10, 11],
-            [TokenLogprobs(11, -0.5)],
-            1,
-        )
-        assert (second.index, second.token_ids, second.finish) == (1, [20], None)
-        stream.push_token(1, 21, 4, 0)
-        stream.push_end(1, FinishReason.STOP, 21)
-        stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
-        assert [(delta.finish, delta.stop_token_id) for delta in await stream.take()] == [
-            (FinishReason.ABORT, None),
-            (FinishReason.STOP, 21),
-        ]
-        assert await stream.take() == []
-
-    run_bounded(body())
+@in_event_loop
+async def test_deltas_of_a_sequence_are_merged_until_they_are_taken() -> None:
+    stream = RequestStream("r", 2)
+    assert stream.request_id == "r"
+    stream.push_token(1, 20, 4, 0)
+    stream.push_token(0, 10, 4, 0)
+    stream.push(SequenceDelta(0, [11], [TokenLogprobs(11, -0.5)], cached_tokens=4, preemptions=1))
+    first, second = await stream.take()
+    assert (first.index, first.token_ids, list(first.logprobs), first.preemptions) == (
+        0,
+        [10, 11],
+        [TokenLogprobs(11, -0.5)],
+        1,
+    )
+    assert (second.index, second.token_ids, second.finish) == (1, [20], None)
+    stream.push_token(1, 21, 4, 0)
+    stream.push_end(1, FinishReason.STOP, 21)
+    stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
+    assert [(delta.finish, delta.stop_token_id) for delta in await stream.take()] == [
+        (FinishReason.ABORT, None),
+        (FinishReason.STOP, 21),
+    ]
+    assert await stream.take() == []
 
 
-def test_an_error_comes_after_what_was_pushed_before_it() -> None:
-    async def body() -> None:
-        stream = RequestStream("r", 1, Wakeups())
-        stream.push_token(0, 5, 0, 0)
-        stream.fail(ValueError("over"))
-        assert [delta.token_ids for delta in await stream.take()] == [[5]]
-        try:
-            await stream.take()
-        except ValueError:
-            return
-        raise AssertionError("no error")
-
-    run_bounded(body())
+@in_event_loop
+async def test_an_error_comes_after_what_was_pushed_before_it() -> None:
+    stream = RequestStream("r", 1, Wakeups())
+    stream.push_token(0, 5, 0, 0)
+    stream.fail(ValueError("over"))
+    assert [delta.token_ids for delta in await stream.take()] == [[5]]
+    try:
+        await stream.take()
+    except ValueError:
+        return
+    raise AssertionError("no error")
 
 
 BYTES_PER_LOGPROB = 10
@@ -93,38 +89,35 @@ def test_a_silent_reader_costs_ten_bytes_a_log_probability(num_top: int) -> None
     assert list(delta.logprobs) == positions
 
 
-def test_a_reader_of_whole_answers_is_woken_at_ends_alone() -> None:
+@in_event_loop
+async def test_a_reader_of_whole_answers_is_woken_at_ends_alone() -> None:
     """And before a sequence has more tokens than are made into text at once."""
-
-    async def body() -> None:
-        stream = RequestStream("r", 3)
-        reading = asyncio.create_task(stream.take(at_ends=True))
-        for token in range(MOST_AT_ONCE - 1):
-            stream.push_token(0, token, 0, 0)
-            stream.push_token(1, token, 0, 0)
-            await asyncio.sleep(0)
-        assert not reading.done()
-        stream.push_token(1, 9, 0, 0)
-        assert [len(delta.token_ids) for delta in await reading] == [MOST_AT_ONCE - 1, MOST_AT_ONCE]
-        reading = asyncio.create_task(stream.take(at_ends=True))
-        stream.push_token(0, 1, 0, 0)
-        stream.push_token(1, 2, 0, 0)
-        stream.push_end(1, FinishReason.LENGTH, None)
-        assert [(delta.index, delta.finish) for delta in await reading] == [(0, None), (1, FinishReason.LENGTH)]
-        stream.push_token(2, 3, 0, 0)
-        stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
-        # An end that came before it was asked for.
-        assert [delta.index for delta in await stream.take(at_ends=True)] == [0, 2]
-        stream.push_token(2, 4, 0, 0)
-        reading = asyncio.create_task(stream.take(at_ends=True))
-        await asyncio.sleep(0.01)
-        assert not reading.done()
-        stream.fail(ValueError("over"))
-        assert [delta.token_ids for delta in await reading] == [[4]]
-        with pytest.raises(ValueError, match="over"):
-            await stream.take(at_ends=True)
-
-    run_bounded(body())
+    stream = RequestStream("r", 3)
+    reading = asyncio.create_task(stream.take(at_ends=True))
+    for token in range(MOST_AT_ONCE - 1):
+        stream.push_token(0, token, 0, 0)
+        stream.push_token(1, token, 0, 0)
+        await asyncio.sleep(0)
+    assert not reading.done()
+    stream.push_token(1, 9, 0, 0)
+    assert [len(delta.token_ids) for delta in await reading] == [MOST_AT_ONCE - 1, MOST_AT_ONCE]
+    reading = asyncio.create_task(stream.take(at_ends=True))
+    stream.push_token(0, 1, 0, 0)
+    stream.push_token(1, 2, 0, 0)
+    stream.push_end(1, FinishReason.LENGTH, None)
+    assert [(delta.index, delta.finish) for delta in await reading] == [(0, None), (1, FinishReason.LENGTH)]
+    stream.push_token(2, 3, 0, 0)
+    stream.push(SequenceDelta(0, finish=FinishReason.ABORT))
+    # An end that came before it was asked for.
+    assert [delta.index for delta in await stream.take(at_ends=True)] == [0, 2]
+    stream.push_token(2, 4, 0, 0)
+    reading = asyncio.create_task(stream.take(at_ends=True))
+    await asyncio.sleep(0.01)
+    assert not reading.done()
+    stream.fail(ValueError("over"))
+    assert [delta.token_ids for delta in await reading] == [[4]]
+    with pytest.raises(ValueError, match="over"):
+        await stream.take(at_ends=True)
 
 
 @pytest.mark.parametrize("most", [MOST_AT_ONCE, LOGPROBS_AT_ONCE])

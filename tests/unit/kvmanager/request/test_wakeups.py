@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 from support.engine import engine_harness
-from support.event_loop import run_bounded
+from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import FinishReason
@@ -42,103 +42,89 @@ class Readers:
         await asyncio.gather(*self.tasks)
 
 
-def test_a_few_readers_at_a_time_in_the_order_of_their_news() -> None:
-    async def body() -> None:
-        readers = Readers(50)
-        await turns(2)
-        readers.push(7)
-        most = 0
-        while len(readers.taken) < 50:
-            before = len(readers.taken)
-            await turns(1)
-            most = max(most, len(readers.taken) - before)
-        assert readers.taken == [(number, [7]) for number in range(50)]
-        assert most == READERS_AT_ONCE
-        await readers.end()
-
-    run_bounded(body())
+@in_event_loop
+async def test_a_few_readers_at_a_time_in_the_order_of_their_news() -> None:
+    readers = Readers(50)
+    await turns(2)
+    readers.push(7)
+    most = 0
+    while len(readers.taken) < 50:
+        before = len(readers.taken)
+        await turns(1)
+        most = max(most, len(readers.taken) - before)
+    assert readers.taken == [(number, [7]) for number in range(50)]
+    assert most == READERS_AT_ONCE
+    await readers.end()
 
 
-def test_as_many_turns_go_by_as_readers_are_woken() -> None:
+@in_event_loop
+async def test_as_many_turns_go_by_as_readers_are_woken() -> None:
     """gRPC takes one notice of a written message in a turn of the loop."""
-
-    async def body() -> None:
-        readers = Readers(64)
-        await turns(2)
-        readers.push(7)
-        passed = 0
-        while len(readers.taken) < 64:
-            await turns(1)
-            passed += 1
-        assert passed >= 64
-        await readers.end()
-
-    run_bounded(body())
+    readers = Readers(64)
+    await turns(2)
+    readers.push(7)
+    passed = 0
+    while len(readers.taken) < 64:
+        await turns(1)
+        passed += 1
+    assert passed >= 64
+    await readers.end()
 
 
-def test_the_first_reader_waits_for_no_turn_but_its_own() -> None:
-    async def body() -> None:
-        wakeups = Wakeups()
-        for _ in range(2):
-            reader = wakeups.reader()
-            wakeups.add(reader)
-            assert not reader.done()
-            await turns(1)
-            assert reader.done()
-            await turns(3)
-
-    run_bounded(body())
+@in_event_loop
+async def test_the_first_reader_waits_for_no_turn_but_its_own() -> None:
+    wakeups = Wakeups()
+    for _ in range(2):
+        reader = wakeups.reader()
+        wakeups.add(reader)
+        assert not reader.done()
+        await turns(1)
+        assert reader.done()
+        await turns(3)
 
 
-def test_tokens_that_come_while_a_reader_waits_for_its_turn_are_one_message() -> None:
-    async def body() -> None:
-        readers = Readers(20)
-        await turns(2)
-        for token in (1, 2, 3):
-            readers.push(token)
-        await turns(60)
-        assert readers.taken == [(number, [1, 2, 3]) for number in range(20)]
-        await readers.end()
-
-    run_bounded(body())
+@in_event_loop
+async def test_tokens_that_come_while_a_reader_waits_for_its_turn_are_one_message() -> None:
+    readers = Readers(20)
+    await turns(2)
+    for token in (1, 2, 3):
+        readers.push(token)
+    await turns(60)
+    assert readers.taken == [(number, [1, 2, 3]) for number in range(20)]
+    await readers.end()
 
 
-def test_a_reader_that_is_never_idle_does_not_pass_those_that_wait() -> None:
+@in_event_loop
+async def test_a_reader_that_is_never_idle_does_not_pass_those_that_wait() -> None:
     """Having more to read when it comes back puts it at the end of the line."""
-
-    async def body() -> None:
-        readers = Readers(12)
-        await turns(2)
-        readers.push(1)
-        while not readers.taken:
-            await turns(1)
-        for _ in range(3):
-            readers.push(2)
-        while len(readers.taken) < 12 + READERS_AT_ONCE:
-            await turns(1)
-        assert [number for number, _ in readers.taken] == [*range(12), *range(READERS_AT_ONCE)]
-        await readers.end()
-
-    run_bounded(body())
+    readers = Readers(12)
+    await turns(2)
+    readers.push(1)
+    while not readers.taken:
+        await turns(1)
+    for _ in range(3):
+        readers.push(2)
+    while len(readers.taken) < 12 + READERS_AT_ONCE:
+        await turns(1)
+    assert [number for number, _ in readers.taken] == [*range(12), *range(READERS_AT_ONCE)]
+    await readers.end()
 
 
-def test_a_reader_that_has_gone_takes_no_turn() -> None:
-    async def body() -> None:
-        readers = Readers(12)
-        await turns(2)
-        readers.push(1)
-        for task in readers.tasks[:8]:
-            task.cancel()
-        await turns(2 + READERS_AT_ONCE)
-        assert readers.taken == [(number, [1]) for number in range(8, 12)]
-        readers.tasks = readers.tasks[8:]
-        await readers.end()
-
-    run_bounded(body())
+@in_event_loop
+async def test_a_reader_that_has_gone_takes_no_turn() -> None:
+    readers = Readers(12)
+    await turns(2)
+    readers.push(1)
+    for task in readers.tasks[:8]:
+        task.cancel()
+    await turns(2 + READERS_AT_ONCE)
+    assert readers.taken == [(number, [1]) for number in range(8, 12)]
+    readers.tasks = readers.tasks[8:]
+    await readers.end()
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_the_next_step_is_sent_before_any_reader_runs(depth: int) -> None:
     async def body(engine: EngineLoop, bench: engine_harness.Bench) -> None:
         in_flight: list[int] = []
 
@@ -153,4 +139,4 @@ def test_the_next_step_is_sent_before_any_reader_runs(monkeypatch: pytest.Monkey
         await asyncio.gather(*map(read, range(8)))
         assert set(in_flight) == {depth}
 
-    engine_harness.run(monkeypatch, body, pipeline_depth=depth)
+    engine_harness.run(body, pipeline_depth=depth)

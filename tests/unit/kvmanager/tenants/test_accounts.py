@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from support.event_loop import in_event_loop
 
 from pagekv.common.errors import LimitExceeded, Overloaded, PermissionDenied
 from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
@@ -192,21 +193,19 @@ def test_a_file_that_cannot_be_used_at_the_start(tmp_path: Path) -> None:
         Accounts(tmp_path / "none.toml")
 
 
-def test_the_file_is_watched(tmp_path: Path) -> None:
-    async def body() -> None:
-        accounts = opened(tmp_path, NAMED)
-        assert accounts.files is not None
-        assert accounts.files.what == "tenants"
-        changed = asyncio.Event()
-        accounts.on_change = changed.set
-        watch = asyncio.create_task(accounts.files.watch(0.01))
-        (tmp_path / "tenants.toml").write_text("[tenants.a]\nmax_running = 1234\n")
-        async with asyncio.timeout(120):
-            await changed.wait()
-        assert accounts.of("a").limits.max_running == 1234
-        watch.cancel()
-
-    asyncio.run(body())
+@in_event_loop
+async def test_the_file_is_watched(tmp_path: Path) -> None:
+    accounts = opened(tmp_path, NAMED)
+    assert accounts.files is not None
+    assert accounts.files.what == "tenants"
+    changed = asyncio.Event()
+    accounts.on_change = changed.set
+    watch = asyncio.create_task(accounts.files.watch(0.01))
+    (tmp_path / "tenants.toml").write_text("[tenants.a]\nmax_running = 1234\n")
+    async with asyncio.timeout(120):
+        await changed.wait()
+    assert accounts.of("a").limits.max_running == 1234
+    watch.cancel()
 
 
 def test_a_change_while_the_file_is_read_for_the_first_time_is_noticed(

@@ -110,7 +110,7 @@ def test_time_without_a_rate_fills_nothing(clock: Clock) -> None:
     assert tokens.wait_s() > 0
 
 
-def test_the_clock_is_the_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_clock_is_the_systems() -> None:
     tokens = TokenBucket(1.0)
     tokens.set_rate(1e6)
     assert tokens.wait_s() == 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from support.event_loop import in_event_loop
+
 from pagekv.kvmanager.tenants.turns import TenantTurns
 
 
@@ -27,40 +29,36 @@ def test_tenants_alternate_and_calls_of_one_keep_their_order() -> None:
     assert asyncio.run(main()) == ["a0", "b0", "a1", "b1", "a2", "a3"]
 
 
-def test_so_many_calls_of_a_tenant_have_a_turn_at_once() -> None:
-    async def main() -> None:
-        turns, now, most = TenantTurns(2), 0, 0
+@in_event_loop
+async def test_so_many_calls_of_a_tenant_have_a_turn_at_once() -> None:
+    turns, now, most = TenantTurns(2), 0, 0
 
-        async def call() -> None:
-            nonlocal now, most
-            async with turns.of("a"):
-                now += 1
-                most = max(most, now)
-                await asyncio.sleep(0)
-                now -= 1
+    async def call() -> None:
+        nonlocal now, most
+        async with turns.of("a"):
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0)
+            now -= 1
 
-        await asyncio.gather(*(call() for _ in range(5)))
-        assert (most, turns._turns) == (2, {})
-
-    asyncio.run(main())
+    await asyncio.gather(*(call() for _ in range(5)))
+    assert (most, turns._turns) == (2, {})
 
 
-def test_a_call_that_is_cancelled_leaves_nothing() -> None:
-    async def main() -> None:
-        turns = TenantTurns()
+@in_event_loop
+async def test_a_call_that_is_cancelled_leaves_nothing() -> None:
+    turns = TenantTurns()
 
-        async def call() -> None:
-            async with turns.of("a"):
-                await asyncio.sleep(60)
+    async def call() -> None:
+        async with turns.of("a"):
+            await asyncio.sleep(60)
 
-        calls = [asyncio.create_task(call()) for _ in range(3)]
-        await asyncio.sleep(0)
-        for each in calls[1:]:
-            each.cancel()
-        await asyncio.wait(calls[1:])
-        assert turns._turns["a"][1] == 1
-        calls[0].cancel()
-        await asyncio.wait(calls)
-        assert turns._turns == {}
-
-    asyncio.run(main())
+    calls = [asyncio.create_task(call()) for _ in range(3)]
+    await asyncio.sleep(0)
+    for each in calls[1:]:
+        each.cancel()
+    await asyncio.wait(calls[1:])
+    assert turns._turns["a"][1] == 1
+    calls[0].cancel()
+    await asyncio.wait(calls)
+    assert turns._turns == {}

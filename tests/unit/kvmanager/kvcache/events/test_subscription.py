@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from support.clients.table_reader import Reader, table_of
 from support.engine.cached_prefixes import ROOT, cache
+from support.event_loop import in_event_loop
 
 from pagekv.common.errors import FellBehind, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
@@ -58,19 +59,17 @@ def test_blocks_that_tokens_alone_do_not_lead_to_are_told_apart() -> None:
         assert [stored.text for stored in found for _ in stored.digests] == [True, False, False, False]
 
 
-def test_a_reader_gets_everything_since_it_last_read() -> None:
-    async def scenario() -> None:
-        watch = TableWatch(iter(()), lambda watch: None, 0)
-        waiting = asyncio.create_task(watch.take())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        watch.push(change(1), 1)
-        watch.push(change(2), 2)
-        taken = await waiting
-        assert (taken.size, len(taken.stored)) == (2, 2)
-        assert watch.take_unread().size == 0
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_reader_gets_everything_since_it_last_read() -> None:
+    watch = TableWatch(iter(()), lambda watch: None, 0)
+    waiting = asyncio.create_task(watch.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    watch.push(change(1), 1)
+    watch.push(change(2), 2)
+    taken = await waiting
+    assert (taken.size, len(taken.stored)) == (2, 2)
+    assert watch.take_unread().size == 0
 
 
 def test_a_reader_that_falls_behind_is_dropped() -> None:
@@ -86,17 +85,15 @@ def test_a_reader_that_falls_behind_is_dropped() -> None:
         watch.take_snapshot(1)
 
 
-def test_a_reader_that_waits_is_told_of_the_end() -> None:
-    async def scenario() -> None:
-        watch = TableWatch(iter(()), lambda watch: None, 0)
-        waiting = asyncio.create_task(watch.take())
-        await asyncio.sleep(0)
-        watch.fail(Unavailable("over"))
-        with pytest.raises(Unavailable, match="over"):
-            async with asyncio.timeout(60):
-                await waiting
-
-    asyncio.run(scenario())
+@in_event_loop
+async def test_a_reader_that_waits_is_told_of_the_end() -> None:
+    watch = TableWatch(iter(()), lambda watch: None, 0)
+    waiting = asyncio.create_task(watch.take())
+    await asyncio.sleep(0)
+    watch.fail(Unavailable("over"))
+    with pytest.raises(Unavailable, match="over"):
+        async with asyncio.timeout(60):
+            await waiting
 
 
 def test_an_ended_watch_has_nothing_unread_and_ends_once() -> None:

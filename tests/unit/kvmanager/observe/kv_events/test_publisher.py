@@ -18,6 +18,7 @@ from radixview.subscribe import listen
 from radixview.tree import CacheTree
 from support.clients.kv_event_reader import AllBlocksCleared, EventReplica, decode
 from support.engine.engine_harness import VOCAB, Bench, command, expect, read, run, until
+from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.kvcache.block_hash import short_hash
@@ -46,7 +47,7 @@ def published(monkeypatch: pytest.MonkeyPatch, directory: Path, body: Body, **co
             publishing.cancel()
             publisher.close()
 
-    run(monkeypatch, with_publisher, observers=[publisher], **config)
+    run(with_publisher, observers=[publisher], **config)
 
 
 class Subscriber:
@@ -274,13 +275,11 @@ def test_an_endpoint_that_cannot_be_had_is_named(tmp_path: Path) -> None:
         publisher.close()
 
 
-def test_port_0_takes_a_free_one() -> None:
-    async def body() -> None:
-        publisher = KvEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
-        publisher.bind()
-        ports = [int(endpoint.rpartition(":")[2]) for endpoint in (publisher.endpoint, publisher.replay_endpoint)]
-        assert min(ports) > 0
-        assert ports[0] != ports[1]
-        publisher.close()
-
-    asyncio.run(body())
+@in_event_loop
+async def test_port_0_takes_a_free_one() -> None:
+    publisher = KvEventPublisher("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    publisher.bind()
+    ports = [int(endpoint.rpartition(":")[2]) for endpoint in (publisher.endpoint, publisher.replay_endpoint)]
+    assert min(ports) > 0
+    assert ports[0] != ports[1]
+    publisher.close()

@@ -21,7 +21,7 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq, live_request
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9]
 
 
-def test_latencies_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latencies_are_those_of_the_clock() -> None:
     """Prefill and decode have histograms of their own."""
     ticks = count()
     requests = RequestMetrics(clock=lambda: float(next(ticks)))
@@ -29,7 +29,7 @@ def test_latencies_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> No
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", PROMPT, max_tokens=4)))
 
-    harness.run(monkeypatch, body, observers=[requests])
+    harness.run(body, observers=[requests])
     # Read when the request is queued (0), planned (1), at four commits (2 to 5), and at the end (6).
     assert requests.queue_time.total == 1
     assert requests.time_to_first_token.total == 2
@@ -39,13 +39,13 @@ def test_latencies_are_those_of_the_clock(monkeypatch: pytest.MonkeyPatch) -> No
     assert requests.e2e_latency.total == 6
 
 
-def test_sizes_and_ends_are_counted_and_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_and_ends_are_counted_and_nothing_is_kept() -> None:
     requests = RequestMetrics()
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         await read(engine.submit(command("a", PROMPT, max_tokens=4, n=2)))
 
-    harness.run(monkeypatch, body, observers=[requests])
+    harness.run(body, observers=[requests])
     assert (requests.prompt_tokens.buckets()[-1][1], requests.prompt_tokens.total) == (1, 9)
     assert (requests.generation_tokens.buckets()[-1][1], requests.generation_tokens.total) == (2, 8)
     assert requests.finished == {"stop": 0, "length": 2, "abort": 0, "error": 0}

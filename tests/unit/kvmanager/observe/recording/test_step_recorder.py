@@ -65,7 +65,7 @@ def test_an_error_is_recorded_behind_the_call_that_raised_it() -> None:
     assert "0 tokens of 1 sequences" in error[1]
 
 
-def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_changes_nothing_but_the_recording() -> None:
     file = RecordingFile(Path("/dev/full"), "steps")
     recorder = StepRecorder(file, EngineConfig())
 
@@ -73,6 +73,6 @@ def test_a_full_disk_changes_nothing_but_the_recording(monkeypatch: pytest.Monke
         for number in range(3):
             assert await read(engine.submit(command(f"r{number}", [number, *EIGHT]))) == expect([number, *EIGHT])
 
-    run(monkeypatch, body, [recorder])
+    run(body, [recorder])
     wait_until(lambda: file.over)  # the disk's answer comes to the recording's own thread
     file.close()

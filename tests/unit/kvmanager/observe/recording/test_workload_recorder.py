@@ -63,18 +63,18 @@ def test_long_prompts_are_hashed_in_pieces(length: int, monkeypatch: pytest.Monk
     assert ids([*range(length)]) == whole
 
 
-def traced(monkeypatch: pytest.MonkeyPatch, path: Path, body: Any, **config: int) -> list[dict[str, Any]]:
+def traced(path: Path, body: Any, **config: int) -> list[dict[str, Any]]:
     """Runs a test with a trace being recorded; the lines."""
     file = RecordingFile(path, "requests")
     ticks = iter(range(10**6))
     trace = WorkloadRecorder(file, clock=lambda: next(ticks) * 0.0105)
-    run(monkeypatch, body, observers=[trace], **config)
+    run(body, observers=[trace], **config)
     trace.flush()
     file.close()
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_trace_has_every_request_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_trace_has_every_request_in_order_of_arrival(tmp_path: Path) -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.001
         long = engine.submit(command("long", EIGHT, 30))
@@ -93,7 +93,7 @@ def test_a_trace_has_every_request_in_order_of_arrival(monkeypatch: pytest.Monke
         await read(never)
         await read(long)
 
-    lines = traced(monkeypatch, tmp_path / "trace", body)
+    lines = traced(tmp_path / "trace", body)
     assert [list(line) for line in lines] == [
         ["timestamp", "input_length", "output_length", "hash_ids", "block_size"]
     ] * 6
@@ -120,12 +120,12 @@ def test_one_long_request_does_not_hold_all_others_back(monkeypatch: pytest.Monk
         bench.step_s = 0.0
         await read(long)
 
-    lines = traced(monkeypatch, tmp_path / "trace", body)
+    lines = traced(tmp_path / "trace", body)
     assert [line["input_length"] for line in lines] == [1] * 6 + [8] + [1] * 2
 
 
 @pytest.fixture
-def trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def trace(tmp_path: Path) -> Path:
     """Twelve requests of 13 tokens: three blocks of four that each shares with two others, and one of its own."""
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
@@ -134,7 +134,7 @@ def trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             await read(engine.submit(command(f"r{number}", prompt, 1 + number)))
 
     path = tmp_path / "trace.jsonl"
-    assert len(traced(monkeypatch, path, body)) == 12
+    assert len(traced(path, body)) == 12
     return path
 
 
