@@ -202,13 +202,8 @@ def test_limits_are_named(callers: dict[str, Caller]) -> None:
     alice, carol = callers["alice"], callers["carol"]
     refused(lambda: alice.generate([1], priority=6), "INVALID_ARGUMENT", "priority: must be from 0 to 5")
     refused(lambda: carol.generate([1], 100), "RESOURCE_EXHAUSTED", "max_blocks")
-
-    def take() -> None:
-        """Twice a minute's tokens; of less it is a matter of the clock which call is the first to be refused."""
-        for _ in range(4):
-            carol.generate(PROMPT[:40], 2)
-
-    refused(take, "RESOURCE_EXHAUSTED", "tokens_per_minute")
+    # Twice a minute's tokens; of less it is a matter of the clock which call is the first to be refused.
+    refused(lambda: [carol.generate(PROMPT[:40], 2) for _ in range(4)], "RESOURCE_EXHAUSTED", "tokens_per_minute")
     # Of nobody else's.
     alice.generate([1])
 

@@ -36,10 +36,11 @@ class Clock:
         return self.now
 
 
-@pytest.fixture(autouse=True)
-def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last lines are written however busy the machine is."""
-    monkeypatch.setattr("pagekv.kvmanager.access.audit_log.CLOSE_S", 120.0)
+def close(log: AuditLog) -> None:
+    """Ends a log; its last lines are written however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patient:
+        patient.setattr("pagekv.kvmanager.access.audit_log.CLOSE_S", 120.0)
+        log.close()
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -79,7 +80,7 @@ def test_lines_are_added_to_a_file_that_is_there(tmp_path: Path) -> None:
     for name in ("one", "two"):
         log = AuditLog(path, Clock())
         log.called(name, "", CALL)
-        log.close()
+        close(log)
     assert [line["identity"] for line in lines(path)] == ["one", "two"]
 
 
@@ -98,7 +99,7 @@ def test_fields_are_bounded_and_stay_on_their_line(tmp_path: Path) -> None:
     log = AuditLog(path, Clock())
     hostile = '\n{"event": "called"}\r\x1b[2J\u2028\ud800"\\'
     log.refused(hostile, "x" * 10_000, hostile, "\x00" * 10_000)
-    log.close()
+    close(log)
     (line,) = lines(path)
     assert line["identity"] == hostile
     assert [len(line[name]) for name in ("peer", "reason")] == [MAX_FIELD_CHARACTERS] * 2
@@ -123,7 +124,7 @@ def test_a_flood_of_refusals_is_counted(tmp_path: Path) -> None:
     assert last["reason"] == "unknown key"
     for _ in range(MAX_REFUSALS_A_SECOND):
         log.refused("", "", CALL, "unknown key")
-    log.close()
+    close(log)
     assert lines(path)[-1]["reason"] == "refusals left out: 1"
 
 
@@ -135,7 +136,7 @@ def test_calls_over_a_limit_hide_no_caller_who_is_refused(tmp_path: Path) -> Non
     log.refused("", "", CALL, "unknown key")
     clock.now += 1
     log.limited("alice", "", CALL, "max_queue")
-    log.close()
+    close(log)
     found = lines(path)
     assert [line["reason"][:11] for line in found[MAX_LIMITED_A_SECOND - 1 :]] == [
         "max_calls: ", "unknown key", "refusals le", "max_queue",
@@ -164,7 +165,7 @@ def test_a_disk_that_is_full_is_counted_and_told_once_a_minute(
     wait_until(lambda: len(caplog.records) == 2)
     monkeypatch.setattr("pagekv.kvmanager.access.audit_log.os.write", lambda file, data: 1)
     log.called("olga", "", CALL)
-    log.close()
+    close(log)
     assert log.lost_lines == 7
 
 
@@ -187,7 +188,7 @@ def test_a_disk_that_stands_still_holds_up_no_call_and_few_lines_wait(
         # One is being written.
         assert 99 <= log.lost_lines <= 100
         goes_on.set()
-        log.close()
+        close(log)
     assert len(lines(tmp_path / "audit.jsonl")) == MAX_WAITING_LINES + 100 - log.lost_lines
 
 
@@ -214,7 +215,7 @@ def test_a_file_that_was_moved_away_is_begun_again(tmp_path: Path) -> None:
     soon_lines(path, 1)
     path.unlink()
     log.called("three", "", CALL)
-    log.close()
+    close(log)
     assert [line["identity"] for line in lines(moved) + lines(path)] == ["one", "three"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
