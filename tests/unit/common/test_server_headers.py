@@ -79,27 +79,24 @@ def endless_blocks() -> dict[str, tuple[bytes, bytes]]:
 
 
 @pytest.mark.parametrize("kind", endless_blocks())
-def test_headers_without_end_hold_nobody_up_and_are_not_kept(kind: str) -> None:
+@run_by(run)
+async def test_headers_without_end_hold_nobody_up_and_are_not_kept(port: int, *, kind: str) -> None:
     """gRPC ends a connection for the second kind. It reads the others on and drops them, with large buffers for what it
     reads (docs/security.md).
     """
     begin, more = endless_blocks()[kind]
-
-    async def body(port: int) -> None:
-        before = resident_mib(os.getpid(), "VmRSS")
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
-            connection.setblocking(False)
-            loop = asyncio.get_running_loop()
-            with suppress(ConnectionError):
-                begun = frame(HEADERS, 0, 1, headers(CHECK) + begin)
-                await loop.sock_sendall(connection, PREFACE + frame(SETTINGS) + begun)
-                for _ in range(4):
-                    await asyncio.wait_for(loop.sock_sendall(connection, more * 256), 60)
-                    assert await status(port) is grpc.StatusCode.OK
-                assert kind != "a length that is padded without end"
-        assert resident_mib(os.getpid(), "VmRSS") < before + 256
-
-    run(body)
+    before = resident_mib(os.getpid(), "VmRSS")
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.setblocking(False)
+        loop = asyncio.get_running_loop()
+        with suppress(ConnectionError):
+            begun = frame(HEADERS, 0, 1, headers(CHECK) + begin)
+            await loop.sock_sendall(connection, PREFACE + frame(SETTINGS) + begun)
+            for _ in range(4):
+                await asyncio.wait_for(loop.sock_sendall(connection, more * 256), 60)
+                assert await status(port) is grpc.StatusCode.OK
+            assert kind != "a length that is padded without end"
+    assert resident_mib(os.getpid(), "VmRSS") < before + 256
 
 
 @run_by(run)

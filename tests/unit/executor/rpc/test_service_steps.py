@@ -148,21 +148,19 @@ async def test_bytes_that_are_no_step_of_this_contract_end_the_stream_after_good
     assert (await end_of(again))[0] is Code.ABORTED  # the epoch is over
 
 
-def test_a_bug_in_reading_steps_is_internal_with_details(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(served)
+async def test_a_bug_in_reading_steps_is_internal_with_details(it: Served, *, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(message: pb.StepRequest, encoded: bytes) -> Step:
         raise KeyError("a bug")
 
-    async def test(it: Served) -> None:
-        epoch = await it.attach()
-        monkeypatch.setattr(wire, "step", broken)
-        call = it.run()
-        await call.write(entering(epoch))
-        error = await refusal(call.read())
-        assert error.code() is Code.INTERNAL
-        assert "steps cannot be read: KeyError: 'a bug'" in (error.details() or "")
-        assert detail_of(error, error_details_pb2.ErrorInfo).reason == "COMPUTATION_FAILED"
-
-    served(test)
+    epoch = await it.attach()
+    monkeypatch.setattr(wire, "step", broken)
+    call = it.run()
+    await call.write(entering(epoch))
+    error = await refusal(call.read())
+    assert error.code() is Code.INTERNAL
+    assert "steps cannot be read: KeyError: 'a bug'" in (error.details() or "")
+    assert detail_of(error, error_details_pb2.ErrorInfo).reason == "COMPUTATION_FAILED"
 
 
 @run_by(served)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from support.event_loop import in_event_loop
+
 from pagekv.executor.session.collector import Collector
 
 
-def test_jobs_that_are_ready_run_at_once_unless_one_before_them_is_waited_for() -> None:
+@in_event_loop
+async def test_jobs_that_are_ready_run_at_once_unless_one_before_them_is_waited_for() -> None:
     seen: list[tuple[int, bool]] = []
     gate = threading.Event()
     giver = threading.get_ident()
@@ -20,22 +23,19 @@ def test_jobs_that_are_ready_run_at_once_unless_one_before_them_is_waited_for() 
         assert gate.wait(60)
         note(number)
 
-    async def test() -> None:
-        collector = Collector()
-        await collector.wait()
-        collector.run(lambda: note(1), True)
-        assert seen == [(1, True)]
-        collector.run(lambda: late(2), False)
-        collector.run(lambda: note(3), True)
-        assert seen == [(1, True)]
-        gate.set()
-        await collector.wait()
-        assert seen == [(1, True), (2, False), (3, False)]
-        collector.run(lambda: note(4), True)
-        await collector.wait()
-        assert [number for number, _ in seen] == [1, 2, 3, 4]
-
-    asyncio.run(test())
+    collector = Collector()
+    await collector.wait()
+    collector.run(lambda: note(1), True)
+    assert seen == [(1, True)]
+    collector.run(lambda: late(2), False)
+    collector.run(lambda: note(3), True)
+    assert seen == [(1, True)]
+    gate.set()
+    await collector.wait()
+    assert seen == [(1, True), (2, False), (3, False)]
+    collector.run(lambda: note(4), True)
+    await collector.wait()
+    assert [number for number, _ in seen] == [1, 2, 3, 4]
 
 
 def test_a_thread_that_has_nothing_left_is_passed_by_again() -> None:

@@ -89,7 +89,10 @@ async def feed(session: Session, stream: StepStream, epoch: int, seq_id: int, rn
     session.finish_input(stream)
 
 
-def test_managers_that_take_over_from_each_other_never_share_the_pools() -> None:
+@run_by(in_session)
+async def test_managers_that_take_over_from_each_other_never_share_the_pools(
+    session: Session, backend: Journal
+) -> None:
     rng = random.Random(5)
     fenced = 0
 
@@ -109,14 +112,11 @@ def test_managers_that_take_over_from_each_other_never_share_the_pools() -> None
                 await asyncio.wait([feeding])
                 session.close_stream(stream)
 
-    async def test(session: Session, backend: Journal) -> None:
-        await asyncio.gather(*(drive(session, manager) for manager in (1, 2, 3)))
-        owner = 0
-        for what, manager in backend.entries:
-            if what == "allocate":
-                owner = manager
-            assert manager == owner
-        assert fenced > 0
-        assert not session._streams
-
-    in_session(test)
+    await asyncio.gather(*(drive(session, manager) for manager in (1, 2, 3)))
+    owner = 0
+    for what, manager in backend.entries:
+        if what == "allocate":
+            owner = manager
+        assert manager == owner
+    assert fenced > 0
+    assert not session._streams

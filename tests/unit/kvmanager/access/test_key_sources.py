@@ -143,23 +143,20 @@ async def test_an_issuer_that_fails_leaves_the_last_good_set(caplog: pytest.LogC
         assert await source.newer() is not good
 
 
-def test_a_slow_issuer_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_a_slow_issuer_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_sources, "LIMIT_S", 0.2)
-
-    async def body() -> None:
-        with key_server(ONE) as server:
-            server.pause_s = 0.05
-            source = KeySetUrl(server.url)
-            begun = time.monotonic()
-            assert await source.newer() is None
-            # The whole answer would take many times as long.
-            assert 0.15 < time.monotonic() - begun < server.pause_s * len(ONE) / 2
-            # The attempt goes on, and no second one begins.
-            assert await source.newer() is None
-            assert len(server.asked) == 1
-            server.pause_s = 0.0001
-
-    asyncio.run(body())
+    with key_server(ONE) as server:
+        server.pause_s = 0.05
+        source = KeySetUrl(server.url)
+        begun = time.monotonic()
+        assert await source.newer() is None
+        # The whole answer would take many times as long.
+        assert 0.15 < time.monotonic() - begun < server.pause_s * len(ONE) / 2
+        # The attempt goes on, and no second one begins.
+        assert await source.newer() is None
+        assert len(server.asked) == 1
+        server.pause_s = 0.0001
 
 
 @in_event_loop

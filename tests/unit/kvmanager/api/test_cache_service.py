@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
 from support.engine.cache_harness import TOKENIZER, run
 from support.engine.fake_engine import MODEL, FakeEngine
-from support.event_loop import run_by
+from support.event_loop import in_event_loop, run_by
 from support.prompts import as_chat, as_prompt
 
 from pagekv.client.errors import from_rpc_error
@@ -150,7 +149,8 @@ async def test_the_text_of_a_question_is_counted_for_its_tenant(engine: FakeEngi
     assert len(engine.lookups) == 2
 
 
-def test_a_call_for_a_tenant_is_about_this_tenants_pins() -> None:
+@in_event_loop
+async def test_a_call_for_a_tenant_is_about_this_tenants_pins() -> None:
     """Operators that act for nobody list and end those of all; what they pin is their own tenant's."""
     operator = Identity("olga", frozenset({Role.OPERATE, Role.ACT_FOR}), act_for=frozenset({"*"}))
 
@@ -165,9 +165,6 @@ def test_a_call_for_a_tenant_is_about_this_tenants_pins() -> None:
         await service.UnpinPrefix(pb.UnpinPrefixRequest(pin_id="p"), None)
         return engine.pins_of
 
-    async def main() -> None:
-        assert await asked(None) == ["", None, None]
-        assert await asked(operator) == ["olga", None, None]
-        assert await asked(acting(operator, ["alice"])) == ["alice", "alice", "alice"]
-
-    asyncio.run(main())
+    assert await asked(None) == ["", None, None]
+    assert await asked(operator) == ["olga", None, None]
+    assert await asked(acting(operator, ["alice"])) == ["alice", "alice", "alice"]

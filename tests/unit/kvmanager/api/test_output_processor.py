@@ -75,27 +75,24 @@ async def test_text_held_back_for_a_stop_string_comes_with_the_end(h: Harness) -
     assert (await call.read()).complete.text == "xy"
 
 
-def test_resumed_text_goes_on_exactly_where_it_broke_off() -> None:
+@run_by(run)
+async def test_resumed_text_goes_on_exactly_where_it_broke_off(h: Harness) -> None:
     """The first stream had sent two of the four bytes of an emoji, and held back what may become a stop string."""
     smile = bytes_of("😀")
-
-    async def body(h: Harness) -> None:
-        sent = tokens_of("a") + smile[:2]
-        call = await h.start(request(resumed_token_ids=sent, params={"stop": ["😀x"]}))
-        assert h.engine.commands[0].resumed_tokens == 3
-        h.engine.cached_tokens = 4
-        h.engine.push("r", *smile[2:])
-        chunk = (await call.read()).chunk
-        assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
-        h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
-        assert (await call.read()).chunk.text == "😀y"
-        complete = (await call.read()).complete
-        assert (complete.text, list(complete.token_ids)) == ("😀y", smile[2:] + tokens_of("y"))
-        assert complete.completion_tokens == 6
-        # Four of the five tokens that the engine was given were cached: the prompt has two.
-        assert (chunk.cached_tokens, complete.cached_tokens) == (2, 2)
-
-    run(body)
+    sent = tokens_of("a") + smile[:2]
+    call = await h.start(request(resumed_token_ids=sent, params={"stop": ["😀x"]}))
+    assert h.engine.commands[0].resumed_tokens == 3
+    h.engine.cached_tokens = 4
+    h.engine.push("r", *smile[2:])
+    chunk = (await call.read()).chunk
+    assert (chunk.text, chunk.completion_tokens, chunk.prompt_tokens) == ("", 5, 2)
+    h.engine.push("r", *tokens_of("y"), finish=FinishReason.LENGTH)
+    assert (await call.read()).chunk.text == "😀y"
+    complete = (await call.read()).complete
+    assert (complete.text, list(complete.token_ids)) == ("😀y", smile[2:] + tokens_of("y"))
+    assert complete.completion_tokens == 6
+    # Four of the five tokens that the engine was given were cached: the prompt has two.
+    assert (chunk.cached_tokens, complete.cached_tokens) == (2, 2)
 
 
 @pytest.mark.parametrize(
@@ -168,26 +165,25 @@ def test_resumed_tokens_are_taken_in_slices(monkeypatch: pytest.MonkeyPatch, tok
     assert output.num_tokens == len(resumed)
 
 
-def test_other_calls_run_between_the_slices_of_resumed_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run)
+async def test_other_calls_run_between_the_slices_of_resumed_tokens(
+    h: Harness, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A call of 16 slices has begun; 16 turns of the event loop go by before the engine knows it."""
     monkeypatch.setattr(output_processor, "SLICE_TOKENS", 2)
     turns: list[int] = []
+    feed = OutputProcessor.resume
 
-    async def body(h: Harness) -> None:
-        feed = OutputProcessor.resume
+    def resume(self: OutputProcessor) -> Iterator[None]:
+        asyncio.get_running_loop().call_soon(turn)
+        yield from feed(self)
+        turns.append(-1)
 
-        def resume(self: OutputProcessor) -> Iterator[None]:
+    def turn() -> None:
+        if turns[-1:] != [-1]:
+            turns.append(1)
             asyncio.get_running_loop().call_soon(turn)
-            yield from feed(self)
-            turns.append(-1)
 
-        def turn() -> None:
-            if turns[-1:] != [-1]:
-                turns.append(1)
-                asyncio.get_running_loop().call_soon(turn)
-
-        monkeypatch.setattr(OutputProcessor, "resume", resume)
-        await h.start(request(resumed_token_ids=tokens_of("a") * 33, params={"max_tokens": 50}))
-        assert sum(turns[: turns.index(-1)]) >= 16
-
-    run(body)
+    monkeypatch.setattr(OutputProcessor, "resume", resume)
+    await h.start(request(resumed_token_ids=tokens_of("a") * 33, params={"max_tokens": 50}))
+    assert sum(turns[: turns.index(-1)]) >= 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 
 import numpy as np
@@ -147,37 +146,34 @@ class History:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_readers_hold_the_table_at_every_step_boundary_and_every_request_finishes(
+@in_event_loop
+async def test_readers_hold_the_table_at_every_step_boundary_and_every_request_finishes(
     monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """A consumer that replays the events has exactly the manager's table, whatever happens to it, also where all that
     is evicted is cleared later; and pins, which last to the end here, never keep a live request from finishing.
     """
     monkeypatch.setattr(block_pool, "RETIRED_TOGETHER", 1 if seed % 2 else 1000)
-
-    async def main() -> None:
-        history = History(random.Random(seed))
-        driver = history.driver
-        for _ in range(250):
-            history.move()
-            history.step_boundary()
-        while driver.step():
-            history.step_boundary()
-        assert all(finished(request) for request in driver.requests)
-        sampled = [request for request in driver.requests if not request.command.sampling.beam_width]
-        ran_out = [request for request in sampled if len(output(request)) == request.command.sampling.max_tokens]
-        assert ran_out
-        for request in ran_out:
-            prompt = request.command.prompt_ids
-            assert output(request) == expect(prompt, request.command.sampling.max_tokens)
-        history.slow.read()
-        assert history.slow.table == table_of(driver.pool)
-        left = len(driver.admin.pins)
-        assert driver.admin.pins.end_all() == left
-        assert len(driver.admin.pins) == driver.admin.pins.num_blocks == 0
-        assert driver.pool.num_active == 0
-
-    asyncio.run(main())
+    history = History(random.Random(seed))
+    driver = history.driver
+    for _ in range(250):
+        history.move()
+        history.step_boundary()
+    while driver.step():
+        history.step_boundary()
+    assert all(finished(request) for request in driver.requests)
+    sampled = [request for request in driver.requests if not request.command.sampling.beam_width]
+    ran_out = [request for request in sampled if len(output(request)) == request.command.sampling.max_tokens]
+    assert ran_out
+    for request in ran_out:
+        prompt = request.command.prompt_ids
+        assert output(request) == expect(prompt, request.command.sampling.max_tokens)
+    history.slow.read()
+    assert history.slow.table == table_of(driver.pool)
+    left = len(driver.admin.pins)
+    assert driver.admin.pins.end_all() == left
+    assert len(driver.admin.pins) == driver.admin.pins.num_blocks == 0
+    assert driver.pool.num_active == 0
 
 
 def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:

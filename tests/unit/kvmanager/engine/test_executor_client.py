@@ -205,26 +205,24 @@ async def test_an_epoch_that_is_none_is_not_believed() -> None:
             await link.attach("m", MODEL, "any", False)
 
 
-def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_event_loop
+async def test_the_link_to_the_executor_takes_no_detour_over_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
-
-    async def main() -> None:
-        server = grpc.aio.server()
-        port = server.add_insecure_port("127.0.0.1:0")
-        await server.start()
-        link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
-        with pytest.raises(ExecutorLost, match="UNIMPLEMENTED"):
-            await link.describe(16, 16)
-        await link.close()
-        await server.stop(None)
-
-    asyncio.run(main())
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    link = ExecutorLink(f"127.0.0.1:{port}", lambda: None)
+    with pytest.raises(ExecutorLost, match="UNIMPLEMENTED"):
+        await link.describe(16, 16)
+    await link.close()
+    await server.stop(None)
 
 
 @pytest.mark.parametrize("packed", [b"", b"x"])
-def test_the_message_of_a_long_prompt_is_made_in_a_turn_of_its_own(
+@in_event_loop
+async def test_the_message_of_a_long_prompt_is_made_in_a_turn_of_its_own(
     monkeypatch: pytest.MonkeyPatch, packed: bytes
 ) -> None:
     """Others run between the plan of its step, which took a share of the turn, and the message; not for other steps."""
@@ -241,17 +239,13 @@ def test_the_message_of_a_long_prompt_is_made_in_a_turn_of_its_own(
     request = SimpleNamespace(packed_prompt=packed)
     new = NewSeq(cast("Seq", SimpleNamespace(request=request)), 1, array("I"), array("i"), 0)
     plan = StepPlan(new=[new])
-
-    async def main() -> None:
-        link = ExecutorLink("localhost:1", lambda: None)
-        link._call = cast("Any", Call())
-        monkeypatch.setattr(executor_client, "step_bytes", step_bytes)
-        sending = asyncio.create_task(link.send(plan, 5))
-        await asyncio.sleep(0)
-        assert len(made) == (0 if packed else 2)
-        await sending
-        assert made == [plan, plan]
-        link._call = None
-        await link.close()
-
-    asyncio.run(main())
+    link = ExecutorLink("localhost:1", lambda: None)
+    link._call = cast("Any", Call())
+    monkeypatch.setattr(executor_client, "step_bytes", step_bytes)
+    sending = asyncio.create_task(link.send(plan, 5))
+    await asyncio.sleep(0)
+    assert len(made) == (0 if packed else 2)
+    await sending
+    assert made == [plan, plan]
+    link._call = None
+    await link.close()

@@ -251,25 +251,25 @@ def test_blocks_are_evicted_as_the_flags_say(policy: str, share: float, cached: 
     run(body, eviction_policy=policy, protected_share=share)
 
 
-def test_refused_steps_are_tried_again_ever_more_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run)
+async def test_refused_steps_are_tried_again_ever_more_slowly(
+    engine: EngineLoop, bench: Bench, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[float] = []
     pause = EngineLoop._pause
 
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        async def noted(engine: EngineLoop, seconds: float) -> None:
-            asked.append(seconds)
-            bench.broken = len(asked) < 4
-            await pause(engine, seconds)
+    async def noted(engine: EngineLoop, seconds: float) -> None:
+        asked.append(seconds)
+        bench.broken = len(asked) < 4
+        await pause(engine, seconds)
 
-        monkeypatch.setattr(EngineLoop, "_pause", noted)
-        bench.broken = True
-        assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
-        assert asked == [0.05, 0.1, 0.2, 0.4]
-        # On a busy machine later, and an event loop's timers go off up to its clock's resolution early.
-        for sooner, later, seconds in zip(bench.attaches[:-1], bench.attaches[1:], asked, strict=True):
-            assert later - sooner > seconds - 0.001
-
-    run(body)
+    monkeypatch.setattr(EngineLoop, "_pause", noted)
+    bench.broken = True
+    assert await read(engine.submit(command("a", [1, 2, 3]))) == expect([1, 2, 3])
+    assert asked == [0.05, 0.1, 0.2, 0.4]
+    # On a busy machine later, and an event loop's timers go off up to its clock's resolution early.
+    for sooner, later, seconds in zip(bench.attaches[:-1], bench.attaches[1:], asked, strict=True):
+        assert later - sooner > seconds - 0.001
 
 
 def test_a_reason_for_no_executor_is_logged_once_until_it_changes(

@@ -65,34 +65,33 @@ def test_what_was_prepared_for_another_root_is_not_used() -> None:
 
 
 @pytest.mark.parametrize("question", ["lookup", "explain", "pin"])
-def test_a_question_about_a_long_prompt_is_prepared_in_slices(monkeypatch: pytest.MonkeyPatch, question: str) -> None:
+@run_by(run, max_pinned_share=1.0)
+async def test_a_question_about_a_long_prompt_is_prepared_in_slices(
+    engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
     """One turn of the event loop behind each slice, and nothing left to hash or to walk along in the answer's own."""
     monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        await read(engine.submit(command("first", LONG, 1)))
-        preparing = asyncio.create_task(engine.queries.prepare(array("I", LONG), ANY))
-        turns = 0
-        while not preparing.done():
-            await asyncio.sleep(0)
-            turns += 1
-        assert turns >= 6
-        prepared = preparing.result()
-        assert prepared is not None
-        assert not prepared.packed
-        hashed: list[Any] = []
-        monkeypatch.setattr(prepared_prompt, "chain_digests", lambda *args: hashed.append(args))
-        monkeypatch.setattr(prefix_match, "PreparedPrompt", None)
-        ask = {
-            "lookup": lambda: engine.queries.lookup_prefix(LONG, ANY, prepared).device_tokens,
-            "explain": lambda: engine._state.cache.explainer(LONG, ANY, prepared).page(99).cached_tokens,
-            "pin": lambda: engine.queries.pin_prefix(LONG, ANY, 60, prepared=prepared).pinned_tokens,
-        }
-        assert ask[question]() == 40
-        assert hashed == []
-        engine.queries.reset_prefix_cache(force=True)
-
-    run(body, max_pinned_share=1.0)
+    await read(engine.submit(command("first", LONG, 1)))
+    preparing = asyncio.create_task(engine.queries.prepare(array("I", LONG), ANY))
+    turns = 0
+    while not preparing.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns >= 6
+    prepared = preparing.result()
+    assert prepared is not None
+    assert not prepared.packed
+    hashed: list[Any] = []
+    monkeypatch.setattr(prepared_prompt, "chain_digests", lambda *args: hashed.append(args))
+    monkeypatch.setattr(prefix_match, "PreparedPrompt", None)
+    ask = {
+        "lookup": lambda: engine.queries.lookup_prefix(LONG, ANY, prepared).device_tokens,
+        "explain": lambda: engine._state.cache.explainer(LONG, ANY, prepared).page(99).cached_tokens,
+        "pin": lambda: engine.queries.pin_prefix(LONG, ANY, 60, prepared=prepared).pinned_tokens,
+    }
+    assert ask[question]() == 40
+    assert hashed == []
+    engine.queries.reset_prefix_cache(force=True)
 
 
 @run_by(run)
@@ -103,28 +102,25 @@ async def test_a_question_about_a_short_prompt_waits_for_nothing(engine: EngineL
     assert done.value.value is None
 
 
-def test_questions_are_prepared_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(run)
+async def test_questions_are_prepared_one_at_a_time(engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch) -> None:
     """So many of them hold the event loop for no more than one slice in a turn."""
     monkeypatch.setattr(prepared_prompt, "SLICE_BLOCKS", 2)
+    under_way: list[int] = []
+    slices = PreparedPrompt.slices
 
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        under_way: list[int] = []
-        slices = PreparedPrompt.slices
+    def watched(self: PreparedPrompt, *args: Any) -> Any:
+        under_way.append(1)
+        yield from slices(self, *args)
+        under_way.pop()
 
-        def watched(self: PreparedPrompt, *args: Any) -> Any:
-            under_way.append(1)
-            yield from slices(self, *args)
-            under_way.pop()
-
-        monkeypatch.setattr(PreparedPrompt, "slices", watched)
-        asked = [asyncio.create_task(engine.queries.prepare(array("I", LONG), ANY)) for _ in range(4)]
-        most = 0
-        while not all(task.done() for task in asked):
-            await asyncio.sleep(0)
-            most = max(most, len(under_way))
-        assert most == 1
-
-    run(body)
+    monkeypatch.setattr(PreparedPrompt, "slices", watched)
+    asked = [asyncio.create_task(engine.queries.prepare(array("I", LONG), ANY)) for _ in range(4)]
+    most = 0
+    while not all(task.done() for task in asked):
+        await asyncio.sleep(0)
+        most = max(most, len(under_way))
+    assert most == 1
 
 
 def test_questions_beyond_the_bound_are_refused_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,23 +318,20 @@ async def test_the_rest_is_unimplemented(harness: Harness) -> None:
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on() -> None:
+@run_by(run)
+async def test_a_subscription_begins_with_the_table_wherever_it_wants_to_go_on(harness: Harness) -> None:
     root = root_digest(MODEL.model_fingerprint, "", "")
     tokens = token_bytes([1, 2, 3, 4])
     digest = block_digest(root, tokens)
-
-    async def body(harness: Harness) -> None:
-        harness.engine.table = [Stored(Tier.DEVICE, [digest], [root], tokens, first=True)]
-        call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(start_sequence_number=99))
-        begin, table = await call.read(), await call.read()
-        assert (begin.sequence_number, begin.snapshot.count) == (1, 1)
-        assert begin.events[0].HasField("cleared")
-        assert table.sequence_number == 2
-        assert list(table.events[0].stored.blocks[0].token_ids) == [1, 2, 3, 4]
-        call.cancel()
-        await until(lambda: bool(harness.engine.ended_watches))
-
-    run(body)
+    harness.engine.table = [Stored(Tier.DEVICE, [digest], [root], tokens, first=True)]
+    call = harness.stub.SubscribeKvEvents(common.SubscribeKvEventsRequest(start_sequence_number=99))
+    begin, table = await call.read(), await call.read()
+    assert (begin.sequence_number, begin.snapshot.count) == (1, 1)
+    assert begin.events[0].HasField("cleared")
+    assert table.sequence_number == 2
+    assert list(table.events[0].stored.blocks[0].token_ids) == [1, 2, 3, 4]
+    call.cancel()
+    await until(lambda: bool(harness.engine.ended_watches))
 
 
 @run_by(run)

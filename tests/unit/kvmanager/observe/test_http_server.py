@@ -256,7 +256,8 @@ def test_an_error_of_a_handler_is_in_the_log(caplog: pytest.LogCaptureFixture) -
     assert "KeyError: 'a bug'" in caplog.text
 
 
-def test_a_connection_that_takes_nothing_of_an_answer_has_a_time_limit() -> None:
+@in_event_loop
+async def test_a_connection_that_takes_nothing_of_an_answer_has_a_time_limit() -> None:
     """The kernel keeps it, 30 seconds."""
 
     async def limit(request: web.Request) -> web.Response:
@@ -264,14 +265,11 @@ def test_a_connection_that_takes_nothing_of_an_answer_has_a_time_limit() -> None
         connection = request.transport.get_extra_info("socket")
         return web.Response(text=str(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)))
 
-    async def main() -> None:
-        server = HttpServer("127.0.0.1:0", [web.get("/", limit)])
-        url = f"http://127.0.0.1:{await server.start()}/"
-        async with aiohttp.ClientSession() as session, session.get(url) as response:
-            assert await response.text() == "30000"
-        await server.stop()
-
-    asyncio.run(main())
+    server = HttpServer("127.0.0.1:0", [web.get("/", limit)])
+    url = f"http://127.0.0.1:{await server.start()}/"
+    async with aiohttp.ClientSession() as session, session.get(url) as response:
+        assert await response.text() == "30000"
+    await server.stop()
 
 
 def test_the_longest_idle_make_room_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:

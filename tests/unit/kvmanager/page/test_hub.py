@@ -208,26 +208,23 @@ async def test_a_look_that_fails_costs_no_engine(engine: EngineLoop, *, monkeypa
     hub.remove_viewer(viewer)
 
 
-def test_charts_have_the_durations_of_requests() -> None:
+@run_by(engine_harness.run)
+async def test_charts_have_the_durations_of_requests(engine: EngineLoop) -> None:
     """Each has a tile of its name."""
     html = Path(hub_module.__file__).parent.joinpath("static", "index.html").read_text()
-
-    async def body(engine: EngineLoop, bench: Bench) -> None:
-        requests = RequestMetrics(lambda: 0.0)
-        now = 0.0
-        hub = PageHub(engine, lambda: now, requests)
-        hub.look()
-        requests.time_to_first_token.observe(0.5)
-        requests.inter_token_latency.observe(0.02, 10)
-        requests.queue_time.observe(0.1)
-        now = 1.0
-        hub.look()
-        point = hub._rates.since(1)[-1]
-        shown = {name: point[name] for name in ("ttft_ms", "inter_token_ms", "queue_ms")}
-        assert shown == {"ttft_ms": 500.0, "inter_token_ms": pytest.approx(20.0), "queue_ms": 100.0}
-        assert all(f'id="tile-{name}"' in html for name in shown)
-
-    engine_harness.run(body)
+    requests = RequestMetrics(lambda: 0.0)
+    now = 0.0
+    hub = PageHub(engine, lambda: now, requests)
+    hub.look()
+    requests.time_to_first_token.observe(0.5)
+    requests.inter_token_latency.observe(0.02, 10)
+    requests.queue_time.observe(0.1)
+    now = 1.0
+    hub.look()
+    point = hub._rates.since(1)[-1]
+    shown = {name: point[name] for name in ("ttft_ms", "inter_token_ms", "queue_ms")}
+    assert shown == {"ttft_ms": 500.0, "inter_token_ms": pytest.approx(20.0), "queue_ms": 100.0}
+    assert all(f'id="tile-{name}"' in html for name in shown)
 
 
 @run_by(engine_harness.run)

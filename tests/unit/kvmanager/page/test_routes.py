@@ -121,28 +121,23 @@ def test_the_warning_says_what_the_open_ports_allow(flags: list[str], end: str) 
     assert f"{end}</p>" in routes._with_warning(routes.NO_WARNING, dict.fromkeys(flags, "0.0.0.0:1"))
 
 
-def test_a_page_that_other_machines_can_read_says_so() -> None:
+@run_by(served)
+async def test_a_page_that_other_machines_can_read_says_so(site: Site) -> None:
     hidden = '<p id="warning" role="note" hidden></p>'
-
-    async def body(site: Site) -> None:
-        async with site.session.get(site.url + "/") as response:
-            assert hidden in await response.text()
-        state = ServedModel(site.engine)
-        page = Page(site.engine, state, site.hub, show_text=False, reached={"listen": "<host>:1", "http-listen": "a:2"})
-        server = HttpServer("127.0.0.1:0", page.routes())
-        port = await server.start()
-        try:
-            async with site.session.get(f"http://127.0.0.1:{port}/") as response:
-                text = await response.text()
-        finally:
-            await server.stop()
-        assert hidden not in text
-        assert (
-            '<p id="warning" role="note">Other machines can connect to this manager (--listen &lt;host&gt;:1, ' in text
-        )
-        assert "--http-listen a:2)" in text
-
-    served(body)
+    async with site.session.get(site.url + "/") as response:
+        assert hidden in await response.text()
+    state = ServedModel(site.engine)
+    page = Page(site.engine, state, site.hub, show_text=False, reached={"listen": "<host>:1", "http-listen": "a:2"})
+    server = HttpServer("127.0.0.1:0", page.routes())
+    port = await server.start()
+    try:
+        async with site.session.get(f"http://127.0.0.1:{port}/") as response:
+            text = await response.text()
+    finally:
+        await server.stop()
+    assert hidden not in text
+    assert '<p id="warning" role="note">Other machines can connect to this manager (--listen &lt;host&gt;:1, ' in text
+    assert "--http-listen a:2)" in text
 
 
 @run_by(served)

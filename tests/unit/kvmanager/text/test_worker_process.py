@@ -12,10 +12,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.engine import small_tokenizers
+from support.event_loop import run_by
 
 from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.access.caller import caller
@@ -51,15 +53,18 @@ def worker(source: str = SOURCE, cpu_s: float = 3600.0, **more: int) -> WorkerPr
     return WorkerProcess("template", lambda: setup, cpu_s, 512 * 2**20, **more)
 
 
-def run(it: WorkerProcess, test: Callable[[], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(300):
-            await test()
+def working(test: Callable[[WorkerProcess], Awaitable[None]], make: Callable[[], WorkerProcess] = worker) -> None:
+    """Runs a test of this process, and ends it."""
 
-    try:
-        asyncio.run(main())
-    finally:
-        it.close()
+    async def main() -> None:
+        it = make()
+        try:
+            async with asyncio.timeout(300):
+                await test(it)
+        finally:
+            it.close()
+
+    asyncio.run(main())
 
 
 async def hanging(it: WorkerProcess) -> asyncio.Task[bytes]:
@@ -76,51 +81,39 @@ async def gone(task: asyncio.Task[bytes]) -> None:
         await task
 
 
-def test_jobs_whose_callers_have_gone_end_or_never_begin() -> None:
-    it = worker()
+@run_by(working)
+async def test_jobs_whose_callers_have_gone_end_or_never_begin(it: WorkerProcess) -> None:
+    assert await it.run("render", FINE) == b"fine"
+    (first,) = it._processes
+    begun = await hanging(it)
+    waiting = [asyncio.create_task(it.run("render", HANG)) for _ in range(5)]
+    last = asyncio.create_task(it.run("render", FINE))
+    await asyncio.sleep(0)
+    for task in [*waiting, begun]:
+        await gone(task)
+    # Any of those that hang would keep it for as long as the test may take.
+    assert await last == b"fine"
+    assert it._processes != [first]
 
-    async def test() -> None:
+
+@run_by(working, make=partial(worker, cpu_s=0.2))
+async def test_a_job_that_takes_too_long_is_stopped_and_the_next_is_done(it: WorkerProcess) -> None:
+    for _ in range(2):
+        with pytest.raises(WorkerStopped, match=r"more than 0\.2 s of a processor"):
+            await it.run("render", HANG)
         assert await it.run("render", FINE) == b"fine"
-        (first,) = it._processes
-        begun = await hanging(it)
-        waiting = [asyncio.create_task(it.run("render", HANG)) for _ in range(5)]
-        last = asyncio.create_task(it.run("render", FINE))
-        await asyncio.sleep(0)
-        for task in [*waiting, begun]:
-            await gone(task)
-        # Any of those that hang would keep it for as long as the test may take.
-        assert await last == b"fine"
-        assert it._processes != [first]
-
-    run(it, test)
 
 
-def test_a_job_that_takes_too_long_is_stopped_and_the_next_is_done() -> None:
-    it = worker(cpu_s=0.2)
-
-    async def test() -> None:
-        for _ in range(2):
-            with pytest.raises(WorkerStopped, match=r"more than 0\.2 s of a processor"):
-                await it.run("render", HANG)
-            assert await it.run("render", FINE) == b"fine"
-
-    run(it, test)
-
-
-def test_a_process_that_was_killed_starts_anew() -> None:
-    it = worker()
-
-    async def test() -> None:
-        assert await it.run("render", FINE) == b"fine"
-        it._processes[0].kill()
-        it._processes[0].wait()
-        assert await it.run("render", FINE) == b"fine"
-        begun = await hanging(it)
-        it._processes[0].kill()
-        with pytest.raises(Unavailable, match="template was ended from outside; try again"):
-            await begun
-
-    run(it, test)
+@run_by(working)
+async def test_a_process_that_was_killed_starts_anew(it: WorkerProcess) -> None:
+    assert await it.run("render", FINE) == b"fine"
+    it._processes[0].kill()
+    it._processes[0].wait()
+    assert await it.run("render", FINE) == b"fine"
+    begun = await hanging(it)
+    it._processes[0].kill()
+    with pytest.raises(Unavailable, match="template was ended from outside; try again"):
+        await begun
 
 
 def test_a_process_ends_with_its_parent_in_the_middle_of_a_job() -> None:
@@ -140,100 +133,90 @@ def test_an_answer_that_nobody_reads_ends_the_process_without_a_word() -> None:
     assert (process.returncode, words) == (1, b"")
 
 
-def test_more_jobs_than_may_wait_are_refused() -> None:
-    it = worker(max_waiting=2)
-
-    async def test() -> None:
-        begun = await hanging(it)
-        waits = asyncio.create_task(it.run("render", FINE))
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match=r"2 texts wait .* at most 2"):
-            await it.run("render", FINE)
-        await gone(begun)
-        assert await waits == b"fine"
-
-    run(it, test)
+@run_by(working, make=partial(worker, max_waiting=2))
+async def test_more_jobs_than_may_wait_are_refused(it: WorkerProcess) -> None:
+    begun = await hanging(it)
+    waits = asyncio.create_task(it.run("render", FINE))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match=r"2 texts wait .* at most 2"):
+        await it.run("render", FINE)
+    await gone(begun)
+    assert await waits == b"fine"
 
 
-def test_more_bytes_than_may_wait_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+X = _pack([{"role": "user", "content": "x" * 1000}])
+MOST = len(HANG) + len(X) + 10
+
+
+def narrow() -> WorkerProcess:
+    """With room for one that hangs and one of 1000 characters."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_process, "MAX_WAITING_BYTES", MOST)
+        return worker()
+
+
+@run_by(working, make=narrow)
+async def test_more_bytes_than_may_wait_are_refused(it: WorkerProcess) -> None:
     """As 1,024 conversations of 4 MB would be."""
-    text = _pack([{"role": "user", "content": "x" * 1000}])
-    most = len(HANG) + len(text) + 10
-    monkeypatch.setattr(worker_process, "MAX_WAITING_BYTES", most)
-    it = worker()
-
-    async def test() -> None:
-        begun = await hanging(it)
-        waits = asyncio.create_task(it.run("render", text))
-        await asyncio.sleep(0)
-        words = f"{most - 10} bytes wait .* with the {len(FINE)} of this text at most {most}"
-        with pytest.raises(Overloaded, match=words) as refused:
-            await it.run("render", FINE)
-        assert (refused.value.limit, refused.value.retry_delay_s) == (most, 1.0)
-        await gone(begun)
-        assert await waits == b"x" * 1000
-        # A text that has been read waits no more.
-        assert await it.run("render", text) == b"x" * 1000
-
-    run(it, test)
+    begun = await hanging(it)
+    waits = asyncio.create_task(it.run("render", X))
+    await asyncio.sleep(0)
+    words = f"{MOST - 10} bytes wait .* with the {len(FINE)} of this text at most {MOST}"
+    with pytest.raises(Overloaded, match=words) as refused:
+        await it.run("render", FINE)
+    assert (refused.value.limit, refused.value.retry_delay_s) == (MOST, 1.0)
+    await gone(begun)
+    assert await waits == b"x" * 1000
+    # A text that has been read waits no more.
+    assert await it.run("render", X) == b"x" * 1000
 
 
-def test_a_text_whose_caller_has_gone_is_not_kept_until_its_turn() -> None:
-    it = worker()
-
-    async def test() -> None:
-        begun, text = await hanging(it), _pack([{"role": "user", "content": "x" * 1000}])
-        alone = sys.getrefcount(text)
-        waits = asyncio.create_task(it.run("render", text))
-        await asyncio.sleep(0)
-        assert sys.getrefcount(text) > alone
-        await gone(waits)
-        del waits
-        await asyncio.sleep(0)  # this task has held the error, and with it the frames
-        gc.collect()
-        assert sys.getrefcount(text) == alone
-        await gone(begun)
-
-    run(it, test)
+@run_by(working)
+async def test_a_text_whose_caller_has_gone_is_not_kept_until_its_turn(it: WorkerProcess) -> None:
+    begun, text = await hanging(it), _pack([{"role": "user", "content": "x" * 1000}])
+    alone = sys.getrefcount(text)
+    waits = asyncio.create_task(it.run("render", text))
+    await asyncio.sleep(0)
+    assert sys.getrefcount(text) > alone
+    await gone(waits)
+    del waits
+    await asyncio.sleep(0)  # this task has held the error, and with it the frames
+    gc.collect()
+    assert sys.getrefcount(text) == alone
+    await gone(begun)
 
 
-def test_a_setup_that_is_refused_is_not_tried_again() -> None:
-    it = worker("{{ x | nonsense }}")
-
-    async def test() -> None:
-        for number in range(3):
-            body = b"%d" % number
-            with pytest.raises(JobRefused, match="No filter named") as caught:
-                await it.run("nothing", body)
-            # An error that is raised again and again would keep the calls before.
-            frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
-            assert [frame.f_locals["body"] for frame in frames if frame.f_code.co_name == "_do"] == [body]
-            assert not it._processes
-
-    run(it, test)
-
-
-def test_closing_ends_a_job_under_way_and_those_that_wait() -> None:
-    it = worker()
-
-    async def test() -> None:
-        begun = await hanging(it)
-        waits = asyncio.create_task(it.run("render", FINE))
-        await asyncio.sleep(0)
-        it.close()
-        for task in (begun, waits):
-            with pytest.raises(Unavailable, match="template is being closed"):
-                await task
-        with pytest.raises(Unavailable):
-            await it.run("render", FINE)
+@run_by(working, make=partial(worker, "{{ x | nonsense }}"))
+async def test_a_setup_that_is_refused_is_not_tried_again(it: WorkerProcess) -> None:
+    for number in range(3):
+        body = b"%d" % number
+        with pytest.raises(JobRefused, match="No filter named") as caught:
+            await it.run("nothing", body)
+        # An error that is raised again and again would keep the calls before.
+        frames = [frame for frame, _ in traceback.walk_tb(caught.value.__traceback__)]
+        assert [frame.f_locals["body"] for frame in frames if frame.f_code.co_name == "_do"] == [body]
         assert not it._processes
 
-    run(it, test)
+
+@run_by(working)
+async def test_closing_ends_a_job_under_way_and_those_that_wait(it: WorkerProcess) -> None:
+    begun = await hanging(it)
+    waits = asyncio.create_task(it.run("render", FINE))
+    await asyncio.sleep(0)
+    it.close()
+    for task in (begun, waits):
+        with pytest.raises(Unavailable, match="template is being closed"):
+            await task
+    with pytest.raises(Unavailable):
+        await it.run("render", FINE)
+    assert not it._processes
 
 
-def test_a_caller_that_gives_up_waits_for_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+@run_by(working)
+async def test_a_caller_that_gives_up_waits_for_no_process(
+    it: WorkerProcess, *, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To start one takes milliseconds and to clear away one with gigabytes a tenth of a second, both on the thread."""
-    it = worker()
     reached, go_on = threading.Event(), threading.Event()
     reap, start = worker_process._reap, WorkerProcess._start
 
@@ -260,71 +243,63 @@ def test_a_caller_that_gives_up_waits_for_no_process(monkeypatch: pytest.MonkeyP
         finally:
             go_on.set()
 
-    async def test() -> None:
-        begun = await hanging(it)
-        monkeypatch.setattr(worker_process, "_reap", slow_reap)
-        await gone(begun)
-        await gives_up()
-        assert await it.run("render", FINE) == b"fine"
-        it._processes[0].kill()
-        it._processes[0].wait()
-        monkeypatch.undo()
-        reached.clear()
-        go_on.clear()
-        monkeypatch.setattr(WorkerProcess, "_start", slow_start)
-        await gives_up()
-        assert await it.run("render", FINE) == b"fine"
-
-    run(it, test)
+    begun = await hanging(it)
+    monkeypatch.setattr(worker_process, "_reap", slow_reap)
+    await gone(begun)
+    await gives_up()
+    assert await it.run("render", FINE) == b"fine"
+    it._processes[0].kill()
+    it._processes[0].wait()
+    monkeypatch.undo()
+    reached.clear()
+    go_on.clear()
+    monkeypatch.setattr(WorkerProcess, "_start", slow_start)
+    await gives_up()
+    assert await it.run("render", FINE) == b"fine"
 
 
-def test_memory_beyond_the_bound_ends_the_process_and_not_the_machine() -> None:
+def encoder() -> WorkerProcess:
     setup = small_tokenizers.byte_level().to_str().encode()
-    it = WorkerProcess("tokenizer", lambda: setup, 3600.0, 400 * 2**20)
+    return WorkerProcess("tokenizer", lambda: setup, 3600.0, 400 * 2**20)
+
+
+@run_by(working, make=encoder)
+async def test_memory_beyond_the_bound_ends_the_process_and_not_the_machine(it: WorkerProcess) -> None:
     encode = struct.pack("<?Q", False, 2**40)
-
-    async def test() -> None:
-        with pytest.raises(WorkerStopped, match=r"ended with status -?\d+; it may have 400 MiB"):
-            await it.run("encode", encode + b"\0" * 8 * 2**20)
-        assert len(await it.run("encode", encode + b"\0" * 100)) == 8 + 4 * 100
-
-    run(it, test)
+    with pytest.raises(WorkerStopped, match=r"ended with status -?\d+; it may have 400 MiB"):
+        await it.run("encode", encode + b"\0" * 8 * 2**20)
+    assert len(await it.run("encode", encode + b"\0" * 100)) == 8 + 4 * 100
 
 
-def test_texts_of_one_tenant_refuse_none_of_another() -> None:
-    it = worker(max_waiting=4)
+@run_by(working, make=partial(worker, max_waiting=4))
+async def test_texts_of_one_tenant_refuse_none_of_another(it: WorkerProcess) -> None:
 
     async def ask(tenant: str, body: bytes) -> bytes:
         caller.set(Identity(tenant, frozenset()))
         return await it.run("render", body)
 
-    async def test() -> None:
-        flood = [asyncio.create_task(ask("flood", HANG)) for _ in range(4)]
-        await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match="4 texts of your tenant wait"):
-            await ask("flood", FINE)
-        quiet = asyncio.create_task(ask("quiet", FINE))
-        await asyncio.sleep(0)
-        for task in flood:
-            await gone(task)
-        assert await quiet == b"fine"
-        assert it._waiting._jobs == it._waiting._bytes == {}
-
-    run(it, test)
+    flood = [asyncio.create_task(ask("flood", HANG)) for _ in range(4)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="4 texts of your tenant wait"):
+        await ask("flood", FINE)
+    quiet = asyncio.create_task(ask("quiet", FINE))
+    await asyncio.sleep(0)
+    for task in flood:
+        await gone(task)
+    assert await quiet == b"fine"
+    assert it._waiting._jobs == it._waiting._bytes == {}
 
 
-def test_a_text_of_one_tenant_waits_for_one_of_another_at_most() -> None:
-    it, order = worker(), list[str]()
+@run_by(working)
+async def test_a_text_of_one_tenant_waits_for_one_of_another_at_most(it: WorkerProcess) -> None:
+    order: list[str] = []
 
     async def ask(tenant: str) -> None:
         caller.set(Identity(tenant, frozenset()))
         await it.run("render", FINE)
         order.append(tenant)
 
-    async def test() -> None:
-        flood = [asyncio.create_task(ask("flood")) for _ in range(20)]
-        await asyncio.sleep(0)
-        await asyncio.gather(ask("quiet"), *flood)
-        assert order.index("quiet") <= 2
-
-    run(it, test)
+    flood = [asyncio.create_task(ask("flood")) for _ in range(20)]
+    await asyncio.sleep(0)
+    await asyncio.gather(ask("quiet"), *flood)
+    assert order.index("quiet") <= 2
