@@ -76,17 +76,9 @@ class Clients:
             ((_, way),) = rng.choices(self._ways, weights)
             await way(index, rng)
 
-    def _judge(self, index: int, got: Answers, what: str) -> None:
-        """An answer that came to its end."""
-        wrong = difference(self._specs[index], got, self._wanted[index], whole=True)
-        if wrong is None:
-            self.tally.counts[what] += 1
-        else:
-            self.tally.lost.append(wrong)
-
-    def _judge_part(self, index: int, got: Answers, what: str) -> None:
-        """An answer that broke off for a good reason."""
-        wrong = difference(self._specs[index], got, self._wanted[index], whole=False)
+    def _judge(self, index: int, got: Answers, what: str, *, whole: bool = True) -> None:
+        """An answer that came to its end, or one that broke off for a good reason."""
+        wrong = difference(self._specs[index], got, self._wanted[index], whole=whole)
         if wrong is None:
             self.tally.counts[what] += 1
         else:
@@ -141,7 +133,7 @@ class Clients:
                 if left <= 0:
                     break
             call.cancel()
-            self._judge_part(index, got, "cancelled")
+            self._judge(index, got, "cancelled", whole=False)
         except grpc.RpcError as error:
             await self._failed(index, got, from_rpc_error(error, self._target), before, resumable=False)
 
@@ -154,7 +146,7 @@ class Clients:
             self._judge(index, got, "whole")
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                self._judge_part(index, got, "late")
+                self._judge(index, got, "late", whole=False)
                 return
             await self._failed(index, got, from_rpc_error(error, self._target), before, resumable=False)
 
@@ -172,7 +164,7 @@ class Clients:
             self.tally.counts["refused"] += 1
             await asyncio.sleep(0.1)
         elif broken and killed and not resumable:
-            self._judge_part(index, got, "broken off")
+            self._judge(index, got, "broken off", whole=False)
             await asyncio.sleep(0.1)
         else:
             tokens = sum(len(answer.token_ids) for answer in got.values())

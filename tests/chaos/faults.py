@@ -56,8 +56,7 @@ class Chaos:
         """SIGKILL, and another one in its place."""
         begin = await self._mark()
         await asyncio.to_thread(self.stack.executor.kill)
-        if not await self._not_serving():
-            self.problems.append("the manager's health did not show that the executor was killed")
+        await self._shown("the executor was killed")
         await asyncio.to_thread(self.stack.executor.start, self.stack.executor.port)
         return await self._recovered(begin)
 
@@ -83,8 +82,7 @@ class Chaos:
         """SIGSTOP until the step is overdue; then it goes on, and must not disturb the next epoch."""
         begin = await self._mark()
         self._signal(self.stack.executor, signal.SIGSTOP)
-        if not await self._not_serving():
-            self.problems.append("the manager's health did not show that the executor hangs")
+        await self._shown("the executor hangs")
         self._signal(self.stack.executor, signal.SIGCONT)
         return await self._recovered(begin)
 
@@ -92,8 +90,7 @@ class Chaos:
         """SIGSTOP until the step is overdue, then SIGKILL and another one in its place."""
         begin = await self._mark()
         self._signal(self.stack.executor, signal.SIGSTOP)
-        if not await self._not_serving():
-            self.problems.append("the manager's health did not show that the executor hangs")
+        await self._shown("the executor hangs")
         await asyncio.to_thread(self.stack.executor.kill)
         await asyncio.to_thread(self.stack.executor.start, self.stack.executor.port)
         return await self._recovered(begin)
@@ -110,16 +107,14 @@ class Chaos:
         """SIGKILL of one rank of a group, any: the others end by themselves, and torchrun starts all anew."""
         begin = await self._mark()
         os.kill(await self._rank(), signal.SIGKILL)
-        if not await self._not_serving():
-            self.problems.append("the manager's health did not show that a rank was killed")
+        await self._shown("a rank was killed")
         return await self._recovered(begin)
 
     async def hang_rank(self) -> Recovery:
         """SIGSTOP of one rank, for good."""
         begin = await self._mark()
         os.kill(await self._rank(), signal.SIGSTOP)
-        if not await self._not_serving():
-            self.problems.append("the manager's health did not show that a rank hangs")
+        await self._shown("a rank hangs")
         return await self._recovered(begin)
 
     async def cut_rank_off(self) -> Recovery:
@@ -129,8 +124,7 @@ class Chaos:
         assert relay is not None
         await self._rank()
         with relay.cut():
-            if not await self._not_serving():
-                self.problems.append("the manager's health did not show that a rank was cut off")
+            await self._shown("a rank was cut off")
         return await self._recovered(begin)
 
     async def kill_rank_for_one_with_another_model(self) -> Recovery:
@@ -318,6 +312,11 @@ class Chaos:
                     raise AssertionError(f"{process.module} ended by itself; its log:\n{process.tail(80)}")
             await asyncio.sleep(0.02)
         raise AssertionError(f"the stack did not come back; the manager's log:\n{self.stack.manager.tail(80)}")
+
+    async def _shown(self, what: str) -> None:
+        """The manager's health has to say so."""
+        if not await self._not_serving():
+            self.problems.append(f"the manager's health did not show that {what}")
 
     async def _not_serving(self) -> bool:
         """Waits for health to show a loss; False when it does not."""

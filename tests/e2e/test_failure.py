@@ -44,12 +44,12 @@ def test_streams_survive_the_executor(signum: signal.Signals) -> None:
                         await executor.until_serving()
                         stack.executor.popen.send_signal(signum)
                         if signum == signal.SIGTERM:
-                            await executor.until_draining()
+                            await executor.until_serving(serving=False)
                     if signum == signal.SIGTERM:
                         # The step that it is at, which it ends, and what it takes in until it has heard.
                         stack.gate.let_through(50)
                     await asyncio.to_thread(stack.executor.popen.wait, 240)
-                    await caller.until_draining()
+                    await caller.until_serving(serving=False)
                     await asyncio.to_thread(stack.executor.start, stack.executor.port)
             return list(await asyncio.gather(*streams))
 
@@ -139,7 +139,7 @@ def test_sigterm_drains_running_streams_and_exits_0() -> None:
                 async with standing(stack.gate, caller, [call], steps=4) as (stream,):
                     assert stack.manager.popen is not None
                     stack.manager.popen.send_signal(signal.SIGTERM)
-                    await caller.until_draining()
+                    await caller.until_serving(serving=False)
                 assert len((await stream).tokens) == 100
 
         asyncio.run(run())

@@ -102,7 +102,7 @@ def test_callers_without_the_library_are_told_to_come_back() -> None:
             call = caller.generate(request_for([1, 2], 400, ignore_eos=True))
             async with standing(stack.gate, caller, [call], steps=4) as (running,):
                 stopping = asyncio.create_task(asyncio.to_thread(stack.manager.stop))
-                await caller.until_draining()
+                await caller.until_serving(serving=False)
                 refused = await refusal(caller)
                 assert refused.code() is grpc.StatusCode.UNAVAILABLE
                 assert "shutting down" in str(refused.details())

@@ -119,20 +119,12 @@ class Caller:
             await asyncio.sleep(0.002)
         return stats
 
-    async def until_serving(self) -> None:
-        """Waits until the process says that it serves."""
-        health = health_pb2_grpc.HealthStub(self.channel)
+    async def until_serving(self, *, serving: bool = True) -> None:
+        """Waits until the process says that it serves, or that it serves no more."""
+        health, wanted = health_pb2_grpc.HealthStub(self.channel), SERVING if serving else NOT_SERVING
         end = time.monotonic() + 120
-        while (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status != SERVING:
-            assert time.monotonic() < end, "it does not serve"
-            await asyncio.sleep(0.02)
-
-    async def until_draining(self) -> None:
-        """Waits until the process says that it serves no more."""
-        health = health_pb2_grpc.HealthStub(self.channel)
-        end = time.monotonic() + 120
-        while (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status != NOT_SERVING:
-            assert time.monotonic() < end, "it goes on serving"
+        while (await health.Check(health_pb2.HealthCheckRequest(), timeout=60)).status != wanted:
+            assert time.monotonic() < end, "it does not serve" if serving else "it goes on serving"
             await asyncio.sleep(0.002)
 
     async def idle_stats(self, patience_s: float = 120.0) -> operator_pb.GetStatsResponse:

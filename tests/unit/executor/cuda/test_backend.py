@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT, GraphCounts
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_small_model("llama", directory)
-    return directory
 
 
 def test_description(llama: Path) -> None:

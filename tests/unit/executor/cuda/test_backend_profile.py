@@ -10,13 +10,6 @@ from support.executor.cuda_host import host_backend, save_small_model
 from pagekv.common.errors import OutOfMemory
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_small_model("llama", directory)
-    return directory
-
-
 def test_pools_are_left_alone_by_a_description(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A manager that asks while another's pools are there gets the profile of a step at least as large."""
     backend = host_backend(llama)

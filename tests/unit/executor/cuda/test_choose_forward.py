@@ -21,13 +21,6 @@ from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_small_model("llama", directory)
-    return directory
-
-
 def loader(directory: Path, dtype: torch.dtype = torch.float32) -> Callable[[], LoadedModel]:
     return lambda: load_model(directory, dtype)
 

@@ -17,13 +17,6 @@ from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_small_model("llama", directory)
-    return directory
-
-
 @pytest.mark.parametrize(
     ("name", "options", "reason"),
     [

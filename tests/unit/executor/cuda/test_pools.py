@@ -6,17 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.kernels.variants import UnsupportedVariant
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_small_model("llama", directory)
-    return directory
 
 
 def test_every_way_of_copying(llama: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.executor.broken_sequence import KINDS, check_fails_alone
 from support.executor.cpu_driver import Driver, prompts_of
-from support.executor.cuda_host import HostDevice, host_backend, save_small_model
+from support.executor.cuda_host import HostDevice, host_backend
 from support.executor.executor_steps import ALL_FEATURES, new_sequence
 
 from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
@@ -17,13 +17,6 @@ from pagekv.executor.cuda.backend import CudaBackend
 from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_check import EpochLimits
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("llama")
-    save_small_model("llama", directory)
-    return directory
 
 
 @pytest.mark.parametrize(

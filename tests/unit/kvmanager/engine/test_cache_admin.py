@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 from support.clients.table_reader import Reader, table_of
-from support.engine.cached_prefixes import Clock
+from support.engine.cached_prefixes import Clock, hold
 from support.engine.fake_executor import FakeExecutor
 from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output
@@ -241,10 +241,7 @@ async def test_a_pin_leaves_what_live_requests_of_other_tenants_need() -> None:
     admin = CacheAdmin(True, 1.0, lambda: None)
     admin.adopt(pool, host, "model", Observer())
     pool.set_tenants({}, {1: 4})
-    root, tokens = root_digest("model", "", ""), np.array([[1], [2], [3]], np.uint32)
-    blocks = pool.allocate(3)
-    assert blocks is not None
-    pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+    hold(pool, [1, 2, 3])
     live = GenerateCommand("a", [1, 2], SamplingParams(max_tokens=4), tenant=Tenant("two", 2))
     with pytest.raises(LimitExceeded, match="3 of 10 blocks would be pinned, and a live request may need 9") as no:
         admin.pin([1, 2, 3], ANY, 60, [live])
@@ -261,10 +258,7 @@ async def test_a_tenant_pins_so_many_blocks() -> None:
     admin.adopt(pool, HostPool(0, 1), "model", Observer())
     one, two = (CacheIdentity(tenant=name) for name in ("one", "two"))
     for tenant in (one, two):
-        root, tokens = admin.root(tenant), np.array([[1], [2], [3]], np.uint32)
-        blocks = pool.allocate(3)
-        assert blocks is not None
-        pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+        hold(pool, [1, 2, 3], admin.root(tenant))
     account = Account(Tenant("one", 1), TenantLimits(max_pinned_blocks=3))
     admin.pin([1, 2, 3], two, 60, [], "of two", account=Account(Tenant("two", 2)), owner="two")
     admin.pin([1, 2], one, 60, [], "first", account=account, owner="one")
@@ -283,10 +277,7 @@ async def test_pins_in_a_shared_namespace_are_those_of_the_tenant_that_made_them
     admin.adopt(pool, HostPool(0, 1), "model", Observer())
     own, shared = CacheIdentity(tenant="one"), CacheIdentity(namespace="shared")
     for identity in (own, shared):
-        root, tokens = admin.root(identity), np.array([[1], [2]], np.uint32)
-        blocks = pool.allocate(2)
-        assert blocks is not None
-        pool.publish_chain(blocks, chain_digests(root, tokens.tobytes(), 1), root, tokens, first=True, media=False)
+        hold(pool, [1, 2], admin.root(identity))
     one, two = (Account(Tenant(name, at), TenantLimits(max_pinned_blocks=3)) for at, name in enumerate(("one", "two")))
     admin.pin([1, 2], shared, 60, [], "of two", account=two, owner="two")
     # None of the other's is counted.

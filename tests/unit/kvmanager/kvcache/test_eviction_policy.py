@@ -12,15 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from support.engine.arrays import ids
+from support.engine.cached_prefixes import ROOT, hold
 from support.engine.integrity import check_pool
 from support.engine.plain_lists import PlainLists
 from support.engine.scheduler_driver import Driver
 
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES, EvictionOrder
 
-ROOT = root_digest("model", "", "")
 SIZE = 4
 
 
@@ -93,17 +92,8 @@ class Cache:
 
     def hold(self, words: list[int]) -> tuple[NDArray[np.int32], int]:
         """The prompt's blocks, held, and how many of them were hits."""
-        chunks = np.repeat(np.array(words, np.uint32), SIZE).reshape(-1, SIZE)
-        digests = chain_digests(ROOT, chunks.tobytes(), SIZE)
-        hits = ids(self.pool.match(ROOT, digests, chunks))
-        self.pool.touch(hits)
-        found = len(hits)
-        fresh = self.pool.allocate(len(words) - found)
-        assert fresh is not None
-        if len(fresh):
-            parent = digests[found - 1] if found else ROOT
-            self.pool.publish_chain(fresh, digests[found:], parent, chunks[found:], first=not found, media=False)
-        return np.concatenate([hits, fresh]), found
+        found = self.cached(words)
+        return hold(self.pool, np.repeat(words, SIZE).tolist()), found
 
     def read(self, words: list[int]) -> int:
         """Reads a prompt and frees it; returns hits."""
