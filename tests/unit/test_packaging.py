@@ -106,6 +106,8 @@ def test_every_flag_is_documented(command: str) -> None:
     module = SCRIPTS[command].partition(":")[0]
     result = run_python("-m", module, "--help", COLUMNS="200")
     assert result.returncode == 0, result.stderr
+    # As wide as it is read, however wide the terminal.
+    assert max(map(len, result.stdout.splitlines())) <= 100
     # One option a row: its flags, then at least two spaces (or a new line), then its help.
     rows = re.split(r"\n  (?=-)", result.stdout.partition("options:")[2])[1:]
     flags = [flag for row in rows for flag in re.findall(r"^--?[a-z-]+|(?<=, )--[a-z-]+", row)]

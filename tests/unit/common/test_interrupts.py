@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.clients.stack import environment
@@ -44,21 +45,16 @@ def test_a_command_that_is_still_imported_ends_quietly(program: str, module: str
     assert (process.returncode, err) == (-signal.SIGINT, "")
 
 
-def test_afterwards_an_interrupt_is_an_exception_again() -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.mark.parametrize(
+    ("handler", "meanwhile"), [(signal.default_int_handler, signal.SIG_DFL), (signal.SIG_IGN, signal.SIG_IGN)]
+)
+def test_afterwards_interrupts_do_what_they_did_and_what_is_ignored_is_ignored_throughout(
+    handler: Any, meanwhile: signal.Handlers
+) -> None:
+    before = signal.signal(signal.SIGINT, handler)
     try:
         with quiet_interrupts():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_a_process_that_ignores_interrupts_goes_on_ignoring_them() -> None:
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with quiet_interrupts():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGINT) is meanwhile
+        assert signal.getsignal(signal.SIGINT) is handler
     finally:
         signal.signal(signal.SIGINT, before)

@@ -34,11 +34,14 @@ def server() -> Iterator[tuple[health.HealthServicer, str]]:
     server.stop(None).wait()
 
 
-def test_serving_is_zero(server: tuple[health.HealthServicer, str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("state", "status", "words"), [("SERVING", 0, ""), ("NOT_SERVING", 1, "{}: NOT_SERVING\n")])
+def test_serving_is_zero_and_not_serving_is_one_and_says_so(
+    server: tuple[health.HealthServicer, str], capsys: pytest.CaptureFixture[str], state: str, status: int, words: str
+) -> None:
     servicer, target = server
-    servicer.set("", health_pb2.HealthCheckResponse.SERVING)
-    assert probe.main([target]) == 0
-    assert capsys.readouterr().err == ""
+    servicer.set("", health_pb2.HealthCheckResponse.ServingStatus.Value(state))
+    assert probe.main([target]) == status
+    assert capsys.readouterr().err == words.format(target)
 
 
 def test_a_proxy_in_the_environment_is_no_detour(
@@ -50,15 +53,6 @@ def test_a_proxy_in_the_environment_is_no_detour(
     for name in ("no_proxy", "no_grpc_proxy", "grpc_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert probe.main([target]) == 0
-
-
-def test_not_serving_is_one_and_says_so(
-    server: tuple[health.HealthServicer, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    servicer, target = server
-    servicer.set("", health_pb2.HealthCheckResponse.NOT_SERVING)
-    assert probe.main([target]) == 1
-    assert capsys.readouterr().err == f"{target}: NOT_SERVING\n"
 
 
 def test_unknown_service_is_one(server: tuple[health.HealthServicer, str], capsys: pytest.CaptureFixture[str]) -> None:

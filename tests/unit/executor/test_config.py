@@ -84,13 +84,3 @@ def test_a_flag_of_the_manager_is_said_to_be_its_own(capsys: pytest.CaptureFixtu
             parse_config([flag], env={})
         line = capsys.readouterr().err.splitlines()[0]
         assert line.endswith(f"unrecognized arguments: {flag}; {flag.partition('=')[0]} is a flag of pagekv-manager")
-
-
-def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse_config(["--help"], env={})
-    text = capsys.readouterr().out
-    for flag in ("listen", "backend", "model", "dtype", "kv-memory", "memory-share", "max-sequences", "step-time-ms"):
-        assert f"--{flag}" in text
-    assert "PAGEKV_" in text
-    assert max(map(len, text.splitlines())) <= 100

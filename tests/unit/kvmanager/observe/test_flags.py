@@ -30,11 +30,6 @@ def test_a_collector_without_a_path_gets_the_usual_one(given: str, url: str) -> 
     assert parse_config(["--otlp-endpoint", given], {}).observe.otlp_endpoint == url
 
 
-def test_names_are_in_lower_case() -> None:
-    flags = ["--http-listen", "127.0.0.1:0", "--http-names", "GPU1.example, gpu2"]
-    assert parse_config(flags, {}).observe.http_names == ("gpu1.example", "gpu2")
-
-
 def test_an_endpoint_is_tcp_or_ipc() -> None:
     good = ("", "tcp://*:0", "tcp://[::1]:5557", "ipc:///tmp/events")
     assert [zmq_endpoint(text) for text in good] == [*good]

@@ -30,19 +30,12 @@ def table(request: LiveRequest) -> list[int]:
 # -- what is equal
 
 
-@pytest.mark.parametrize(("common", "hit"), [(3, 0), (4, 4), (7, 4), (8, 8)])
+@pytest.mark.parametrize(("common", "hit"), [(2, 0), (3, 0), (4, 4), (7, 4), (8, 8)])
 def test_a_hit_is_a_whole_number_of_blocks(common: int, hit: int) -> None:
-    """With blocks of four, three common tokens hit nothing, seven hit four."""
+    """With blocks of four, two or three common tokens hit nothing, seven hit four."""
     driver = Driver(block_size=4)
     serve(driver, [*range(common), 90, 90, 90, 90, 90, 90])
     assert serve(driver, [*range(common), 80, 80, 80, 80, 80, 80]) == hit
-
-
-def test_two_common_words_are_no_prefix_to_share() -> None:
-    """ "Explain quantum" shares two tokens and no block, whatever is equal further on."""
-    driver = Driver(block_size=4)
-    serve(driver, [1, 2, 10, 11, 12, 13, 14, 15])
-    assert serve(driver, [1, 2, 20, 21, 12, 13, 14, 15]) == 0
 
 
 def test_the_same_words_after_another_beginning_are_another_block() -> None:
