@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support.engine.cached_prefixes import Clock
+from support.clock import Clock
 from support.engine.scheduler_driver import Driver
 
 from pagekv.kvmanager.kvcache.block_pool import BlockPool

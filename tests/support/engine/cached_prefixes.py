@@ -51,13 +51,3 @@ def evict_all(pool: BlockPool) -> None:
     blocks = pool.allocate(pool.num_free)
     assert blocks is not None
     pool.free(blocks)
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now

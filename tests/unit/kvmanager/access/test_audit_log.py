@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clock import Clock
 from support.waiting import wait_until
 
 from pagekv.kvmanager.access.audit_log import (
@@ -25,15 +26,6 @@ from pagekv.kvmanager.access.audit_log import (
 
 NOON = 1_767_268_800.25
 CALL = "/pagekv.v1.OperatorService/ResetPrefixCache"
-
-
-class Clock:
-    """A time that the test sets."""
-
-    now = NOON
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def close(log: AuditLog) -> None:
@@ -55,7 +47,7 @@ def soon_lines(path: Path, count: int) -> list[dict[str, Any]]:
 
 def test_a_line_for_each_event(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(path, Clock())
+    log = AuditLog(path, Clock(NOON))
     log.refused("", "ipv4:10.0.0.1:5", CALL, "unknown key")
     log.called("olga", "unix:", CALL)
     # Now, not when it is closed.
@@ -78,7 +70,7 @@ def test_a_line_for_each_event(tmp_path: Path) -> None:
 def test_lines_are_added_to_a_file_that_is_there(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     for name in ("one", "two"):
-        log = AuditLog(path, Clock())
+        log = AuditLog(path, Clock(NOON))
         log.called(name, "", CALL)
         close(log)
     assert [line["identity"] for line in lines(path)] == ["one", "two"]
@@ -96,7 +88,7 @@ def test_nobody_else_reads_the_file(tmp_path: Path, mode: int | None) -> None:
 
 def test_fields_are_bounded_and_stay_on_their_line(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    log = AuditLog(path, Clock())
+    log = AuditLog(path, Clock(NOON))
     hostile = '\n{"event": "called"}\r\x1b[2J\u2028\ud800"\\'
     log.refused(hostile, "x" * 10_000, hostile, "\x00" * 10_000)
     close(log)
@@ -110,7 +102,7 @@ def test_fields_are_bounded_and_stay_on_their_line(tmp_path: Path) -> None:
 
 
 def test_a_flood_of_refusals_is_counted(tmp_path: Path) -> None:
-    path, clock = tmp_path / "audit.jsonl", Clock()
+    path, clock = tmp_path / "audit.jsonl", Clock(NOON)
     log = AuditLog(path, clock)
     for _ in range(MAX_REFUSALS_A_SECOND + 50):
         log.refused("", "", CALL, "unknown key")
@@ -129,7 +121,7 @@ def test_a_flood_of_refusals_is_counted(tmp_path: Path) -> None:
 
 
 def test_calls_over_a_limit_hide_no_caller_who_is_refused(tmp_path: Path) -> None:
-    path, clock = tmp_path / "audit.jsonl", Clock()
+    path, clock = tmp_path / "audit.jsonl", Clock(NOON)
     log = AuditLog(path, clock)
     for _ in range(MAX_LIMITED_A_SECOND + MAX_REFUSALS_A_SECOND):
         log.limited("alice", "", CALL, "max_calls: your tenant has 2 of at most 2, 1 more were asked")
@@ -151,7 +143,7 @@ def test_a_disk_that_is_full_is_counted_and_told_once_a_minute(
     def full(file: int, data: bytes) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    clock = Clock()
+    clock = Clock(NOON)
     log = AuditLog(tmp_path / "audit.jsonl", clock)
     monkeypatch.setattr("pagekv.kvmanager.access.audit_log.os.write", full)
     for _ in range(5):
@@ -178,7 +170,7 @@ def test_a_disk_that_stands_still_holds_up_no_call_and_few_lines_wait(
         goes_on.wait(60)
         return real(file, data)
 
-    log = AuditLog(tmp_path / "audit.jsonl", Clock())
+    log = AuditLog(tmp_path / "audit.jsonl", Clock(NOON))
     with monkeypatch.context() as patched:
         patched.setattr("pagekv.kvmanager.access.audit_log.os.write", write)
         begun = time.monotonic()
@@ -196,7 +188,7 @@ def test_the_end_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     goes_on = threading.Event()
     monkeypatch.setattr("pagekv.kvmanager.access.audit_log.CLOSE_S", 0.1)
     monkeypatch.setattr("pagekv.kvmanager.access.audit_log.os.write", lambda file, data: goes_on.wait(60) and len(data))
-    log = AuditLog(tmp_path / "audit.jsonl", Clock())
+    log = AuditLog(tmp_path / "audit.jsonl", Clock(NOON))
     log.called("olga", "", CALL)
     begun = time.monotonic()
     log.close()
@@ -207,7 +199,7 @@ def test_the_end_waits_for_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_a_file_that_was_moved_away_is_begun_again(tmp_path: Path) -> None:
     path, moved = tmp_path / "audit.jsonl", tmp_path / "audit.jsonl.1"
-    log = AuditLog(path, Clock())
+    log = AuditLog(path, Clock(NOON))
     log.called("one", "", CALL)
     soon_lines(path, 1)
     path.rename(moved)

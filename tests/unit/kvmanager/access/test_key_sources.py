@@ -10,21 +10,13 @@ from pathlib import Path
 import pytest
 from support.access.issuer import ec_key, jwk, jwks, rsa_key
 from support.access.key_server import key_server
+from support.clock import Clock
 from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.access import key_sources
 from pagekv.kvmanager.access.key_sources import REFRESH_S, RETRY_S, KeySetFile, KeySetUrl, key_source
 
 ONE, TWO = jwks(jwk(ec_key(), kid="a")), jwks(jwk(ec_key(), kid="a"), jwk(rsa_key(), kid="b"))
-
-
-class Clock:
-    """A time that the test sets."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_path_is_a_file_and_a_text_a_url() -> None:

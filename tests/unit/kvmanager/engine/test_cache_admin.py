@@ -7,7 +7,8 @@ import random
 import numpy as np
 import pytest
 from support.clients.table_reader import Reader, table_of
-from support.engine.cached_prefixes import Clock, hold
+from support.clock import Clock
+from support.engine.cached_prefixes import hold
 from support.engine.fake_executor import FakeExecutor
 from support.engine.integrity import check_scheduler, pin_tables
 from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold, root_of
+from support.clock import Clock
+from support.engine.cached_prefixes import ROOT, cache, evict_all, hold, root_of
 from support.engine.integrity import check_pool
 
 from pagekv.common.errors import InvalidRequest

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 import pytest
-from support.engine.cached_prefixes import Clock
+from support.clock import Clock
 from support.engine.flooded_engine import FloodedEngine, Seen
 
 from pagekv.kvmanager.engine.step_pace import StepPace

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.engine.cached_prefixes import Clock
+from support.clock import Clock
 
 from pagekv.kvmanager.engine.recovery import WrongAnswer
 from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight

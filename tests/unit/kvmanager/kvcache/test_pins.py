@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from support.engine.cached_prefixes import Clock, cache, evict_all
+from support.clock import Clock
+from support.engine.cached_prefixes import cache, evict_all
 from support.engine.integrity import check_pool, pin_tables
 
 from pagekv.common.errors import AlreadyExists, LimitExceeded

@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from support.clock import Clock
 
 from pagekv.kvmanager.tenants.token_bucket import TokenBucket
-
-
-class Clock:
-    """Seconds that pass when somebody says so."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.clients.table_reader import Reader, WatchedDriver, host_table_of, table_of
-from support.engine.cached_prefixes import ROOT, Clock, cache, evict_all, hold
+from support.clock import Clock
+from support.engine.cached_prefixes import ROOT, cache, evict_all, hold
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone, Unavailable
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
