@@ -31,8 +31,8 @@ class AsyncPageKVClient(ClientCalls):
     Cancelling a task that generates aborts its request. Errors as those of `PageKVClient`.
     """
 
-    library: ClassVar[ModuleType] = grpc.aio
-    new_event: ClassVar[type[Any]] = asyncio.Event
+    _library: ClassVar[ModuleType] = grpc.aio
+    _new_event: ClassVar[type[Any]] = asyncio.Event
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         try:
@@ -47,11 +47,11 @@ class AsyncPageKVClient(ClientCalls):
     async def _wait_for(self, begun: Any) -> Any:
         return await begun
 
-    async def pause(self, event: asyncio.Event, seconds: float) -> None:
+    async def _pause(self, event: asyncio.Event, seconds: float) -> None:
         with suppress(TimeoutError):
             await asyncio.wait_for(event.wait(), seconds)
 
-    def messages(self, call: Any) -> AsyncIterator[Any]:
+    def _messages(self, call: Any) -> AsyncIterator[Any]:
         return aiter(call)
 
     async def __aenter__(self) -> Self:

@@ -54,8 +54,8 @@ class PageKVClient(ClientCalls):
     Overloaded and Unavailable say when to come back, Unreachable that nothing answers at the address.
     """
 
-    library: ClassVar[ModuleType] = grpc
-    new_event: ClassVar[type[Any]] = threading.Event
+    _library: ClassVar[ModuleType] = grpc
+    _new_event: ClassVar[type[Any]] = threading.Event
     _carry_out = staticmethod(_carry_out)
 
     def _running_loop(self) -> None:
@@ -64,10 +64,10 @@ class PageKVClient(ClientCalls):
     async def _wait_for(self, begun: Any) -> Any:
         return begun
 
-    async def pause(self, event: threading.Event, seconds: float) -> None:
+    async def _pause(self, event: threading.Event, seconds: float) -> None:
         event.wait(seconds)
 
-    async def messages(self, call: Any) -> AsyncIterator[Any]:
+    async def _messages(self, call: Any) -> AsyncIterator[Any]:
         for message in call:
             yield message
 

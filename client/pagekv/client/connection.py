@@ -53,12 +53,14 @@ def for_both(make: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]]) -
 
 
 class Connection:
-    """A channel to a manager. A client says with which library it connects and how it waits."""
+    """A channel to a manager. A client says with which library it connects and how it waits: parts that are for the
+    modules of this package alone.
+    """
 
     # grpc or grpc.aio.
-    library: ClassVar[ModuleType]
+    _library: ClassVar[ModuleType]
     # Of the library's kind of waiting.
-    new_event: ClassVar[type[Any]]
+    _new_event: ClassVar[type[Any]]
 
     @with_options_of(CallOptions)
     def __init__(
@@ -95,8 +97,8 @@ class Connection:
             raise InvalidRequest("credentials", problem)
         self._owns_channel = channel is None
         if channel is not None:
-            if not isinstance(channel, self.library.Channel):
-                raise InvalidRequest("channel", f"must be a {self.library.__name__}.Channel, is {type(channel)!r:.80}")
+            if not isinstance(channel, self._library.Channel):
+                raise InvalidRequest("channel", f"must be a {self._library.__name__}.Channel, is {type(channel)!r:.80}")
             if credentials is not None:
                 raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
         beside = "channel" if channel is not None else "credentials" if credentials is not None else ""
@@ -110,9 +112,9 @@ class Connection:
         if channel is None:
             limits = channel_options(self.target)
             if credentials is None:
-                channel = self.library.insecure_channel(self.target, options=limits)
+                channel = self._library.insecure_channel(self.target, options=limits)
             else:
-                channel = self.library.secure_channel(self.target, credentials, options=limits)
+                channel = self._library.secure_channel(self.target, credentials, options=limits)
         self._channel = channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
@@ -141,11 +143,11 @@ class Connection:
         """The result of what a stub returned."""
         raise NotImplementedError
 
-    def messages(self, call: Any) -> AsyncIterator[Any]:
+    def _messages(self, call: Any) -> AsyncIterator[Any]:
         """The messages of a stream."""
         raise NotImplementedError
 
-    async def pause(self, event: Any, seconds: float) -> None:
+    async def _pause(self, event: Any, seconds: float) -> None:
         """Returns when the event is set or the time is over."""
         raise NotImplementedError
 

@@ -50,7 +50,7 @@ class RunningStream(Generic[Item, State]):
     def __init__(self, client: Connection, resumable: State, begin: Callable[[Any, float | None], Any]) -> None:
         self._client, self.resumable, self._begin = client, resumable, begin
         self._call: Any = None
-        self._ended = client.new_event()
+        self._ended = client._new_event()
 
     def end(self) -> None:
         """Cancels the call: a wait for the next item finds that there is none. Idempotent."""
@@ -73,7 +73,7 @@ class RunningStream(Generic[Item, State]):
                 call = self._call = self._begin(resumable.request(), resumable.remaining_s())
                 try:
                     if not self.was_ended:
-                        async for response in self._client.messages(call):
+                        async for response in self._client._messages(call):
                             for item in resumable.take(response):
                                 yield item
                 finally:
@@ -84,7 +84,7 @@ class RunningStream(Generic[Item, State]):
             except grpc.RpcError as error:
                 if not resumable.done and not self.was_ended:
                     pause_s = resumable.failed(from_rpc_error(error, self._client.target))
-                    await self._client.pause(self._ended, pause_s)
+                    await self._client._pause(self._ended, pause_s)
             except asyncio.CancelledError:
                 # grpc.aio tells the reader of a cancelled call so, as if the reader's own task were cancelled.
                 task = asyncio.current_task()

@@ -72,8 +72,8 @@ METHODS = sorted(
     name for name in dir(PageKVClient) if not name.startswith("_") and callable(getattr(PageKVClient, name))
 )
 OPTIONS = {f"Unpack[{each.__name__}]": each for each in (CallOptions, GenerateOptions, WatchOptions)}
-# Of the connection itself, and what both clients bring to `connection.Connection`.
-NOT_CALLS = {"close", "library", "messages", "new_event", "pause", "with_options"}
+# Of the connection itself.
+NOT_CALLS = {"close", "with_options"}
 
 
 def annotations_of(options: Any) -> dict[str, str]:
