@@ -28,11 +28,12 @@ _MODE = 0o600
 
 
 class ListedIdentity(NamedTuple):
-    """A caller as the file has it: `kind` is its section without the plural's s."""
+    """A caller as the file has it: `kind` is its section without the plural's s. `tenant`: for whom its calls are."""
 
     name: str
     kind: str
     roles: tuple[str, ...]
+    tenant: str
 
 
 def is_name(text: str) -> bool:
@@ -118,4 +119,4 @@ def _identities(path: Path, found: dict[str, Any]) -> Iterator[ListedIdentity]:
             if not isinstance(roles, list) or not all(isinstance(role, str) for role in roles):
                 field = section if section == GATEWAY else f"{section}.{name}"
                 raise PageKVError(f"{path}: {field}: must be a table with roles, a list of names")
-            yield ListedIdentity(name, section.removesuffix("s"), tuple(roles))
+            yield ListedIdentity(name, section.removesuffix("s"), tuple(roles), str(caller.get("tenant", name)))

@@ -47,7 +47,7 @@ def test_a_name_is_of_one_caller(path: Path) -> None:
 
 def test_the_gateway_is_listed_and_its_name_taken(path: Path) -> None:
     path.write_text('[gateway]\nroles = ["generate"]\n')
-    assert [tuple(each) for each in list_identities(path)] == [("gateway", "gateway", ("generate",))]
+    assert [tuple(each) for each in list_identities(path)] == [("gateway", "gateway", ("generate",), "gateway")]
     with pytest.raises(PageKVError, match="has a caller 'gateway' already"):
         add_key(path, "gateway", "secret", ["generate"])
     path.write_text("[gateway]\nroles = 5\n")
@@ -55,12 +55,12 @@ def test_the_gateway_is_listed_and_its_name_taken(path: Path) -> None:
         list_identities(path)
 
 
-def test_callers_are_listed_with_their_roles(path: Path) -> None:
+def test_callers_are_listed_with_their_roles_and_tenants(path: Path) -> None:
     add_certificate(path, "prometheus", "CN=prometheus", ["observe"])
-    add_key(path, "alice", "secret", ROLES)
+    add_key(path, "alice", "secret", ROLES, "research")
     assert [tuple(each) for each in list_identities(path)] == [
-        ("alice", "key", ("generate", "observe", "operate")),
-        ("prometheus", "certificate", ("observe",)),
+        ("alice", "key", ("generate", "observe", "operate"), "research"),
+        ("prometheus", "certificate", ("observe",), "prometheus"),
     ]
 
 

@@ -45,7 +45,7 @@ def add(commands: Subparsers) -> None:
         metavar="TENANT",
         help="a tenant that calls may name instead, with the role act-for; * for any. Repeatable",
     )
-    listing = _add_own(own, "list", "list callers and their roles", list_)
+    listing = _add_own(own, "list", "list callers, their tenants and roles", list_)
     for each in (adding, listing):
         each.add_argument("--file", type=Path, required=True, metavar="FILE", help="identities.toml of the manager")
 
@@ -86,8 +86,8 @@ def list_(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.json:
         terminal.json({"identities": [each._asdict() for each in found]})
     elif found:
-        rows = [(each.name, each.kind, ", ".join(each.roles)) for each in found]
-        terminal.print(table(rows, ("name", "kind", "roles")))
+        rows = [(each.name, each.kind, each.tenant, ", ".join(each.roles)) for each in found]
+        terminal.print(table(rows, ("name", "kind", "tenant", "roles")))
     else:
         terminal.print("no callers")
     return 0

@@ -59,19 +59,18 @@ def test_callers_are_listed(path: Path, capsys: pytest.CaptureFixture[str]) -> N
     path.write_text("")
     assert main(["keys", "list", "--file", str(path)]) == 0
     assert capsys.readouterr().out == "no callers\n"
-    assert main(["keys", "add", "alice", "--role", "observe", "--file", str(path)]) == 0
+    assert main(["keys", "add", "alice", "--role", "observe", "--tenant", "red", "--file", str(path)]) == 0
     path.write_text(path.read_text() + '\n[certificates.p]\nsubject = "CN=p"\nroles = ["observe"]\n')
     capsys.readouterr()
     assert main(["keys", "list", "--file", str(path)]) == 0
-    assert (
-        capsys.readouterr().out
-        == "name   kind         roles\nalice  key          observe\np      certificate  observe\n"
+    assert capsys.readouterr().out == (
+        "name   kind         tenant  roles\nalice  key          red     observe\np      certificate  p       observe\n"
     )
     assert main(["keys", "list", "--file", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {
         "identities": [
-            {"name": "alice", "kind": "key", "roles": ["observe"]},
-            {"name": "p", "kind": "certificate", "roles": ["observe"]},
+            {"name": "alice", "kind": "key", "roles": ["observe"], "tenant": "red"},
+            {"name": "p", "kind": "certificate", "roles": ["observe"], "tenant": "p"},
         ]
     }
 
