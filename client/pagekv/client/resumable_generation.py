@@ -283,7 +283,7 @@ class ResumableGeneration:
             return self._retry_in(error)
         now = self._clock()
         if not self._may_go_on(error):
-            raise error
+            self._give_up(error)
         if self._interrupted_at is None:
             self._interrupted_at = now
             self._resumes += 1
@@ -302,18 +302,13 @@ class ResumableGeneration:
         return min(pause, left, left if remaining is None else remaining)
 
     def _give_up(self, error: PageKVError) -> NoReturn:
-        """Raises an error of the same class that tells of the outage, which was too long. Errors other than Unavailable
-        have facts of their own, and stay as they are.
-        """
-        if not isinstance(error, Unavailable):
-            raise error
-        received = sum(len(sequence.token_ids) for sequence in self._sequences)
-        raise type(error)(
-            f"the connection was lost after {received} token{'' if received == 1 else 's'}, and did not come back "
-            f"within {self._resume_timeout_s:g} s: {error}",
-            error.retry_delay_s,
-            error.server_version,
-        ) from error
+        """Raises the error, with its class and its facts. Its message tells of the outage, if there is one."""
+        if self._interrupted_at is not None:
+            received = sum(len(sequence.token_ids) for sequence in self._sequences)
+            is_gone = isinstance(error, Unavailable)
+            why = f"did not come back within {self._resume_timeout_s:g} s" if is_gone else "the stream could not go on"
+            error.args = (f"the connection was lost after {received} token{'s' * (received != 1)}, and {why}: {error}",)
+        raise error
 
     def _is_refused(self, error: PageKVError) -> bool:
         """Nothing has begun, and the server, if there is one, does not take the request now."""

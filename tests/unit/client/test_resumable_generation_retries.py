@@ -108,19 +108,33 @@ def test_an_outage_is_one_warning_for_those_who_listen(caplog: pytest.LogCapture
         ] * begun
 
 
-def test_an_error_with_facts_of_its_own_stays_as_it_is() -> None:
-    now = [0.0]
+@pytest.mark.parametrize(
+    ("error", "after_s", "words"),
+    [
+        (errors.Unavailable("starting", 7.0, "1.2"), 11.0, "did not come back within 10 s: starting"),
+        (Overloaded("full", 3.0), 11.0, "the stream could not go on: full"),
+        # As of a manager with a shorter context than the one before.
+        (errors.InvalidRequest("max_tokens", "is 9"), 1.0, "the stream could not go on: max_tokens: is 9"),
+    ],
+)
+def test_an_error_that_ends_an_outage_tells_of_it(error: errors.PageKVError, after_s: float, words: str) -> None:
+    now, facts = [0.0], vars(error).copy()
     generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: now[0])
     generation.take(chunk(4))
-    generation.failed(LOST_ERROR)
-    now[0] = 11.0
-    full, refused = Overloaded("full", 3.0), errors.Unavailable("starting", 7.0, "1.2")
-    with pytest.raises(Overloaded) as caught:
-        generation.failed(full)
-    assert caught.value is full
-    with pytest.raises(errors.Unavailable, match=r"lost after 1 token, .* 10 s: starting") as other:
-        generation.failed(refused)
-    assert (other.value.retry_delay_s, other.value.server_version) == (7.0, "1.2")
+    generation.failed(ConnectionLost("gone"))
+    now[0] = after_s
+    with pytest.raises(errors.PageKVError) as caught:
+        generation.failed(error)
+    assert caught.value is error
+    assert str(error) == f"the connection was lost after 1 token, and {words}"
+    assert vars(error) == facts
+
+
+def test_an_error_without_an_outage_before_it_stays_as_it_is() -> None:
+    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10))
+    generation.take(chunk(4))
+    with pytest.raises(errors.LimitExceeded, match=r"^no$"):
+        generation.failed(errors.LimitExceeded("no"))
 
 
 def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
