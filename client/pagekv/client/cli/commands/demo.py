@@ -16,7 +16,7 @@ from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError
 from pagekv.client.generation_types import Completion, GenerateOptions
 from pagekv.client.launcher.own_manager import client_of
-from pagekv.client.launcher.stack import Stack
+from pagekv.client.launcher.stack import LOOPBACK, Stack
 from pagekv.client.launcher.stop_signals import end_signals
 
 EXAMPLES = """\
@@ -38,6 +38,11 @@ LONG_PROMPT = (
     "and she said unto them, Thus saith the LORD"
 )
 _SEED = 20
+# Flags of `up` that the demo has not: free ports of this machine, and nothing beside executor and manager.
+OWN_STACK = {
+    **{"host": LOOPBACK, "port": 0, "executor_port": 0, "insecure": None, "certs": None, "identities": None},
+    **{"http_port": None, "gateway": False, "replicas": 1, "gateway_port": None, "policy": None, "gateway_args": None},
+}
 
 
 def add(commands: Subparsers) -> None:
@@ -49,12 +54,13 @@ def add(commands: Subparsers) -> None:
     parser.add_argument("--max-tokens", type=int, default=60, metavar="N", help="tokens for each prompt [60]")
     parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy [0.8]")
     add_stack_flags(parser)
+    parser.set_defaults(**OWN_STACK)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Raises PageKVError unless every prompt got text and the second run of the long prompt hit the cache."""
     begun = time.monotonic()
-    config = stack_config(args, terminal, "127.0.0.1", 0, 0)
+    config = stack_config(args, terminal)
     if words := without_tokenizer(config):
         raise UsageError(f"the demo shows text: {words}")
     stack = Stack(config)

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -134,72 +135,93 @@ def _words(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(f"{error}: {text!r}") from error
 
 
-def stack_config(args: argparse.Namespace, terminal: Terminal, host: str, port: int, executor_port: int) -> StackConfig:
-    """The stack that the flags ask for. Raises UsageError when the other-flags arguments set an address, when other
-    machines could connect without --insecure, or when a process would not find its packages.
+def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
+    """The stack that the flags ask for. Raises UsageError where they do not go together, or a process would not find
+    its packages.
+    """
+    _check_addresses(args)
+    _check_packages(args)
+    gateway = _gateway(args)
+    executor_args, manager_args = _process_args(args)
+    identities = flag_value("identities", manager_args, os.environ)
+    if gateway is not None:
+        _check_gateway(args, executor_args, manager_args, identities)
+        manager_args.insert(0, f"--gateway-listen={LOOPBACK}:0" if identities else "--gateway-api")
+    return StackConfig(
+        page_port=_page_port(args, terminal),
+        host=args.host,
+        port=args.port,
+        executor_port=args.executor_port,
+        executor_args=[*executor_args, *vocabulary_args(executor_args, manager_args, os.environ)],
+        replicas=args.replicas,
+        ranks=args.tp,
+        gateway=gateway,
+        manager_args=manager_args,
+        certificates=None if args.certs is None else _certificates(args.certs, identities),
+        on_log=partial(_show_line, terminal) if args.verbose else None,
+    )
+
+
+def _check_addresses(args: argparse.Namespace) -> None:
+    """Raises UsageError when the other-flags arguments set an address, or other machines could connect without
+    --insecure.
     """
     for name, flags in _ADDRESSES.items():
-        # `demo` has no gateway.
-        if any(word.partition("=")[0] in flags for word in getattr(args, name, None) or ()):
+        if any(word.partition("=")[0] in flags for word in getattr(args, name) or ()):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
-    # None: `demo`, which has no such flags.
-    accepted: bool | None = getattr(args, "insecure", None)
-    certs: Path | None = getattr(args, "certs", None)
-    if not accepted and certs is None and not is_local(f"{host}:{port}"):
-        raise UsageError(f"--host: {open_words(host)}")
+    if not args.insecure and args.certs is None and not is_local(f"{args.host}:{args.port}"):
+        raise UsageError(f"--host: {open_words(args.host)}")
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    """Raises UsageError for modules without which a process would not start."""
+    backend = args.backend or flag_value("backend", args.executor_args, os.environ)
+    if missing := missing_modules("manager", *([] if backend == "oracle" else ["executor"])):
+        raise UsageError(missing_words("serve", missing))
+    if args.tp > 1 and find_spec("torch") is None:
+        raise UsageError("--tp: torchrun, which starts the ranks, comes with torch: pip install 'pagekv[serve,ranks]'")
+
+
+def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """The flags of executors and of managers. Raises UsageError where these have TLS of their own."""
+    # Where it is not accepted the processes need not be told, unless the variable tells them otherwise.
+    insecure = ["--insecure"] if args.insecure else []
+    if args.insecure is False and is_true(os.environ.get(variable_of("insecure"), "")):
+        insecure = ["--no-insecure"]
+    identities: Path | None = args.identities
+    if args.certs is not None and flag_value("identities", args.manager_args, os.environ) is None:
+        identities = identities or args.certs / IDENTITIES
 
     def given(names: tuple[str, ...]) -> list[str]:
         values = [(name, getattr(args, name.replace("-", "_"))) for name in names]
         return [f"--{name}={value}" for name, value in values if value is not None]
 
-    def show(process: str, line: str) -> None:
-        terminal.note(f"{process:8} | {line}")
-
-    if missing := _missing(args):
-        raise UsageError(missing_words("serve", missing))
-    if args.tp > 1 and find_spec("torch") is None:
-        raise UsageError("--tp: torchrun, which starts the ranks, comes with torch: pip install 'pagekv[serve,ranks]'")
-    gateway = _gateway(args)
-    # Where it is not accepted the processes need not be told, unless the variable tells them otherwise.
-    insecure = ["--insecure"] if accepted else []
-    if accepted is False and is_true(os.environ.get(variable_of("insecure"), "")):
-        insecure = ["--no-insecure"]
-    identities: Path | None = getattr(args, "identities", None)
-    if certs is not None and flag_value("identities", args.manager_args, os.environ) is None:
-        identities = identities or certs / IDENTITIES
     known = [] if identities is None else [f"--identities={identities}"]
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [*insecure, *given(_TO_MANAGER), *known, *args.manager_args]
     # With --certs the processes are given flags, which win over variables.
-    tls_env = {} if certs is not None else os.environ
-    if any(flag_value("tls-cert", args, tls_env) for args in (executor_args, manager_args)):
+    tls_env = {} if args.certs is not None else os.environ
+    if any(flag_value("tls-cert", each, tls_env) for each in (executor_args, manager_args)):
         raise UsageError("--tls-cert (PAGEKV_TLS_CERT): not with this command; pagekv up has --certs DIR instead")
-    callers = flag_value("identities", manager_args, os.environ)
-    if gateway and callers:
-        if not any(each.kind == GATEWAY for each in list_identities(Path(callers))):
-            raise UsageError(f"--gateway: it passes no identity on: give it one, as [{GATEWAY}] in {callers}")
-        if not accepted and not is_local(f"{host}:{port}"):
+    return executor_args, manager_args
+
+
+def _check_gateway(
+    args: argparse.Namespace, executor_args: list[str], manager_args: list[str], identities: str | None
+) -> None:
+    """Raises UsageError where the gateway would have no identity, would lend it to other machines, or would find no
+    tokenizer; and PageKVError for the file of identities.
+    """
+    if identities:
+        if not any(each.kind == GATEWAY for each in list_identities(Path(identities))):
+            raise UsageError(f"--gateway: it passes no identity on: give it one, as [{GATEWAY}] in {identities}")
+        if not args.insecure and not is_local(f"{args.host}:{args.port}"):
             raise UsageError(f"--gateway: it has neither TLS nor a login: leave --host at loopback, or {_ACCEPT}")
-    if gateway:
-        manager_args.insert(0, f"--gateway-listen={LOOPBACK}:0" if callers else "--gateway-api")
-    if gateway and is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
+    if is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
             "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
             "demo for its vocabulary and context too"
         )
-    return StackConfig(
-        page_port=_page_port(args, terminal),
-        host=host,
-        port=port,
-        executor_port=executor_port,
-        executor_args=[*executor_args, *vocabulary_args(executor_args, manager_args, os.environ)],
-        replicas=getattr(args, "replicas", 1),
-        ranks=args.tp,
-        gateway=gateway,
-        manager_args=manager_args,
-        certificates=None if certs is None else _certificates(certs, callers),
-        on_log=show if args.verbose else None,
-    )
 
 
 def _certificates(directory: Path, identities: str | None) -> StackCertificates:
@@ -229,27 +251,21 @@ def without_tokenizer(config: StackConfig) -> str:
     return f"{directory} has no {TOKENIZER}, so token ids alone can be served; --tokenizer names another"
 
 
-def _missing(args: argparse.Namespace) -> list[str]:
-    """Modules without which a process would not start."""
-    backend = args.backend or flag_value("backend", args.executor_args, os.environ)
-    return missing_modules("manager", *([] if backend == "oracle" else ["executor"]))
-
-
 def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
-    """Raises UsageError where flags are for a gateway that is not asked for. `demo` has none of them."""
-    if getattr(args, "gateway", False) or getattr(args, "replicas", 1) > 1:
+    """Raises UsageError where flags are for a gateway that is not asked for."""
+    if args.gateway or args.replicas > 1:
         # None: not given.
         port = DEFAULT_PORT if args.gateway_port is None else args.gateway_port
         return GatewayConfig(port, args.policy or POLICIES[0], args.gateway_args or ())
     for name in ("gateway_port", "policy", "gateway_args"):
-        if getattr(args, name, None) is not None:
+        if getattr(args, name) is not None:
             raise UsageError(f"--{name.replace('_', '-')}: has no effect without --gateway, or --replicas 2 or more")
     return None
 
 
 def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
     """Port for the live page; None for none, or where the manager's own flags or variables say what it serves."""
-    port: int | None = getattr(args, "http_port", None)
+    port: int | None = args.http_port
     if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
     if missing := [name for name in HTTP_NEEDS if find_spec(name) is None]:
@@ -260,7 +276,7 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
-    config = stack_config(args, terminal, args.host, args.port, args.executor_port)
+    config = stack_config(args, terminal)
     if words := without_tokenizer(config):
         if config.gateway is not None:
             raise UsageError(f"--gateway needs a tokenizer: {words}")
@@ -290,9 +306,13 @@ def _errors(serving: threading.Event, terminal: Terminal) -> Callable[[str, str]
 
     def show(process: str, line: str) -> None:
         if serving.is_set() and is_error(line):
-            terminal.note(f"{process:8} | {line}")
+            _show_line(terminal, process, line)
 
     return show
+
+
+def _show_line(terminal: Terminal, process: str, line: str) -> None:
+    terminal.note(f"{process:8} | {line}")
 
 
 def wait_ready(

@@ -32,7 +32,7 @@ def test_flags_of_a_gateway_that_nobody_asked_for_are_refused(flag: str, capsys:
 
 
 def made(*flags: str) -> StackConfig:
-    return up.stack_config(make_parser().parse(["up", *flags]), Terminal(), "127.0.0.1", 0, 0)
+    return up.stack_config(make_parser().parse(["up", *flags]), Terminal())
 
 
 def test_a_gateway_has_its_flags_and_defaults() -> None:
@@ -72,20 +72,15 @@ def test_a_host_that_other_machines_reach_has_to_be_accepted(
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_processes_are_told_whether_other_machines_may_connect(accepted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    args = make_parser().parse(["up", *(["--insecure"] if accepted else [])])
-    if accepted:
-        made = up.stack_config(args, Terminal(), "0.0.0.0", 0, 0)
-    else:
-        made = up.stack_config(args, Terminal(), "127.0.0.1", 0, 0)
-    assert ("--insecure" in made.executor_args, "--insecure" in made.manager_args) == (accepted, accepted)
+    found = made("--host=0.0.0.0", "--insecure") if accepted else made()
+    assert ("--insecure" in found.executor_args, "--insecure" in found.manager_args) == (accepted, accepted)
     monkeypatch.setenv("PAGEKV_INSECURE", "on")
     assert make_parser().parse(["up"]).insecure
     # The flag wins, in the processes too, which would read the variable.
-    args = make_parser().parse(["up", "--no-insecure"])
-    made = up.stack_config(args, Terminal(), "127.0.0.1", 0, 0)
-    assert ("--no-insecure" in made.executor_args, "--no-insecure" in made.manager_args) == (True, True)
-    made = up.stack_config(make_parser().parse(["demo"]), Terminal(), "127.0.0.1", 0, 0)
-    assert "--no-insecure" not in [*made.executor_args, *made.manager_args]
+    found = made("--no-insecure")
+    assert ("--no-insecure" in found.executor_args, "--no-insecure" in found.manager_args) == (True, True)
+    found = up.stack_config(make_parser().parse(["demo"]), Terminal())
+    assert "--no-insecure" not in [*found.executor_args, *found.manager_args]
 
 
 def test_an_oracle_is_told_the_vocabulary_of_the_tokenizer() -> None:
@@ -104,19 +99,17 @@ def test_up_refuses_taken_ports_in_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_flags_go_to_the_process_that_knows_them() -> None:
-    command = ["up", "--model", "m", "--backend=oracle", "--block-size", "8", "--executor-args=--threads 2"]
-    args = make_parser().parse([*command, "--manager-args", "--max-queue 4 --no-prefix-cache"])
-    made = up.stack_config(args, Terminal(), "127.0.0.1", 1, 2)
-    assert made.executor_args == ["--model=m", "--backend=oracle", "--threads", "2"]
-    assert made.manager_args == ["--block-size=8", "--max-queue", "4", "--no-prefix-cache"]
+    flags = ["--model", "m", "--backend=oracle", "--block-size", "8", "--executor-args=--threads 2"]
+    found = made(*flags, "--manager-args", "--max-queue 4 --no-prefix-cache")
+    assert found.executor_args == ["--model=m", "--backend=oracle", "--threads", "2"]
+    assert found.manager_args == ["--block-size=8", "--max-queue", "4", "--no-prefix-cache"]
 
 
 def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def page_port(*flags: str) -> int | None:
-        args = make_parser().parse(["up", *flags])
-        return up.stack_config(args, Terminal(), "127.0.0.1", 0, 0).page_port
+        return made(*flags).page_port
 
     monkeypatch.delenv("PAGEKV_HTTP_LISTEN", raising=False)
     assert page_port() == 8080
@@ -263,8 +256,7 @@ def test_processes_have_the_certificates_of_a_directory(
 
 
 def test_with_certificates_other_machines_may_connect(certificates: Path) -> None:
-    args = make_parser().parse(["up", "--certs", str(certificates)])
-    assert up.stack_config(args, Terminal(), "0.0.0.0", 0, 0).host == "0.0.0.0"
+    assert made("--certs", str(certificates), "--host=0.0.0.0").host == "0.0.0.0"
 
 
 def test_certificates_that_are_not_there(
@@ -292,9 +284,8 @@ def test_a_gateway_needs_an_identity_where_others_do(
     assert "--gateway-api" not in ours.manager_args
     # The gateway itself asks nobody.
     for more, refused in (([], True), (["--insecure"], False)):
-        args = make_parser().parse(["up", *flags, *more])
         with pytest.raises(UsageError, match="--gateway: it has neither TLS") if refused else nullcontext():
-            up.stack_config(args, Terminal(), "0.0.0.0", 0, 0)
+            made(*flags, "--host=0.0.0.0", *more)
 
 
 def test_without_identities_a_gateway_uses_the_port_of_all() -> None:
