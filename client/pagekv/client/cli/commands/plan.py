@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.terminal import Terminal, table
@@ -83,20 +84,68 @@ def _dtype(text: str) -> str:
         raise argparse.ArgumentTypeError(error.description) from error
 
 
+class _Plan(NamedTuple):
+    """The answers to the questions that the flags ask; None for those that they do not ask."""
+
+    geometry: KvGeometry
+    # As the CPU backend serves it.
+    on_cpu: KvGeometry
+    weights: int | None
+    block_size: int
+    tp: int
+    # A row for each context, a cell for each number of sequences.
+    footprints: list[list[kv_budget.Footprint]]
+    fits: kv_budget.KvBudget | None
+    wasted: kv_budget.Waste | None
+    saving: kv_budget.PrefixSaving | None
+    # Full-context requests that fit when they share the prefix, and their block tables in bytes.
+    sharing: int | None
+    sharing_tables: int | None
+    notes: list[str]
+
+    @property
+    def shard(self) -> kv_budget.Shard:
+        """The KV heads of one rank."""
+        return kv_budget.shard_kv_heads(self.geometry.kv_heads, self.tp)
+
+    @property
+    def backends(self) -> dict[str, str]:
+        """By backend, why it does not run this; empty where it does."""
+        return {**runs_on(self.geometry), "cpu": runs_on(self.on_cpu)["cpu"]}
+
+
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     """Computes and prints; starts nothing and asks no server."""
+    plan = _plan(args)
+    if args.json:
+        terminal.json(_as_json(plan))
+        return 0
+    of_rank = " of each rank" if plan.tp > 1 else ""
+    needed = {"cpu": _too_little(plan), "cuda": ""}
+    groups = {
+        f"KV cache{of_rank}, by context and sequences": _grid_text(plan.footprints),
+        f"memory{of_rank}": _memory_text(plan),
+        "waste": plan.wasted and _waste_text(plan.wasted, plan.geometry.context),
+        "shared prefix": plan.saving and _saving_text(plan, plan.saving),
+        "PageKV runs this": table([(name, f"no: {reason}" if reason else f"yes{needed[name]}")
+                                   for name, reason in plan.backends.items()], indent="  "),
+    }  # fmt: skip  # laid out as a table
+    texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
+    terminal.print("\n\n".join([_model_text(plan), *texts]))
+    for note in plan.notes:
+        terminal.note(note)
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> _Plan:
+    """Raises UsageError."""
     geometry, weights, notes = _geometry(args)
-    block_size, tp = args.block_size, args.tp
-    for flag, tokens in (("--lengths", max(args.lengths or [0])), ("--shared-prefix", args.shared_prefix or 0)):
+    block_size, tp, prefix = args.block_size, args.tp, args.shared_prefix
+    for flag, tokens in (("--lengths", max(args.lengths or [0])), ("--shared-prefix", prefix or 0)):
         if tokens > geometry.context:
             raise UsageError(f"{flag}: {tokens} tokens are more than the context of {geometry.context}")
-    shard = kv_budget.shard_kv_heads(geometry.kv_heads, tp)
     contexts = args.contexts or sorted({*(c for c in DEFAULT_CONTEXTS if c < geometry.context), geometry.context})
-    grid = [[kv_budget.footprint(geometry, block_size, tp, c, batch) for batch in args.batches] for c in contexts]
     fits = None if args.memory is None else kv_budget.capacity(geometry, block_size, tp, args.memory, args.overhead)
-    wasted = args.lengths and kv_budget.waste(geometry, block_size, args.lengths)
-    prefix = args.shared_prefix
-    saving = prefix and kv_budget.prefix_saving(args.requests, prefix, block_size)
     # A prefix as long as the context leaves nothing to a request.
     sharing = tables = None
     if fits is not None and prefix and prefix < geometry.context:
@@ -108,57 +157,59 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         if geometry.dtype != _CPU_DTYPE:
             token = size_text(kv_budget.bytes_per_token(on_cpu))
             notes.append(f"on a CPU `pagekv up` serves {_CPU_DTYPE} unless --dtype is given: {token} a token")
-    backends = {**runs_on(geometry), "cpu": runs_on(on_cpu)["cpu"]}
-    needed = {"cpu": _too_little(weights, geometry, on_cpu, tp), "cuda": ""}
-    if args.json:
-        terminal.json(
-            {
-                "model": asdict(geometry),
-                "block_size": block_size,
-                "tp": tp,
-                "rank": asdict(shard),
-                "bytes_per_token": kv_budget.bytes_per_token(geometry),
-                "bytes_per_token_per_rank": kv_budget.bytes_per_token(geometry, shard.kv_heads),
-                "bytes_per_block_per_rank": kv_budget.bytes_per_block(geometry, block_size, shard.kv_heads),
-                "blocks_per_full_context": kv_budget.blocks_for(geometry.context, block_size),
-                "footprints": [asdict(cell) for row in grid for cell in row],
-                "weight_bytes": weights,
-                "capacity": fits and asdict(fits),
-                "waste": wasted and asdict(wasted),
-                "shared_prefix": saving and asdict(saving),
-                "full_context_requests_sharing": sharing,
-                "table_bytes_sharing": tables,
-                "backends": {name: {"runs": not reason, "reason": reason} for name, reason in backends.items()},
-                "notes": notes,
-            }
-        )
-        return 0
-    of_rank = " of each rank" if tp > 1 else ""
-    groups = {
-        f"KV cache{of_rank}, by context and sequences": _grid_text(grid),
-        f"memory{of_rank}": _memory_text(geometry, fits, weights, tp),
-        "waste": wasted and _waste_text(wasted, geometry.context),
-        "shared prefix": saving and _saving_text(saving, block_size, geometry.context, sharing, tables),
-        "PageKV runs this": table([(name, f"no: {reason}" if reason else f"yes{needed[name]}")
-                                   for name, reason in backends.items()], indent="  "),
-    }  # fmt: skip  # laid out as a table
-    texts = [f"{terminal.bold(title)}\n{text}" for title, text in groups.items() if text is not None]
-    terminal.print("\n\n".join([_model_text(geometry, shard, block_size, tp), *texts]))
-    for note in notes:
-        terminal.note(note)
-    return 0
+    return _Plan(
+        geometry=geometry,
+        on_cpu=on_cpu,
+        weights=weights,
+        block_size=block_size,
+        tp=tp,
+        footprints=[
+            [kv_budget.footprint(geometry, block_size, tp, context, batch) for batch in args.batches]
+            for context in contexts
+        ],
+        fits=fits,
+        wasted=args.lengths and kv_budget.waste(geometry, block_size, args.lengths),
+        saving=prefix and kv_budget.prefix_saving(args.requests, prefix, block_size),
+        sharing=sharing,
+        sharing_tables=tables,
+        notes=notes,
+    )
 
 
-def _too_little(weights: int | None, stored: KvGeometry, served: KvGeometry, tp: int) -> str:
+def _as_json(plan: _Plan) -> dict[str, Any]:
+    geometry, block_size, heads = plan.geometry, plan.block_size, plan.shard.kv_heads
+    return {
+        "model": asdict(geometry),
+        "block_size": block_size,
+        "tp": plan.tp,
+        "rank": asdict(plan.shard),
+        "bytes_per_token": kv_budget.bytes_per_token(geometry),
+        "bytes_per_token_per_rank": kv_budget.bytes_per_token(geometry, heads),
+        "bytes_per_block_per_rank": kv_budget.bytes_per_block(geometry, block_size, heads),
+        "blocks_per_full_context": kv_budget.blocks_for(geometry.context, block_size),
+        "footprints": [asdict(cell) for row in plan.footprints for cell in row],
+        "weight_bytes": plan.weights,
+        "capacity": plan.fits and asdict(plan.fits),
+        "waste": plan.wasted and asdict(plan.wasted),
+        "shared_prefix": plan.saving and asdict(plan.saving),
+        "full_context_requests_sharing": plan.sharing,
+        "table_bytes_sharing": plan.sharing_tables,
+        "backends": {name: {"runs": not reason, "reason": reason} for name, reason in plan.backends.items()},
+        "notes": plan.notes,
+    }
+
+
+def _too_little(plan: _Plan) -> str:
     """The end of a sentence where the weights, as the CPU backend serves them, take more than this machine's memory."""
-    if weights is None:
+    if plan.weights is None:
         return ""
     # Of --dtype and of quantised weights, the files' size is what is certain.
-    needed = max(weights, weights * DTYPE_BYTES[served.dtype] // DTYPE_BYTES[stored.dtype])
+    served = plan.weights * DTYPE_BYTES[plan.on_cpu.dtype] // DTYPE_BYTES[plan.geometry.dtype]
+    needed = max(plan.weights, served)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed <= memory:
         return ""
-    over = f" over {tp} ranks" if tp > 1 else ""
+    over = f" over {plan.tp} ranks" if plan.tp > 1 else ""
     return f", with more memory: the weights take {size_text(needed)}{over}, and this machine has {size_text(memory)}"
 
 
@@ -235,7 +286,8 @@ def size_text(num_bytes: int) -> str:
     return f"{value:,.2f} {unit}"
 
 
-def _model_text(geometry: KvGeometry, shard: kv_budget.Shard, block_size: int, tp: int) -> str:
+def _model_text(plan: _Plan) -> str:
+    geometry, shard, block_size, tp = plan.geometry, plan.shard, plan.block_size, plan.tp
     token, rank_token = kv_budget.bytes_per_token(geometry), kv_budget.bytes_per_token(geometry, shard.kv_heads)
     heads = _count(geometry.kv_heads, "KV head")
     rows = [
@@ -262,9 +314,9 @@ def _grid_text(grid: Sequence[Sequence[kv_budget.Footprint]]) -> str:
     return table(rows, header, indent="  ", right=True)
 
 
-def _memory_text(geometry: KvGeometry, fits: kv_budget.KvBudget | None, weights: int | None, tp: int) -> str:
+def _memory_text(plan: _Plan) -> str:
     """Weights and KV cache are two budgets: the one does not come out of the other."""
-    rows = []
+    fits, weights, tp, rows = plan.fits, plan.weights, plan.tp, []
     if weights is None:
         rows.append(("weights", "unknown: no safetensors beside the config"))
     else:
@@ -275,7 +327,7 @@ def _memory_text(geometry: KvGeometry, fits: kv_budget.KvBudget | None, weights:
     rows += [
         ("KV cache", size_text(fits.memory)),
         ("blocks", f"{fits.num_blocks:,}, {fits.tokens:,} tokens"),
-        ("requests", f"{fits.full_context_requests:,} of {geometry.context} tokens, "
+        ("requests", f"{fits.full_context_requests:,} of {plan.geometry.context} tokens, "
                      f"each {size_text(fits.request_bytes)} with {fits.overhead:.1%} overhead"),
         ("tables", f"{size_text(fits.table_bytes)} of block tables for them, on top"),
     ]  # fmt: skip  # laid out as a table
@@ -301,26 +353,24 @@ def _waste_text(wasted: kv_budget.Waste, context: int) -> str:
     return f"{tails}\n\n{table(rows, indent='  ')}"
 
 
-def _saving_text(
-    saving: kv_budget.PrefixSaving, block_size: int, context: int, sharing: int | None, tables: int | None
-) -> str:
+def _saving_text(plan: _Plan, saving: kv_budget.PrefixSaving) -> str:
     rows = [
         ("requests", f"{saving.requests} with {_count(saving.prefix_tokens, 'token')} in common"),
         ("apart", _count(saving.blocks_unshared, "block")),
         ("shared", f"{_count(saving.blocks_shared, 'block')}, {saving.saved:.1%} saved"),
     ]
     if saving.tail_tokens and saving.requests > 1:
-        aligned = saving.prefix_tokens - saving.tail_tokens + block_size
+        aligned = saving.prefix_tokens - saving.tail_tokens + plan.block_size
         rows += [
             (f"why not {saving.saved_if_tail_were_shared:.1%}",
              f"{_count(saving.full_blocks, 'full block')} for all, but the prefix ends "
              f"{_count(saving.tail_tokens, 'token')} into the next: each request writes that block itself"),
             ("aligned", f"a prefix of {aligned} tokens would save {saving.saved_if_tail_were_shared:.1%}"),
         ]  # fmt: skip  # laid out as a table
-    if sharing is not None and tables is not None:
+    if plan.sharing is not None and plan.sharing_tables is not None:
         rows += [
-            ("that fit", f"{_count(sharing, 'request')} of {context} tokens, the prefix held once"),
-            ("tables", f"{size_text(tables)} of block tables for them, on top"),
+            ("that fit", f"{_count(plan.sharing, 'request')} of {plan.geometry.context} tokens, the prefix held once"),
+            ("tables", f"{size_text(plan.sharing_tables)} of block tables for them, on top"),
         ]
     return table(rows, indent="  ")
 
