@@ -100,15 +100,14 @@ class Answers:
             self._known[key] = Answer(seq.outputs, seq.rows)
         return self._known[key]
 
-    def compare(self, seq: Played, what: str, prompt: Sequence[int] | None = None) -> None:
-        """Raises BrokenRule where a sequence went on otherwise than the answer to its prompt; `prompt` where what the
-        sequence takes for its prompt is another. Nothing behind a near tie that fell otherwise is compared.
+    def compare(self, seq: Played, what: str) -> None:
+        """Raises BrokenRule where a sequence went on otherwise than the answer to its prompt. Nothing behind a near tie
+        that fell otherwise is compared.
         """
-        prompt = seq.tokens[: seq.num_prompt] if prompt is None else prompt
-        answer = self.of(prompt)
-        outputs = seq.tokens[len(prompt) :][:NUM_OUTPUTS]
+        answer = self.of(seq.tokens[: seq.num_prompt])
+        outputs = seq.outputs[:NUM_OUTPUTS]
         # Tokens that it came with are not sampled.
-        rows = [None] * (len(seq.tokens) - len(prompt) - len(seq.rows)) + seq.rows if seq.rows else []
+        rows = [None] * (len(seq.outputs) - len(seq.rows)) + seq.rows if seq.rows else []
         for index, (token, expected) in enumerate(zip(outputs, answer.tokens, strict=False)):
             is_clear = answer.is_clear(index)
             require(token == expected or not is_clear, f"{what}: output {outputs} instead of {answer.tokens}")

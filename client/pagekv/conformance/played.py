@@ -44,6 +44,17 @@ class Played:
         """Tokens generated so far."""
         return self.tokens[self.num_prompt :]
 
+    def entering(self) -> pb.NewSequence:
+        """The message with which the sequence enters."""
+        return pb.NewSequence(
+            seq_id=self.seq_id,
+            token_ids=self.tokens,
+            num_prompt_tokens=self.num_prompt,
+            block_ids=self.blocks,
+            computed_tokens=self.computed,
+            sampling=self.sampling,
+        )
+
 
 class PlayedEpoch:
     """An epoch, in a `with` statement; the stream ends with it. `free` blocks are taken from the end."""
@@ -113,7 +124,7 @@ class PlayedEpoch:
             count = (counts or {}).get(seq, seq.length - seq.computed if entering else others)
             new_blocks = self.give_blocks(seq, seq.computed + count)
             if entering:
-                request.new_seqs.append(new_sequence(seq))
+                request.new_seqs.append(seq.entering())
             else:
                 request.append_seqs.extend([seq.seq_id] * len(new_blocks))
                 request.append_blocks.extend(new_blocks)
@@ -184,15 +195,3 @@ class PlayedEpoch:
         self.step(finish=seqs, others=0)
         for seq in seqs:
             self.free += reversed(seq.blocks)
-
-
-def new_sequence(seq: Played) -> pb.NewSequence:
-    """The message with which a sequence enters."""
-    return pb.NewSequence(
-        seq_id=seq.seq_id,
-        token_ids=seq.tokens,
-        num_prompt_tokens=seq.num_prompt,
-        block_ids=seq.blocks,
-        computed_tokens=seq.computed,
-        sampling=seq.sampling,
-    )

@@ -9,7 +9,7 @@ import pytest
 from support.executor.judged import kit_of, toy
 
 from pagekv.conformance.kit import Kit
-from pagekv.conformance.played import PlayedEpoch, neutral, new_sequence
+from pagekv.conformance.played import PlayedEpoch, neutral
 from pagekv.conformance.verdict import BrokenRule
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -31,7 +31,7 @@ def test_a_sequence_is_played_from_end_to_end(kit: Kit) -> None:
         epoch.step(others=0)
         epoch.leave(seq)
         assert (epoch.free, epoch.live) == ([5, 4, 3], {})
-        assert new_sequence(seq).token_ids[:16] == list(range(16))
+        assert seq.entering().token_ids[:16] == list(range(16))
 
 
 @pytest.mark.parametrize(
