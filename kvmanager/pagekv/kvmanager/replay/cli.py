@@ -156,12 +156,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _replay_steps(path: Path, as_json: bool) -> None:
     report = replay_steps(path)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(report)) + "\n")
+        _print(json.dumps(asdict(report)))
         return
     end = "" if report.complete else "; the recording breaks off in the middle of a record"
-    sys.stdout.write(
+    _print(
         f"{report.steps:,} steps for {report.requests:,} requests in {report.epochs:,} epochs, with "
-        f"{report.preemptions:,} preemptions: every decision was derived again, and is the same{end}\n"
+        f"{report.preemptions:,} preemptions: every decision was derived again, and is the same{end}"
     )
 
 

@@ -137,7 +137,7 @@ class _Replay:
             "bound": lambda *bound: self._now().set_bound(StepBound(*bound)),
         }
 
-    def _set_tenants(self, weights: Any, floors: Any, caps: Any = ()) -> None:
+    def _set_tenants(self, weights: Any, floors: Any, caps: Any) -> None:
         self._now().set_tenants(dict(weights), dict(floors), {tenant: Cap(*cap) for tenant, cap in caps})
 
     def apply(self, record: Any) -> None:
@@ -175,7 +175,7 @@ class _Replay:
         order = EvictionOrder(num_blocks, self._header["eviction_policy"], self._header["protected_share"])
         pool, host = BlockPool(num_blocks, size, order), HostPool(epoch["num_host_blocks"], size)
         told = epoch["limits"]
-        nested = {"swap": SwapPolicy(**told["swap"]), "id_bytes": IdBytes(**told.get("id_bytes", {}))}
+        nested = {"swap": SwapPolicy(**told["swap"]), "id_bytes": IdBytes(**told["id_bytes"])}
         limits = SchedulerLimits(**{**told, **nested})
         if self._scheduler is None:
             self._scheduler = Scheduler(pool, limits, epoch["eos_token_ids"], host=host)
@@ -196,7 +196,7 @@ class _Replay:
             fields["resumed_tokens"],
             CacheIdentity(media=media, read=fields["read"], write=fields["write"]),
             fields["priority"],
-            tenant=Tenant("", fields.get("tenant", 0)),
+            tenant=Tenant("", fields["tenant"]),
         )
         # The stream has no reader, and nothing is written to it.
         stream = RequestStream(command.request_id, command.n)
