@@ -52,13 +52,13 @@ class Authenticator:
         """From the next call on these count. An issuer that is the same keeps its keys. May be called on another
         thread: a call that is being looked at goes on with what it began with.
         """
-        old = self._known.tokens
-        if old is not None and old.settings != identities.jwt:
-            self._earlier_failures += old.refresh_failures
-            old = None
-        if old is None and identities.jwt is not None:
-            old = JsonWebTokens(identities.jwt)
-        self._known = _Known(identities, old)
+        tokens = self._known.tokens
+        if tokens is not None and tokens.settings != identities.jwt:
+            self._earlier_failures += tokens.refresh_failures
+            tokens = None
+        if tokens is None and identities.jwt is not None:
+            tokens = JsonWebTokens(identities.jwt)
+        self._known = _Known(identities, tokens)
 
     async def identify(
         self, authorization: str | None, certificate_pem: bytes | None, now: Callable[[], float] = time.time
