@@ -13,16 +13,17 @@ const FADE_MS = 900;
 const TAKEN_SHARE = 125;
 const GIVEN_SHARE = 165;
 const REVEAL_MS = 1100;
+// Blocks that a map which grows begins with.
 const FEWEST = 256;
 // Rows from one id at the left to the next.
 const STEPS = [1, 2, 4, 5, 10, 20, 40, 50, 100, 200];
 
 export class BlockMap {
   // `palette`: names of colours by state. `describe(index)`: words for a block. `onFocus(index, kept)`: it is looked
-  // at, -1 for none; `kept`: until somebody lets it go.
-  // `onTap()`: one was chosen with a finger.
-  // `grows`: only as many blocks as were ever used are drawn, rounded up.
-  constructor(root, { palette, describe, onFocus, onTap, onLeave = () => {}, grows = false }) {
+  // at, -1 for none; `kept`: until somebody lets it go. `onTap()`: one was chosen with a finger. `onLeave(what)`: by the
+  // keyboard, "table" for the block table that is lit, else to the block's details. `grows`: only as many blocks as were
+  // ever used are drawn, rounded up.
+  constructor(root, { palette, describe, onFocus, onTap, onLeave, grows }) {
     Object.assign(this, { root, palette, describe, onFocus, onTap, onLeave, grows });
     this.cells = root.querySelector(".cells");
     this.marks = root.querySelector(".marks");

@@ -13,7 +13,7 @@ function decode(text) {
   return bytes;
 }
 
-// Calls `set(index, byte)` for what a change names; see states.py.
+// Calls `set(index, byte)` for what a change names; see block_states.py.
 export function forEachChange(change, set) {
   if (change.all !== undefined) {
     decode(change.all).forEach((byte, index) => set(index, byte));
