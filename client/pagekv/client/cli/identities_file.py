@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pagekv.client.cli.private_file import replace_file
+from pagekv.client.cli.atomic_file import replace_file
 from pagekv.client.errors import PageKVError
 
 ROLES = ("generate", "observe", "operate")

@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from pagekv.client.cli.atomic_file import replace_file
 from pagekv.client.cli.config_file import OTHERS
-from pagekv.client.cli.private_file import replace_file
 from pagekv.client.errors import PageKVError
 
 CA_DAYS = 3650

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.client.cli.private_file import replace_file
+from pagekv.client.cli.atomic_file import replace_file
 
 
 def test_a_file_is_made_and_replaced_with_its_mode(tmp_path: Path) -> None:
