@@ -94,7 +94,7 @@ async def record_steps(engine: EngineLoop) -> AsyncIterator[None]:
 @part("page")
 async def page(engine: EngineLoop) -> AsyncIterator[None]:
     """Open once, by somebody who reads whatever comes. When nobody looks, blocks have an age all the same."""
-    hub = PageHub(engine)
+    hub = PageHub(engine, RequestMetrics())
     engine.observers.add(hub.feed)
     viewer = hub.add_viewer()
 

@@ -285,7 +285,7 @@ class Manager:
         from pagekv.kvmanager.page.routes import Page
 
         reached = self._config.open_listeners()
-        hub = PageHub(self.engine, requests=requests)
+        hub = PageHub(self.engine, requests)
         self.engine.observers.add(hub.feed)
         return Page(
             self.engine, self._served_model, hub, show_text=self._config.observe.page_text, reached=reached

@@ -137,12 +137,9 @@ class PageHub:
     """States: idle (no viewer, nothing runs) ⇄ looking."""
 
     def __init__(
-        self,
-        engine: EngineLoop,
-        clock: Callable[[], float] = time.monotonic,
-        requests: RequestMetrics | None = None,
+        self, engine: EngineLoop, requests: RequestMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`requests`: where durations of requests are counted; None: the page shows none."""
+        """`requests`: where durations of requests are counted."""
         self._requests = requests
         self._engine = engine
         self._clock = clock
@@ -213,8 +210,6 @@ class PageHub:
             await asyncio.sleep(max(LOOK_S, took / MAX_SHARE))
 
     def _durations(self) -> Durations:
-        if self._requests is None:
-            return {}
         found = {
             "ttft_ms": self._requests.time_to_first_token,
             "inter_token_ms": self._requests.inter_token_latency,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ class PoolRates:
         """Drops the counters seen so far, as nobody will look for a while: the next rates begin with the next look."""
         self._looks.clear()
 
-    def add(self, now: float, stats: GetStatsResponse, durations: Durations = MappingProxyType({})) -> None:
+    def add(self, now: float, stats: GetStatsResponse, durations: Durations) -> None:
         """Adds a point for the counters at `now`, seconds of a clock that never goes back. Of `durations` the point has
         the averages in milliseconds.
 
@@ -72,14 +71,14 @@ class PoolRates:
             "computed_per_s": _share(stats.computed_tokens_total - recent.computed_tokens_total, seconds),
         }
         for name, (number, total) in durations.items():
-            number_before, total_before = durations_before.get(name, (0, 0.0))
+            number_before, total_before = durations_before[name]
             values[name] = _share(1000 * (total - total_before), number - number_before)
         runs = bool(stats.executor_attached and stats.running_sequences)
         if runs and not steps:
             values |= {"tokens_per_s": None, "computed_per_s": None}
         if runs and self._kept and len(self._looks) > 1:
             before = self._kept[-1]
-            values = {name: before.get(name) if value is None else value for name, value in values.items()}
+            values = {name: before[name] if value is None else value for name, value in values.items()}
         self._kept.append(
             {
                 "n": self.total,

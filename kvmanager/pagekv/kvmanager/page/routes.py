@@ -49,12 +49,12 @@ class Page:
         hub: PageHub,
         *,
         show_text: bool,
-        reached: Mapping[str, str] | None = None,
+        reached: Mapping[str, str],
     ) -> None:
         """`show_text`: whether blocks are shown with their content. `reached`: addresses at which other machines can
         connect, by the names of their flags, which the page warns of.
         """
-        self._index_page = _with_warning((STATIC / "index.html").read_text(encoding="utf-8"), reached or {})
+        self._index_page = _with_warning((STATIC / "index.html").read_text(encoding="utf-8"), reached)
         self._engine = engine
         self._served_model = served_model
         self._hub = hub

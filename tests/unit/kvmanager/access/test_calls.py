@@ -72,7 +72,7 @@ def test_the_contract_lies_in_the_files_that_are_walked() -> None:
 
 def registered() -> Iterator[tuple[str, str]]:
     """Method and canonical pattern of each route, as a request's own resource has them."""
-    page = Page(cast(Any, None), cast(Any, None), cast(Any, None), show_text=False)
+    page = Page(cast(Any, None), cast(Any, None), cast(Any, None), show_text=False, reached={})
     app = web.Application()
     app.add_routes([*metrics_routes(cast(Any, NoMetrics())), *health_routes(str), *page.routes()])
     for route in app.router.routes():

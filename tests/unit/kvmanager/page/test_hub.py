@@ -34,7 +34,7 @@ class Look:
         # The frame that each viewer has.
         self._read: dict[Viewer, PoolFrame] = {}
         self.engine = engine
-        self.hub = PageHub(engine, lambda: self.now)
+        self.hub = PageHub(engine, RequestMetrics(), lambda: self.now)
         engine.observers.add(self.hub.feed)
 
     def look(self, seconds: float = 1.0) -> None:
@@ -117,7 +117,7 @@ def test_a_snapshot_and_differences_are_what_the_pools_are(seed: int, monkeypatc
 async def test_another_manager_is_told_from_the_one_before(engine: EngineLoop) -> None:
     """Both count epochs and events from 1."""
     told = []
-    for hub in [PageHub(engine), PageHub(engine)]:
+    for hub in [PageHub(engine, RequestMetrics()) for _ in range(2)]:
         for _ in range(2):
             viewer = hub.add_viewer()
             told.append(json.loads(await viewer.next()))
@@ -199,7 +199,7 @@ async def test_a_viewer_is_woken_by_what_is_new_and_left_alone_otherwise(
 @run_by(engine_harness.run, num_device_blocks=40)
 async def test_a_look_that_fails_costs_no_engine(engine: EngineLoop, *, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "LOOK_S", 0.001)
-    hub = PageHub(engine)
+    hub = PageHub(engine, RequestMetrics())
     monkeypatch.setattr(hub_module, "request_rows", lambda engine: 1 / 0)
     viewer = hub.add_viewer()
     await asyncio.sleep(0.01)
@@ -214,7 +214,7 @@ async def test_charts_have_the_durations_of_requests(engine: EngineLoop) -> None
     html = Path(hub_module.__file__).parent.joinpath("static", "index.html").read_text()
     requests = RequestMetrics(lambda: 0.0)
     now = 0.0
-    hub = PageHub(engine, lambda: now, requests)
+    hub = PageHub(engine, requests, lambda: now)
     hub.look()
     requests.time_to_first_token.observe(0.5)
     requests.inter_token_latency.observe(0.02, 10)
@@ -230,7 +230,7 @@ async def test_charts_have_the_durations_of_requests(engine: EngineLoop) -> None
 @run_by(engine_harness.run)
 async def test_the_work_of_ranks_is_among_the_totals(engine: EngineLoop) -> None:
     now = 0.0
-    hub = PageHub(engine, lambda: now)
+    hub = PageHub(engine, RequestMetrics(), lambda: now)
     hub.look()
     assert hub.frame is not None
     assert hub.frame.fields["totals"]["executor_rank_us"] == []

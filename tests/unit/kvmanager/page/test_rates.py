@@ -18,7 +18,7 @@ STATS = pb.GetStatsResponse(
 
 def test_rates_are_of_the_time_between_two_looks() -> None:
     rates = PoolRates()
-    rates.add(1.0, STATS)
+    rates.add(1.0, STATS, {})
     rates.add(
         3.0,
         pb.GetStatsResponse(
@@ -30,6 +30,7 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
             executor_busy_us_total=30_000,
             kv_usage=0.25,
         ),
+        {},
     )
     first, second = rates.since(0)
     assert (first["apart"], first["hit_rate"], first["step_ms"], first["tokens_per_s"]) == (True, None, None, None)
@@ -42,16 +43,16 @@ def test_rates_are_of_the_time_between_two_looks() -> None:
 def test_a_pause_sets_points_apart_and_old_points_go() -> None:
     rates = PoolRates()
     for now in (1, 2, 3):
-        rates.add(now, STATS)
+        rates.add(now, STATS, {})
     rates.pause()
-    rates.add(54, STATS)
+    rates.add(54, STATS, {})
     assert [(point["at"], point["apart"]) for point in rates.since(0)] == [
         (1, True),
         (2, False),
         (3, False),
         (54, True),
     ]
-    rates.add(2.5 + KEPT_S, STATS)
+    rates.add(2.5 + KEPT_S, STATS, {})
     assert [point["at"] for point in rates.since(0)] == [3, 54, 2.5 + KEPT_S]
 
 
@@ -72,7 +73,7 @@ def test_rates_keep_their_values_while_a_slow_step_runs() -> None:
     rates = PoolRates()
     for look in range(40):
         steps = look // 6
-        rates.add(look / 2, at_work(steps, 24 * steps))
+        rates.add(look / 2, at_work(steps, 24 * steps), {})
     points = rates.since(14)
     assert {point["step_ms"] for point in points} == {3000.0}
     assert {point["tokens_per_s"] for point in points} == {8.0}
@@ -82,11 +83,11 @@ def test_rates_keep_their_values_while_a_slow_step_runs() -> None:
 def test_nothing_is_kept_once_nothing_runs() -> None:
     rates = PoolRates()
     for look in range(6):
-        rates.add(look, at_work(look, 24 * look))
+        rates.add(look, at_work(look, 24 * look), {})
     done = at_work(5, 120)
     done.running_sequences = 0
     for look in range(6, 9):
-        rates.add(look, done)
+        rates.add(look, done, {})
     last = rates.since(0)[-1]
     assert (last["step_ms"], last["tokens_per_s"]) == (None, 0.0)
 

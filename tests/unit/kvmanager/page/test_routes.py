@@ -71,8 +71,8 @@ def served(body: Body, *, show_text: bool = False) -> None:
         state = ServedModel(engine)
         assert engine.model is not None
         state.open(engine.model.model_fingerprint, None)
-        hub = PageHub(engine)
-        server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=show_text).routes())
+        hub = PageHub(engine, RequestMetrics())
+        server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=show_text, reached={}).routes())
         port = await server.start()
         try:
             await read(engine.submit(command("first", PROMPT)))
@@ -247,8 +247,8 @@ def test_the_page_is_there_with_the_http_port() -> None:
 def served_without_executor(body: Body) -> None:
     async def run() -> None:
         engine = EngineLoop(engine_harness.config())
-        state, hub = ServedModel(engine), PageHub(engine)
-        server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=False).routes())
+        state, hub = ServedModel(engine), PageHub(engine, RequestMetrics())
+        server = HttpServer("127.0.0.1:0", Page(engine, state, hub, show_text=False, reached={}).routes())
         port = await server.start()
         try:
             async with aiohttp.ClientSession() as session:
