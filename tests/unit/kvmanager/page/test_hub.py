@@ -211,7 +211,7 @@ async def test_a_look_that_fails_costs_no_engine(engine: EngineLoop, *, monkeypa
 @run_by(engine_harness.run)
 async def test_charts_have_the_durations_of_requests(engine: EngineLoop) -> None:
     """Each has a tile of its name."""
-    html = Path(hub_module.__file__).parent.joinpath("static", "index.html").read_text()
+    script = Path(hub_module.__file__).parent.joinpath("static", "main.js").read_text()
     requests = RequestMetrics(lambda: 0.0)
     now = 0.0
     hub = PageHub(engine, requests, lambda: now)
@@ -224,7 +224,7 @@ async def test_charts_have_the_durations_of_requests(engine: EngineLoop) -> None
     point = hub._rates.since(1)[-1]
     shown = {name: point[name] for name in ("ttft_ms", "inter_token_ms", "queue_ms")}
     assert shown == {"ttft_ms": 500.0, "inter_token_ms": pytest.approx(20.0), "queue_ms": 100.0}
-    assert all(f'id="tile-{name}"' in html for name in shown)
+    assert all(f'tile("latencies", "{name}"' in script for name in shown)
 
 
 @run_by(engine_harness.run)

@@ -89,20 +89,37 @@ const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, hostSwatc
 // -- charts
 
 let totals = {};
-const tile = (name, options) => new Chart(byId(`tile-${name}`), { read: (point) => point[name], announce, ...options });
+// A tile with the chart of one value of the points, at the end of a section.
+function tile(section, name, title, options) {
+  const figure = element("figure", { class: "tile", id: `tile-${name}` },
+    element("figcaption", {}, title),
+    element("p", { class: "now" }, element("output", { "aria-live": "off" }, "–"), " ", element("small")),
+    element("canvas", {
+      tabindex: "0", role: "application", "aria-roledescription": "chart", "aria-describedby": "chart-keys",
+      "aria-label": title,
+    }));
+  byId(section).append(figure);
+  return new Chart(figure, { read: (point) => point[name], announce, ...options });
+}
 // Without active blocks there is no share.
 const filled = () => (totals.active_blocks ? percent(totals.utilization) : "–");
 const charts = [
-  tile("hit_rate", { format: percent, top: 1, beside: () => `${percent(totals.prefix_hit_rate ?? 0)} in all` }),
-  tile("usage", { format: percent, top: 1, beside: () => `${filled()} of their slots filled` }),
-  tile("step_ms", { format: milliseconds, beside: () => `${count(totals.steps_total ?? 0)} steps` }),
-  tile("tokens_per_s", {
+  tile("rates", "hit_rate", "Prefix hit rate", {
+    format: percent, top: 1, beside: () => `${percent(totals.prefix_hit_rate ?? 0)} in all`,
+  }),
+  tile("rates", "usage", "Blocks in use", {
+    format: percent, top: 1, beside: () => `${filled()} of their slots filled`,
+  }),
+  tile("rates", "step_ms", "Step time", { format: milliseconds, beside: () => `${count(totals.steps_total ?? 0)} steps` }),
+  tile("rates", "tokens_per_s", "Tokens per second", {
     format: compact,
     beside: (point) => (point.computed_per_s === null ? "" : `generated; ${compact(point.computed_per_s)} computed`),
   }),
-  tile("ttft_ms", { format: milliseconds, beside: () => "mean of 10 s" }),
-  tile("inter_token_ms", { format: milliseconds, beside: () => "mean of 10 s" }),
-  tile("queue_ms", { format: milliseconds, beside: () => `${count(totals.waiting_sequences ?? 0)} wait now` }),
+  tile("latencies", "ttft_ms", "Time to first token", { format: milliseconds, beside: () => "mean of 10 s" }),
+  tile("latencies", "inter_token_ms", "Between tokens", { format: milliseconds, beside: () => "mean of 10 s" }),
+  tile("latencies", "queue_ms", "In the queue", {
+    format: milliseconds, beside: () => `${count(totals.waiting_sequences ?? 0)} wait now`,
+  }),
 ];
 
 // -- requests, events, explanations
