@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
@@ -28,10 +28,11 @@ from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError, Unavailable
 from pagekv.client.generation_types import ChatMessage
-from pagekv.client.types import BlockState, Stats
+from pagekv.client.types import BlockList, BlockState, RequestList, Stats
 from pagekv.common.flags import integer, number
 from pagekv.common.version import pagekv_version
 
+Page = TypeVar("Page", BlockList, RequestList)
 # The share of held blocks from which on the pool is called too small.
 HIGH_USAGE = 0.8
 STATS_EXAMPLES = """\
@@ -233,13 +234,20 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     return Shown(found, "\n".join(lines))
 
 
+def _pages(limit: int, field: str, ask: Callable[[int, str], Page]) -> Page:
+    """As many pages as it takes, as one; `ask` gives one of a size, behind a token."""
+    found = page = ask(min(limit, LARGEST_PAGE), "")
+    while page.next_page_token and (left := limit - len(getattr(found, field))) > 0:
+        page = ask(min(left, LARGEST_PAGE), page.next_page_token)
+        found = replace(page, **{field: getattr(found, field) + getattr(page, field)})
+    return found
+
+
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ListBlocks."""
-    found = page = client.list_blocks(args.state, page_size=min(args.limit, LARGEST_PAGE))
-    while page.next_page_token and len(found.blocks) < args.limit:
-        size = min(args.limit - len(found.blocks), LARGEST_PAGE)
-        page = client.list_blocks(args.state, page_size=size, page_token=page.next_page_token)
-        found = replace(page, blocks=found.blocks + page.blocks)
+    found = _pages(
+        args.limit, "blocks", lambda size, token: client.list_blocks(args.state, page_size=size, page_token=token)
+    )
     rows = [
         (b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
         for b in found.blocks
@@ -250,11 +258,7 @@ def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     """ListRequests."""
-    found = page = client.list_requests(page_size=min(args.limit, LARGEST_PAGE))
-    while page.next_page_token and len(found.requests) < args.limit:
-        size = min(args.limit - len(found.requests), LARGEST_PAGE)
-        page = client.list_requests(size, page.next_page_token)
-        found = replace(page, requests=found.requests + page.requests)
+    found = _pages(args.limit, "requests", client.list_requests)
     rows = [
         (r.request_id, r.state, r.priority, r.prompt_tokens, r.cached_tokens, r.generated_tokens, r.num_blocks,
          r.preemptions, r.namespace or "-")
