@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal, pagekv_command
@@ -17,8 +16,10 @@ from pagekv.common.loopback import is_local
 
 def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     """To a reader, or with --json to a program. `args` are those of `pagekv up`."""
-    info = _model_info(stack)
-    scheme = "http" if stack.certificates is None else "https"
+    info, certificates = _model_info(stack), stack.certificates
+    # Of a caller, by the arguments of the client library.
+    files = {} if certificates is None else certificates.client_files()
+    scheme = "http" if certificates is None else "https"
     # An HTTP address that the manager's own flags set may be for metrics alone.
     served = [_reached_at(stack, address) for address in stack.listening("http")] if stack.has_page else []
     pages = [f"{scheme}://{address}/" for address in served]
@@ -27,25 +28,23 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
     listeners += [endpoint for at in events for endpoint in at.values()]
     reached = [address for address in listeners if address and not is_local(address)]
-    if reached and stack.certificates is None:
+    if reached and certificates is None:
         terminal.note(f"other machines can connect, without TLS or a login: {', '.join(reached)}")
     openai = f"http://{stack.gateway_target}/v1" if stack.gateway_target else ""
     if args.json:
         found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
         # The first manager's, and those of all.
-        found |= {name: str(path) for name, path in _client_files(stack).items()}
+        found |= {name: str(path) for name, path in files.items()}
         found |= {"page": pages[0], "pages": pages} if pages else {}
         found |= {"kv_events": events} if events else {}
         found |= {"recordings": recordings} if recordings else {}
         terminal.json({**found, "pids": {child.name: child.popen.pid for child in stack.children}})
         return
     where = "" if stack.target == DEFAULT_TARGET else f" --target {_reached_at(stack, stack.target)}"
-    where += "".join(
-        f" --{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in _client_files(stack).items()
-    )
+    where += "".join(f" --{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in files.items())
     name = pagekv_command()
-    if info is None and "client_cert" not in _client_files(stack):
+    if info is None and "client_cert" not in files:
         # A key that the file of identities has; where this command has one, the one to show is known.
         name = f"PAGEKV_API_KEY=KEY {name}"
     what = '"In the beginning"' if info is None or info.has_tokenizer else "--token-ids 1,2,3"
@@ -86,10 +85,6 @@ def _model_info(stack: Stack) -> ModelInfo | None:
             return client.model_info()
         except (Unauthenticated, PermissionDenied):
             return None
-
-
-def _client_files(stack: Stack) -> dict[str, Path]:
-    return {} if stack.certificates is None else stack.certificates.client_files()
 
 
 def _reached_at(stack: Stack, address: str) -> str:

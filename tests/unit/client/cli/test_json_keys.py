@@ -19,6 +19,7 @@ from pagekv.client.cli import stack_announcement
 from pagekv.client.cli.commands import demo
 from pagekv.client.cli.main import GROUPS, main, make_parser
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.launcher.certificates import StackCertificates
 from pagekv.client.launcher.stack import Stack, StackConfig
 from pagekv.common import errors
 from pagekv.kvmanager.replay.cli import main as replay
@@ -98,7 +99,8 @@ ASKING: dict[str, tuple[str, Calls]] = {
 
 def _of_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The announcement of two pairs behind a gateway, with a page, events and recordings."""
-    stack = Stack(StackConfig(port=0, executor_port=0, replicas=2, page_port=0))
+    certificates = StackCertificates(Path("certificates"))
+    stack = Stack(StackConfig(port=0, executor_port=0, replicas=2, page_port=0, certificates=certificates))
     stack.target = stack.targets[0] = server.target
     stack.gateway_target = "127.0.0.1:8000"
     listening: dict[str, Any] = {
@@ -107,10 +109,8 @@ def _of_up(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
         "recordings": [["a"]],
     }
     monkeypatch.setattr(stack, "listening", listening.__getitem__)
-    # As with --certs.
-    files = {name: Path(name) for name in ("ca", "client_cert", "client_key")}
-    monkeypatch.setattr(stack_announcement, "_client_files", lambda stack: files)
-    server.expect("GetModelInfo", INFO)
+    # No manager of these certificates is there to be asked.
+    monkeypatch.setattr(stack_announcement, "_model_info", lambda stack: None)
     stack_announcement.announce(stack, make_parser().parse(["up", "--json"]), Terminal())
 
 
