@@ -7,7 +7,8 @@ import sys
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command, add_identity
-from pagekv.client.cli.sampling_flags import add_sampling, options_of, stream_to, summary
+from pagekv.client.cli.sampling_flags import add_sampling, options_of
+from pagekv.client.cli.streamed_answer import stream_to, summary
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import InvalidRequest, PageKVError

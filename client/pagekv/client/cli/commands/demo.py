@@ -9,8 +9,8 @@ import time
 from pagekv.client.cli.commands.generate import stream_text
 from pagekv.client.cli.commands.up import add_stack_flags, stack_config, wait_ready, without_tokenizer
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command
-from pagekv.client.cli.sampling_flags import stream_to
 from pagekv.client.cli.stack_announcement import describe
+from pagekv.client.cli.streamed_answer import stream_to
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError

@@ -7,7 +7,8 @@ from dataclasses import asdict
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_prompt, read_prompt
-from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of, stream_to, summary, times
+from pagekv.client.cli.sampling_flags import add_beams, add_sampling, options_of
+from pagekv.client.cli.streamed_answer import stream_to, summary, times
 from pagekv.client.cli.terminal import Terminal
 from pagekv.client.client import PageKVClient
 from pagekv.client.generation_types import Completion, GenerateOptions, Prompt

@@ -11,7 +11,7 @@ import pytest
 from support.clients.scripted_server import Fails, ScriptedServer, answer, chunk, complete
 
 from pagekv.client.cli.main import main
-from pagekv.client.cli.sampling_flags import Stopwatch
+from pagekv.client.cli.streamed_answer import Stopwatch
 from pagekv.client.generation_types import Chunk
 from pagekv.common import errors
 from pagekv.v1 import inference_service_pb2 as pb

@@ -1,0 +1,73 @@
+"""An answer as it streams: its text, its times, and the line that sums it up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pagekv.client.cli.terminal import milliseconds
+from pagekv.client.client import PageKVClient
+from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, Prompt
+
+
+class Stopwatch:
+    """Times one stream: started when made."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._first: float | None = None
+        self._first_tokens = 0
+        self._last = self._start
+
+    def see(self, chunk: Chunk) -> None:
+        """A chunk has arrived; one without tokens, such as the end alone, counts for nothing."""
+        if not chunk.token_ids:
+            return
+        self._last = time.perf_counter()
+        if self._first is None:
+            self._first, self._first_tokens = self._last, chunk.completion_tokens
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds to the first token; None if none came."""
+        return None if self._first is None else self._first - self._start
+
+    def tokens_per_s(self, completion_tokens: int) -> float | None:
+        """Rate of the tokens after the first chunk; None if there were none."""
+        if self._first is None or self._last <= self._first or completion_tokens <= self._first_tokens:
+            return None
+        return (completion_tokens - self._first_tokens) / (self._last - self._first)
+
+
+def stream_to(
+    write: Callable[[str], None], client: PageKVClient, prompt: Prompt, options: GenerateOptions
+) -> tuple[Completion, Stopwatch]:
+    """Generates one continuation; `write` gets the text as it arrives."""
+    watch = Stopwatch()
+    with client.stream(prompt, **options) as stream:
+        for chunk in stream:
+            watch.see(chunk)
+            write(chunk.text)
+    return stream.completion, watch
+
+
+def summary(completion: Completion, watch: Stopwatch) -> str:
+    """One line: tokens, cached tokens, time to first token, rate, preemptions and resumptions."""
+    rate = watch.tokens_per_s(completion.completion_tokens)
+    parts = [
+        f"{completion.prompt_tokens} prompt tokens ({completion.cached_tokens} cached)",
+        f"{completion.completion_tokens} generated",
+        f"TTFT {milliseconds(watch.ttft_s)}",
+    ]
+    if rate is not None:
+        parts.append(f"{rate:.0f} tok/s")
+    if completion.preemptions:
+        parts.append(f"preempted {times(completion.preemptions)}")
+    if completion.resumes:
+        parts.append(f"resumed {times(completion.resumes)}")
+    return f"[{' · '.join(parts)} · {completion.finish_reason}]"
+
+
+def times(number: int) -> str:
+    """How often, in words: once, or 3 times."""
+    return "once" if number == 1 else f"{number} times"
