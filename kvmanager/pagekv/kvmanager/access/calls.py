@@ -62,8 +62,8 @@ ROLE_OF_ROUTE: Mapping[tuple[str, str], Role] = MappingProxyType(
 
 
 def check_call(identity: Identity, method: str) -> None:
-    """Raises PermissionDenied unless a caller may make the call: `/package.Service/Method`."""
-    if method in OPEN_CALLS or (method in OPERATORS_TOO and Role.OPERATE in identity.roles):
+    """Raises PermissionDenied unless a caller may make the call, `/package.Service/Method`, which is not open."""
+    if method in OPERATORS_TOO and Role.OPERATE in identity.roles:
         return
     if method not in ROLE_OF_CALL:
         raise PermissionDenied(f"nobody may call {method[:_NAME_CHARACTERS]}")
@@ -71,12 +71,10 @@ def check_call(identity: Identity, method: str) -> None:
 
 
 def check_route(identity: Identity, method: str, pattern: str) -> None:
-    """Raises PermissionDenied unless a caller may ask for the route; HEAD is asked for as GET is. `pattern` is the
-    canonical form of its resource.
+    """Raises PermissionDenied unless a caller may ask for the route, which is not open. `pattern` is the canonical form
+    of its resource.
     """
-    route = ("GET" if method == "HEAD" else method, pattern)
-    if route in OPEN_ROUTES:
-        return
+    route = method, pattern
     if route not in ROLE_OF_ROUTE:
         raise PermissionDenied(f"nobody may ask for {' '.join(route)[:_NAME_CHARACTERS]}")
     _check_role(identity, ROLE_OF_ROUTE[route])
