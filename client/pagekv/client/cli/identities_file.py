@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from pagekv.client.cli.atomic_file import replace_file
 from pagekv.client.errors import PageKVError
 
+# The file's name in a directory of certificates.
+IDENTITIES = "identities.toml"
 ROLES = ("generate", "observe", "operate")
 # The role of those who name other tenants.
 ACT_FOR = "act-for"

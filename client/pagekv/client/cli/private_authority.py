@@ -19,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from pagekv.client.cli.atomic_file import replace_file
 from pagekv.client.cli.config_file import OTHERS
 from pagekv.client.errors import PageKVError
+from pagekv.client.launcher.certificates import CLIENT, EXECUTOR, MANAGER, PROBE, server_name
 
 CA_DAYS = 3650
 # Clocks of other machines may be behind this one's.
@@ -34,22 +35,17 @@ class CertificateRole(NamedTuple):
     # Services of compose.yaml; none for a role that nobody connects to.
     services: tuple[str, ...] = ()
 
-    @property
-    def common_name(self) -> str:
-        """The name by which the other processes know it."""
-        return f"pagekv-{self.name}"
-
 
 _SERVER, _CLIENT = ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH
 ROLES = (
     # A client of its executor, too.
     CertificateRole(
-        "manager", (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3", "kvmanager-tp")
+        MANAGER, (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3", "kvmanager-tp")
     ),
-    CertificateRole("executor", (_SERVER,), ("executor", "executor-2", "executor-3", "executor-tp")),
+    CertificateRole(EXECUTOR, (_SERVER,), ("executor", "executor-2", "executor-3", "executor-tp")),
     # Of health checks, where a process asks every connection for a certificate: nobody's identity.
-    CertificateRole("probe", (_CLIENT,)),
-    CertificateRole("client", (_CLIENT,)),
+    CertificateRole(PROBE, (_CLIENT,)),
+    CertificateRole(CLIENT, (_CLIENT,)),
 )
 
 
@@ -94,9 +90,10 @@ def issue(
     certificate, key = directory / f"{role.name}.pem", directory / f"{role.name}.key"
     signer = authority.certificate
     end = min(_now() + timedelta(days=days), signer.not_valid_after_utc)
-    builder, new_key = _builder(role.common_name, signer.subject, end)
+    common_name = server_name(role.name)
+    builder, new_key = _builder(common_name, signer.subject, end)
     if role.services:
-        wanted = [role.common_name, "localhost", "127.0.0.1", "::1", *role.services, *_names_of(certificate), *names]
+        wanted = [common_name, "localhost", "127.0.0.1", "::1", *role.services, *_names_of(certificate), *names]
         alternatives = [_general_name(name) for name in dict.fromkeys(wanted)]
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
     signed = (

@@ -14,7 +14,7 @@ MANAGER, EXECUTOR, PROBE, CLIENT = "manager", "executor", "probe", "client"
 
 
 def server_name(role: str) -> str:
-    """The name in the certificate of a process, whatever address it is reached at."""
+    """The common name in the certificate of a role, by which a process is known whatever address it is reached at."""
     return f"pagekv-{role}"
 
 

@@ -7,9 +7,10 @@ import re
 import shlex
 from pathlib import Path
 
-from pagekv.client.cli.identities_file import ROLES, add_certificate
+from pagekv.client.cli.identities_file import IDENTITIES, ROLES, add_certificate
 from pagekv.client.cli.parser import Subparsers, UsageError, add_command
 from pagekv.client.cli.terminal import Terminal
+from pagekv.client.launcher.certificates import CLIENT, server_name
 from pagekv.common.flags import integer
 from pagekv.common.loopback import ip_address
 
@@ -71,9 +72,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     for role in pki.ROLES:
         ends[role.name], files = pki.issue(directory, role, authority, args.days, args.names)
         written += files
-    identities = directory / "identities.toml"
+    identities = directory / IDENTITIES
     if not identities.exists():
-        add_certificate(identities, "client", "CN=pagekv-client", ROLES)
+        add_certificate(identities, CLIENT, f"CN={server_name(CLIENT)}", ROLES)
         written.append(identities)
     commands = _commands(directory)
     if args.json:
@@ -103,7 +104,7 @@ def _commands(directory: Path) -> dict[str, str]:
         return "--tls-cert", f"{role}.pem", "--tls-key", f"{role}.key", "--tls-client-ca", "ca.pem"
 
     caller = ("--ca", "ca.pem", "--client-cert", "client.pem", "--client-key", "client.key")
-    known = ("--executor-ca", "ca.pem", "--identities", "identities.toml")
+    known = ("--executor-ca", "ca.pem", "--identities", IDENTITIES)
     return {
         "executor": line("pagekv-executor", *server("executor")),
         "manager": line("pagekv-manager", *server("manager"), *known),

@@ -13,7 +13,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
-from pagekv.client.cli.identities_file import GATEWAY, list_identities
+from pagekv.client.cli.identities_file import GATEWAY, IDENTITIES, list_identities
 from pagekv.client.cli.parser import CommandParser, Subparsers, UsageError, add_command, add_flags
 from pagekv.client.cli.stack_announcement import announce
 from pagekv.client.cli.terminal import Terminal
@@ -52,8 +52,6 @@ _ADDRESSES = {
 }
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
-# In a directory of certificates.
-IDENTITIES = "identities.toml"
 _ACCEPT = "accept with --insecure that other machines use it"
 # Seconds between two lines that say how far a part of the start is.
 _PROGRESS_S = 5.0
