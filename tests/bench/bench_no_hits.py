@@ -16,8 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pagekv.kvmanager.replay.modes import replay_timed
 from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions
+from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 
 TRACES = Path(__file__).resolve().parent.parent / "data" / "traces"

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from pagekv.client.cli.terminal import table
-from pagekv.kvmanager.replay.modes import replay_timed
 from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.report import Row, StepTiming
+from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 
 TRACES = Path(__file__).resolve().parent.parent / "data" / "traces"

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 from pagekv.common.error_line import FAILED, error_line
 from pagekv.common.flags import FlagParser, add_flags, from_args, help_width, integer, number, power_of_two
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE
-from pagekv.kvmanager.replay.modes import replay_cache, replay_timed
+from pagekv.kvmanager.replay.cache_mode import replay_cache
 from pagekv.kvmanager.replay.options import MODES, POLICIES, ReplayOptions, TimedOptions
 from pagekv.kvmanager.replay.report import as_json, as_table, draw
 from pagekv.kvmanager.replay.step_replay import StepsError, is_recording_of_steps, replay_steps
 from pagekv.kvmanager.replay.tenants_replay import replay_tenants, tenants_as_json, tenants_as_table
+from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import (
     DEFAULT_TOKENS_PER_ID,
     FORMATS,

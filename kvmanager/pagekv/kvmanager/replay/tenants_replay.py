@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pagekv.kvmanager.replay.modes import TimedReplay, enough_blocks, fits
 from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.report import aligned, duration
+from pagekv.kvmanager.replay.timed_mode import TimedReplay, enough_blocks, fits
 from pagekv.kvmanager.replay.trace import TraceError, TraceRecord
 from pagekv.kvmanager.request.tenant import Tenant
 

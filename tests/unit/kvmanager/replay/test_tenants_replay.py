@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 from support.engine.replays import SMALL, SMALLER, ignore
 
-from pagekv.kvmanager.replay.modes import replay_timed
 from pagekv.kvmanager.replay.tenants_replay import (
     CASES,
     TenantRow,
@@ -17,6 +16,7 @@ from pagekv.kvmanager.replay.tenants_replay import (
     tenants_as_json,
     tenants_as_table,
 )
+from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceError, TraceRecord
 
 SYSTEM = 0

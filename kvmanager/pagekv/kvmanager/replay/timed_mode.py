@@ -1,10 +1,7 @@
-"""The two modes in which a trace is replayed.
+"""Timed mode: requests arrive when the trace says, the real scheduler batches them, a simulated executor takes time.
 
-Cache mode: prompts alone, one at a time in file order, against the real block pool and its digests.
-
-Timed mode: requests arrive when the trace says, the real scheduler batches them, a simulated executor takes time. As in
-the engine loop, up to `pipeline_depth` steps are planned ahead, so a step sees the arrivals up to the moment it was
-planned.
+As in the engine loop, up to `pipeline_depth` steps are planned ahead, so a step sees the arrivals up to the moment it
+was planned.
 """
 
 from __future__ import annotations
@@ -14,168 +11,24 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgpack
 import numpy as np
-from numpy.typing import NDArray
 
 from pagekv.kvmanager.engine.step_times import StepTimes
 from pagekv.kvmanager.errors import InvariantError
-from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
+from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
-from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions, StepCost
+from pagekv.kvmanager.replay.options import ReplayOptions
 from pagekv.kvmanager.replay.report import Row, Spread, StepTiming
-from pagekv.kvmanager.replay.trace import TraceRecord, distinct_prefixes, output_tokens, prompt_tokens
+from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
+from pagekv.kvmanager.replay.trace import TraceRecord, distinct_prefixes, prompt_tokens
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
-from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
-
-
-def replay_cache(
-    records: Sequence[TraceRecord],
-    options: ReplayOptions,
-    policy: str,
-    num_blocks: int | None,
-    progress: Callable[[int], None],
-) -> Row:
-    """One row of cache mode. Records must have hash ids; `num_blocks` None: unbounded. `progress` gets the records done
-    so far. The rule by which hits are counted, found by comparing all candidates with published figures of the Mooncake
-    trace:
-
-    - a prompt of n tokens is ceil(n / block_size) blocks; the last one counts, and is cached, even when it is not full
-      (a trace's last hash id names it just as well); with `partial_blocks` off it is floor(n / block_size);
-    - hits are the leading run of cached blocks, and may be the whole prompt: nothing is sampled here, so no token is
-      left to compute, as a real request must;
-    - then the whole prompt becomes most recently used, its last block first, so the deepest block is the oldest of it;
-    - blocks / all prompt blocks, and tokens: each hit counts the prompt tokens it covers.
-    """
-    begun = time.perf_counter()
-    size, unbounded = options.block_size, num_blocks is None
-    # With a block for every distinct one a pool never evicts.
-    num_blocks = num_blocks or -(-options.tokens_per_id // size) * distinct_prefixes(records)
-    pool = BlockPool(num_blocks, size, options.order(policy, num_blocks))
-    root = root_digest("replay", "", "")
-    hit_blocks = hit_tokens = all_blocks = all_tokens = 0
-    for done, record in enumerate(records):
-        length = record.input_length
-        blocks = -(-length // size) if options.partial_blocks else length // size
-        all_blocks += blocks
-        all_tokens += length
-        if policy != NO_CACHE:
-            hits = _use(pool, root, prompt_tokens(record, done, options.tokens_per_id, blocks * size))
-            hit_blocks += hits
-            hit_tokens += min(hits * size, length)
-        if done % 64 == 0:
-            progress(done)
-    return Row(
-        policy=policy,
-        blocks=pool.num_blocks,
-        unbounded=unbounded,
-        requests=len(records),
-        hit_blocks=hit_blocks,
-        prompt_blocks=all_blocks,
-        hit_tokens=hit_tokens,
-        prompt_tokens=all_tokens,
-        evictions=pool.evictions,
-        timing=None,
-        wall_s=time.perf_counter() - begun,
-    )
-
-
-def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
-    """Takes blocks for one prompt and frees them again; returns hits. Where the pool is too small the prompt's end is
-    left out.
-    """
-    chunks = tokens.reshape(-1, pool.block_size)
-    hits = pool.table.match_tokens(root, chunks)
-    parent = pool.table.digest(hits[-1]) if hits else root
-    assert parent is not None
-    left = chunks[len(hits) :]
-    digests = chain_digests(parent, left.tobytes(), pool.block_size)
-    held = np.array(hits, np.int32)
-    pool.touch(held)
-    fresh = pool.allocate(min(len(chunks) - len(hits), pool.num_free))
-    if fresh is None:
-        raise InvariantError(f"{pool.num_free} blocks were free and could not be allocated")
-    if len(fresh):
-        count = len(fresh)
-        pool.publish_chain(fresh, digests[:count], parent, left[:count], first=not hits, media=False)
-    pool.free(np.concatenate([held, fresh]))
-    return len(hits)
-
-
-@dataclass(frozen=True, slots=True)
-class BegunStep:
-    """A step's work, all of it known when the step is planned."""
-
-    plan: StepPlan
-    # Requests of the sequences in plan.sampling, by position.
-    requests: NDArray[np.int64]
-    seconds: float
-    # Slots in block tables that no known token needs: the unused ends of last blocks.
-    unused_slots: int
-
-
-class SimulatedExecutor:
-    """Only keeps count: learns everything from step plans, as a real executor does, and answers by a clock. `begin`
-    steps in order as they are planned, `finish` them in order as they complete.
-    """
-
-    def __init__(self, cost: StepCost, block_size: int, arrivals: array[float]) -> None:
-        """`arrivals[i]` is when request i arrives, in seconds."""
-        self.ttft_s = array("d")
-        # The request of each of these times.
-        self.ttft_requests = array("q")
-        self.inter_token_s = array("d")
-        self.generated_tokens = 0
-        self.steps = 0
-        self._cost = cost
-        self._block_size = block_size
-        # By request: seconds, the latest token; before the first one, the arrival.
-        self._last_token_s = np.array(arrivals)
-        self._has_token = np.zeros(len(arrivals), np.bool_)
-        # By seq_id: the request, tokens computed, tokens known, slots; all 0 where there is no sequence.
-        self._columns = np.zeros((4, 64), np.int64)
-
-    def begin(self, plan: StepPlan) -> BegunStep:
-        """Takes in a plan."""
-        self._columns[:, plan.finished] = 0
-        for new in plan.new:
-            if new.seq_id >= self._columns.shape[1]:
-                self._columns = np.pad(self._columns, ((0, 0), (0, new.seq_id)))
-            slots = len(new.block_ids) * self._block_size
-            self._columns[:, new.seq_id] = new.sequence.request.arrival, new.computed_tokens, len(new.token_ids), slots
-        request, computed, known, slots_of = self._columns
-        for seq_id in plan.append_seq_ids:
-            slots_of[seq_id] += self._block_size
-        counts = np.minimum(known, 1)
-        counts[plan.scheduled_seq_ids] = plan.scheduled_tokens
-        decoding = (counts > 0) & (computed == known)
-        computed += counts
-        known += decoding
-        self.steps += 1
-        decodes = int(np.count_nonzero(decoding))
-        seconds = self._cost.seconds(plan.num_tokens - decodes, decodes, int(computed[counts > 0].sum()))
-        return BegunStep(plan, request[plan.sampling], seconds, int(slots_of.sum() - known.sum()))
-
-    def finish(self, step: BegunStep, now_s: float) -> StepResult:
-        """The result of a begun step that completes at `now_s`."""
-        requests = step.requests
-        waited = now_s - self._last_token_s[requests]
-        later = self._has_token[requests]
-        self.inter_token_s.frombytes(waited[later].tobytes())
-        self.ttft_s.frombytes(waited[~later].tobytes())
-        self.ttft_requests.frombytes(requests[~later].tobytes())
-        self._has_token[requests] = True
-        self._last_token_s[requests] = now_s
-        self.generated_tokens += len(requests)
-        sampled, tokens = step.plan.sampling.tolist(), output_tokens(requests).tolist()
-        return StepResult(self.steps, sampled, tokens, {}, step.plan.num_tokens, round(step.seconds * 1e6), 0)
 
 
 def enough_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:

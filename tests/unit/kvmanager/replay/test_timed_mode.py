@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from support.engine.replays import SMALL, SMALLER, ignore
 
-from pagekv.kvmanager.replay.modes import replay_timed
 from pagekv.kvmanager.replay.options import ReplayOptions, StepCost
 from pagekv.kvmanager.replay.report import Row, StepTiming
+from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord, prompt_tokens, read_trace
 
 

@@ -12,8 +12,8 @@ from support.engine.replays import random_trace
 
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.replay.modes import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.options import StepCost
+from pagekv.kvmanager.replay.simulated_executor import BegunStep, SimulatedExecutor
 from pagekv.kvmanager.replay.trace import TraceRecord, prompt_tokens
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream

@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 from support.engine.replays import OPTIONS, SAMPLE, SMALL, SMALLER, ignore, random_trace
 
-from pagekv.kvmanager.replay.modes import replay_cache, replay_timed
+from pagekv.kvmanager.replay.cache_mode import replay_cache
 from pagekv.kvmanager.replay.report import Row
+from pagekv.kvmanager.replay.timed_mode import replay_timed
 from pagekv.kvmanager.replay.trace import TraceRecord
 
 

@@ -1,0 +1,89 @@
+"""Cache mode: prompts alone, one at a time in file order, against the real block pool and its digests."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagekv.kvmanager.errors import InvariantError
+from pagekv.kvmanager.kvcache.block_hash import chain_digests, root_digest
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
+from pagekv.kvmanager.replay.options import NO_CACHE, ReplayOptions
+from pagekv.kvmanager.replay.report import Row
+from pagekv.kvmanager.replay.trace import TraceRecord, distinct_prefixes, prompt_tokens
+
+
+def replay_cache(
+    records: Sequence[TraceRecord],
+    options: ReplayOptions,
+    policy: str,
+    num_blocks: int | None,
+    progress: Callable[[int], None],
+) -> Row:
+    """One row of cache mode. Records must have hash ids; `num_blocks` None: unbounded. `progress` gets the records done
+    so far. The rule by which hits are counted, found by comparing all candidates with published figures of the Mooncake
+    trace:
+
+    - a prompt of n tokens is ceil(n / block_size) blocks; the last one counts, and is cached, even when it is not full
+      (a trace's last hash id names it just as well); with `partial_blocks` off it is floor(n / block_size);
+    - hits are the leading run of cached blocks, and may be the whole prompt: nothing is sampled here, so no token is
+      left to compute, as a real request must;
+    - then the whole prompt becomes most recently used, its last block first, so the deepest block is the oldest of it;
+    - blocks / all prompt blocks, and tokens: each hit counts the prompt tokens it covers.
+    """
+    begun = time.perf_counter()
+    size, unbounded = options.block_size, num_blocks is None
+    # With a block for every distinct one a pool never evicts.
+    num_blocks = num_blocks or -(-options.tokens_per_id // size) * distinct_prefixes(records)
+    pool = BlockPool(num_blocks, size, options.order(policy, num_blocks))
+    root = root_digest("replay", "", "")
+    hit_blocks = hit_tokens = all_blocks = all_tokens = 0
+    for done, record in enumerate(records):
+        length = record.input_length
+        blocks = -(-length // size) if options.partial_blocks else length // size
+        all_blocks += blocks
+        all_tokens += length
+        if policy != NO_CACHE:
+            hits = _use(pool, root, prompt_tokens(record, done, options.tokens_per_id, blocks * size))
+            hit_blocks += hits
+            hit_tokens += min(hits * size, length)
+        if done % 64 == 0:
+            progress(done)
+    return Row(
+        policy=policy,
+        blocks=pool.num_blocks,
+        unbounded=unbounded,
+        requests=len(records),
+        hit_blocks=hit_blocks,
+        prompt_blocks=all_blocks,
+        hit_tokens=hit_tokens,
+        prompt_tokens=all_tokens,
+        evictions=pool.evictions,
+        timing=None,
+        wall_s=time.perf_counter() - begun,
+    )
+
+
+def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
+    """Takes blocks for one prompt and frees them again; returns hits. Where the pool is too small the prompt's end is
+    left out.
+    """
+    chunks = tokens.reshape(-1, pool.block_size)
+    hits = pool.table.match_tokens(root, chunks)
+    parent = pool.table.digest(hits[-1]) if hits else root
+    assert parent is not None
+    left = chunks[len(hits) :]
+    digests = chain_digests(parent, left.tobytes(), pool.block_size)
+    held = np.array(hits, np.int32)
+    pool.touch(held)
+    fresh = pool.allocate(min(len(chunks) - len(hits), pool.num_free))
+    if fresh is None:
+        raise InvariantError(f"{pool.num_free} blocks were free and could not be allocated")
+    if len(fresh):
+        count = len(fresh)
+        pool.publish_chain(fresh, digests[:count], parent, left[:count], first=not hits, media=False)
+    pool.free(np.concatenate([held, fresh]))
+    return len(hits)
