@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pagekv.conformance.played import Played, PlayedEpoch
+from pagekv.conformance.played import PlayedEpoch, PlayedSequence
 from pagekv.conformance.target import Target
 from pagekv.conformance.verdict import require
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -100,7 +100,7 @@ class Answers:
             self._known[key] = Answer(seq.outputs, seq.rows)
         return self._known[key]
 
-    def compare(self, seq: Played, what: str) -> None:
+    def compare(self, seq: PlayedSequence, what: str) -> None:
         """Raises BrokenRule where a sequence went on otherwise than the answer to its prompt. Nothing behind a near tie
         that fell otherwise is compared.
         """

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from pagekv.conformance.answers import NUM_OUTPUTS
 from pagekv.conformance.kit import Kit
-from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, Played, PlayedEpoch, copying
+from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, PlayedSequence, copying
 from pagekv.conformance.target import NUM_BLOCKS, NUM_HOST_BLOCKS
 from pagekv.conformance.verdict import NotTested, Rule
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -38,7 +38,7 @@ def chunks_are_as_one_prompt(kit: Kit) -> None:
                 kit.answers.compare(seq, f"a prompt of {seq.num_prompt} in chunks of {chunks} and the rest")
 
 
-def _enter_in_chunks(epoch: PlayedEpoch, seq: Played, chunks: list[int]) -> None:
+def _enter_in_chunks(epoch: PlayedEpoch, seq: PlayedSequence, chunks: list[int]) -> None:
     """The sequence enters and computes its prompt, chunk by chunk, while the others sit out."""
     enter = [seq]
     for chunk in [*chunks, seq.length]:
@@ -47,7 +47,7 @@ def _enter_in_chunks(epoch: PlayedEpoch, seq: Played, chunks: list[int]) -> None
             enter = []
 
 
-def _shared(epoch: PlayedEpoch, owner: Played, cached: int, tail: Sequence[int]) -> Played:
+def _shared(epoch: PlayedEpoch, owner: PlayedSequence, cached: int, tail: Sequence[int]) -> PlayedSequence:
     """A sequence whose first `cached` tokens are the owner's, over the owner's full blocks; its tail is its own."""
     seq = epoch.sequence([*owner.tokens[:cached], *tail])
     seq.blocks, seq.computed = owner.blocks[: cached // epoch.target.block_size], cached

@@ -25,7 +25,7 @@ def copying(kind: pb.MemoryOpKind.ValueType, sources: Sequence[int], destination
 
 
 @dataclass(eq=False)
-class Played:
+class PlayedSequence:
     """A sequence as its manager knows it. `length` counts also tokens that steps in flight sample."""
 
     seq_id: int
@@ -72,11 +72,11 @@ class PlayedEpoch:
         self.epoch = target.attach(num_blocks=num_blocks, host_blocks=host_blocks, **attaching)
         self.call = target.run(self.epoch)
         self.step_number = 0
-        self.live: dict[int, Played] = {}
+        self.live: dict[int, PlayedSequence] = {}
         self.free = list(range(num_blocks - 1, -1, -1) if free is None else free)
         self._next_id = 0
         # Of each step in flight the tokens that it computes and the sequences that sample.
-        self._in_flight: deque[tuple[int, list[Played]]] = deque()
+        self._in_flight: deque[tuple[int, list[PlayedSequence]]] = deque()
 
     def __enter__(self) -> PlayedEpoch:
         return self
@@ -84,15 +84,15 @@ class PlayedEpoch:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.call.close()
 
-    def sequence(self, tokens: Sequence[int], num_prompt: int | None = None, **sampling: Any) -> Played:
+    def sequence(self, tokens: Sequence[int], num_prompt: int | None = None, **sampling: Any) -> PlayedSequence:
         """A sequence that no step has entered yet, with log-probabilities where the executor has them."""
         self._next_id += 1
         if self.target.num_logprobs is not None:
             sampling.setdefault("logprobs", self.target.num_logprobs)
         prompt = len(tokens) if num_prompt is None else num_prompt
-        return Played(self._next_id, list(tokens), prompt, neutral(**sampling))
+        return PlayedSequence(self._next_id, list(tokens), prompt, neutral(**sampling))
 
-    def give_blocks(self, seq: Played, num_tokens: int) -> list[int]:
+    def give_blocks(self, seq: PlayedSequence, num_tokens: int) -> list[int]:
         """Adds free blocks to the table until it holds so many tokens; returns the new ones."""
         missing = -(-num_tokens // self.target.block_size) - len(seq.blocks)
         new = [self.free.pop() for _ in range(missing)]
@@ -101,11 +101,11 @@ class PlayedEpoch:
 
     def send(
         self,
-        enter: Sequence[Played] = (),
+        enter: Sequence[PlayedSequence] = (),
         *,
-        finish: Sequence[Played] = (),
+        finish: Sequence[PlayedSequence] = (),
         ops: Sequence[pb.MemoryOp] = (),
-        counts: Mapping[Played, int] | None = None,
+        counts: Mapping[PlayedSequence, int] | None = None,
         others: int = 1,
     ) -> None:
         """Sends the next step. Sequences compute what `counts` says, those that enter everything by default, the rest
@@ -170,7 +170,7 @@ class PlayedEpoch:
             expected[row.seq_id].rows.append(row)
         return result
 
-    def step(self, enter: Sequence[Played] = (), **rest: Any) -> pb.StepResult:
+    def step(self, enter: Sequence[PlayedSequence] = (), **rest: Any) -> pb.StepResult:
         """Sends a step and waits for its result; arguments as of `send`."""
         self.send(enter, **rest)
         return self.receive()
@@ -180,7 +180,7 @@ class PlayedEpoch:
         for _ in range(num_steps):
             self.step()
 
-    def alone(self, tokens: Sequence[int], num_outputs: int, **sampling: Any) -> Played:
+    def alone(self, tokens: Sequence[int], num_outputs: int, **sampling: Any) -> PlayedSequence:
         """A sequence that comes, generates and leaves while the others sit out; its blocks are free again."""
         seq = self.sequence(tokens, **sampling)
         idle = dict.fromkeys(self.live.values(), 0)
@@ -190,7 +190,7 @@ class PlayedEpoch:
         self.leave(seq)
         return seq
 
-    def leave(self, *seqs: Played) -> None:
+    def leave(self, *seqs: PlayedSequence) -> None:
         """Finishes sequences in a step of their own. Their blocks are free, and the first to be taken again."""
         self.step(finish=seqs, others=0)
         for seq in seqs:

@@ -7,7 +7,7 @@ from typing import Any
 
 from pagekv.conformance.answers import MARGIN, NUM_OUTPUTS, TOLERANCE
 from pagekv.conformance.kit import Kit
-from pagekv.conformance.played import Played
+from pagekv.conformance.played import PlayedSequence
 from pagekv.conformance.verdict import NotTested, Rule, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -20,7 +20,7 @@ MIN_VOCAB = 16
 NUM_REPEATS = 60
 
 
-def next_tokens(kit: Kit, requests: Sequence[tuple[Sequence[int], int, dict[str, Any]]]) -> list[Played]:
+def next_tokens(kit: Kit, requests: Sequence[tuple[Sequence[int], int, dict[str, Any]]]) -> list[PlayedSequence]:
     """Sequences of tokens, of which so many are prompt, with this sampling, that sampled one token, each alone."""
     played = []
     with kit.epoch() as epoch:
@@ -148,7 +148,7 @@ def logprobs_are_of_raw_logits(kit: Kit) -> None:
             require(off <= TOLERANCE, f"{words} the log-probability of token {token} moves by {off:.3f}")
 
 
-def _check_row(seq: Played, count: int) -> None:
+def _check_row(seq: PlayedSequence, count: int) -> None:
     (row,) = seq.rows
     top, token = list(row.top_logprobs), seq.tokens[-1]
     require(len(set(row.top_token_ids)) == count, f"likeliest tokens {list(row.top_token_ids)} repeat")
@@ -180,7 +180,7 @@ def penalties_count(kit: Kit) -> None:
     _presence_counts_output(kit)
 
 
-def _is_clear(seq: Played) -> bool:
+def _is_clear(seq: PlayedSequence) -> bool:
     return not seq.rows or seq.rows[0].top_logprobs[0] - seq.rows[0].top_logprobs[1] >= MARGIN
 
 

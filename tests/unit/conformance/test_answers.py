@@ -6,7 +6,7 @@ import pytest
 from support.executor.judged import kit_of, toy
 
 from pagekv.conformance.answers import NUM_OUTPUTS, Answer
-from pagekv.conformance.played import Played, neutral
+from pagekv.conformance.played import PlayedSequence, neutral
 from pagekv.conformance.verdict import BrokenRule
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -17,8 +17,8 @@ def row(first: float, second: float) -> pb.SampledLogprobs:
     return pb.SampledLogprobs(chosen=first, top_token_ids=[0, 1], top_logprobs=[first, second])
 
 
-def played(outputs: list[int], rows: list[pb.SampledLogprobs]) -> Played:
-    seq = Played(1, PROMPT + outputs, len(PROMPT), neutral())
+def played(outputs: list[int], rows: list[pb.SampledLogprobs]) -> PlayedSequence:
+    seq = PlayedSequence(1, PROMPT + outputs, len(PROMPT), neutral())
     seq.rows = rows
     return seq
 
