@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagekv.conformance.answers import MARGIN, NUM_OUTPUTS, TOLERANCE
+from pagekv.conformance.answers import MARGIN, NUM_OUTPUTS, TOLERANCE, Answer
 from pagekv.conformance.kit import Kit
 from pagekv.conformance.played import PlayedSequence
 from pagekv.conformance.verdict import NotTested, Rule, during, require
@@ -174,14 +174,10 @@ def penalties_count(kit: Kit) -> None:
         output, prompt = next_tokens(kit, [(tokens, len(start), sampling), (tokens, len(tokens), sampling)])
         what = f"frequency_penalty {penalty}, token {repeated} stands {NUM_REPEATS} times in the"
         require((output.tokens[-1] == repeated) == comes, f"{what} output: {output.tokens[-1]} comes next")
-        if _is_clear(plain):
+        if Answer(plain.outputs, plain.rows).is_clear(0):
             require(prompt.tokens[-1] == greedy, f"{what} prompt: {prompt.tokens[-1]} comes next, not {greedy}")
     _repetition_counts_both(kit)
     _presence_counts_output(kit)
-
-
-def _is_clear(seq: PlayedSequence) -> bool:
-    return not seq.rows or seq.rows[0].top_logprobs[0] - seq.rows[0].top_logprobs[1] >= MARGIN
 
 
 def _repetition_counts_both(kit: Kit) -> None:
