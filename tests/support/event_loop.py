@@ -40,7 +40,15 @@ def run_by(
 
         @wraps(test)
         def called(**arguments: Any) -> None:
-            run(lambda *given: test(*given[:taken], **arguments), **how)
+            ended = False
+
+            async def body(*given: Any) -> None:
+                nonlocal ended
+                await test(*given[:taken], **arguments)
+                ended = True
+
+            run(body, **how)
+            assert ended, f"{run} did not wait for the test"
 
         vars(called)["__signature__"] = inspect.Signature(fixtures)
         return called

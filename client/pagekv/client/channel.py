@@ -16,7 +16,7 @@ TARGET_VARIABLE = "PAGEKV_TARGET"
 _URL = re.compile(r"(https?|grpcs?|tcp)://", re.IGNORECASE)
 # gRPC takes 443 for a port that is missing, and of one out of bounds it says no more than that nothing is there.
 _WITHOUT_PORT = re.compile(r"[\w.-]+:?|\[[^]]*\]:?")
-_PORT = re.compile(r"(?:[\w.-]+|\[[^]]*\]):(\d+)")
+_PORT = re.compile(r"(?!unix:)(?:[\w.-]+|\[[^]]*\]):(\d+)")
 
 # Milliseconds between connection attempts at most, but for a fifth more by chance, and for one attempt, which may hang
 # where a machine takes the connection and no process answers: a stream that is resumed waits for them.

@@ -40,13 +40,13 @@ def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> 
 
     rules = [*RULES, Rule("P10", "pings on an idle connection are welcome", stays)]
     results = next(rule for rule in rules if rule.number == "P5")
-    # Without answers no rule can be tested, and each would wait for them anew.
+    # Without answers no rule can be tested, and each would wait for them anew: P5 then comes first.
     answered = verdict_of(kit, replace(results, check=lambda _: None))
     reason = ""
     if answered.outcome == "failed":
         rules.remove(results)
         reason, answered = _seen_to_be_gone(target, answered)
-        reason = reason or "a prompt alone is not answered (P5)"
+        reason = reason or "a prompt alone is not answered as it has to be (see P5)"
         yield answered
     for rule in rules:
         if reason:

@@ -123,12 +123,12 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     NOT_FOUND: _ErrorReason.ValueType  # 3
     """NOT_FOUND. ResourceInfo has the kind and the name."""
     QUEUE_FULL: _ErrorReason.ValueType  # 4
-    """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
-    ErrorInfo.metadata `limit` and `flag`.
+    """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read, of all or of the caller's tenant, or the tenant
+    took more than its rate; RetryInfo has when to come back, ErrorInfo.metadata `limit` and the `flag` that sets it.
     """
     LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
-    """RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
-    `available_blocks`, `pinned_blocks`, `limit` and `flag`.
+    """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant; ErrorInfo.metadata has those that apply of
+    `needed_blocks`, `available_blocks`, `pinned_blocks`, `limit` and `flag`.
     """
     OUT_OF_MEMORY: _ErrorReason.ValueType  # 6
     """RESOURCE_EXHAUSTED. The executor's pools do not fit."""
@@ -175,12 +175,12 @@ ALREADY_EXISTS: ErrorReason.ValueType  # 2
 NOT_FOUND: ErrorReason.ValueType  # 3
 """NOT_FOUND. ResourceInfo has the kind and the name."""
 QUEUE_FULL: ErrorReason.ValueType  # 4
-"""RESOURCE_EXHAUSTED. Too much waits to be computed or to be read; RetryInfo has when to come back,
-ErrorInfo.metadata `limit` and `flag`.
+"""RESOURCE_EXHAUSTED. Too much waits to be computed or to be read, of all or of the caller's tenant, or the tenant
+took more than its rate; RetryInfo has when to come back, ErrorInfo.metadata `limit` and the `flag` that sets it.
 """
 LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
-"""RESOURCE_EXHAUSTED. A limit of the deployment; ErrorInfo.metadata has those that apply of `needed_blocks`,
-`available_blocks`, `pinned_blocks`, `limit` and `flag`.
+"""RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant; ErrorInfo.metadata has those that apply of
+`needed_blocks`, `available_blocks`, `pinned_blocks`, `limit` and `flag`.
 """
 OUT_OF_MEMORY: ErrorReason.ValueType  # 6
 """RESOURCE_EXHAUSTED. The executor's pools do not fit."""

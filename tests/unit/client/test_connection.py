@@ -163,7 +163,9 @@ def test_a_target_without_a_port_that_there_is_is_refused(target: str) -> None:
         PageKVClient(target)
 
 
-@pytest.mark.parametrize("target", ["gpu-7:65535", "[::1]:1", "unix:relative", "unix:///tmp/x", "ipv4:127.0.0.1:1"])
+@pytest.mark.parametrize(
+    "target", ["gpu-7:65535", "[::1]:1", "unix:relative", "unix:70000", "unix:///tmp/x", "ipv4:127.0.0.1:1"]
+)
 def test_other_targets_are_grpcs_own_affair(target: str) -> None:
     assert PageKVClient(target).target == target
 

@@ -201,7 +201,8 @@ class Backend(Protocol):
     """One device with a loaded model. Called from one thread at a time, but for `Launch.collect`.
 
     A backend may have a method `prepare() -> bool` besides, which is called while there is nothing to do: a few
-    milliseconds of what makes later steps faster, and whether more can be done before the next step.
+    milliseconds of what makes later steps faster, and whether more can be done before the next step. It may come before
+    the first `describe`.
     """
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:

@@ -26,8 +26,9 @@ from pagekv.kernels.attention_plan import StepBatch
 
 log = Log(__name__)
 
-# A prompt, then one token behind it.
-CHECKED_TOKENS, BLOCK_SIZE = 9, 4
+# A prompt, then one token behind it. Prompts by warpgroups are read in tiles of 128 keys, of which two are in shared
+# memory at a time: with a fourth both have been used again.
+CHECKED_TOKENS, WGMMA_TOKENS, BLOCK_SIZE = 9, 3 * 128 + 9, 4
 # Both ways round differently; what is wrong differs by about as much as the largest logit.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
@@ -35,18 +36,18 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 def check_wgmma_prefill(
     loaded: LoadedModel, forward: DeviceForward, device: CudaDevice, shards: Shards | None = None
 ) -> None:
-    """Compares prompts by Hopper's warpgroups with those of the kernel that every GPU has. Raises ValueError where they
-    differ or the kernel fails, on all ranks of a group.
+    """Compares a prompt by Hopper's warpgroups with that of the kernel that every GPU has. Raises ValueError where they
+    differ or the kernel fails, on all ranks of a group; a rank on which alone it fails is lost.
     """
+    failure, tokens = None, min(WGMMA_TOKENS, loaded.max_model_len)
     with phase("checking prompts by warpgroups"):
-        expected = _logits(forward, loaded, device)
+        expected = _logits(forward, loaded, device, tokens)
         try:
-            found = _logits(forward, loaded, device, wgmma_prefill=True)
+            found = _logits(forward, loaded, device, tokens, wgmma_prefill=True)
             reason = "" if _agree(loaded, found, expected) else "prompts differ from those of the other kernel"
         except Exception as error:
-            device.synchronize()
-            reason = _failed("prompts by warpgroups", error)
-    if shards is not None and not shards.all_say(not reason):
+            failure, reason = error, _failed("prompts by warpgroups", error)
+    if shards is not None and not shards.least(int(not reason), failure=failure):
         reason = reason or "another rank cannot"
     if reason:
         raise ValueError(f"--wgmma-prefill: {reason}: leave the flag out, and report this GPU and model")
@@ -118,18 +119,26 @@ def _agree(loaded: LoadedModel, found: torch.Tensor, expected: torch.Tensor) -> 
 
 @torch.inference_mode()
 def _logits(
-    forward: DeviceForward, loaded: LoadedModel, device: CudaDevice, *, wgmma_prefill: bool = False
+    forward: DeviceForward,
+    loaded: LoadedModel,
+    device: CudaDevice,
+    count: int = CHECKED_TOKENS,
+    *,
+    wgmma_prefill: bool = False,
 ) -> torch.Tensor:
-    """Logits `[2, num_logits]` of a prompt's last token and the token behind it, over a pool of the weights' type."""
-    pools = KvPools(loaded.geometry, BLOCK_SIZE, -(-CHECKED_TOKENS // BLOCK_SIZE), device)
+    """Logits `[2, num_logits]` of the last token of a prompt of `count - 1` and the token behind it, over a pool of the
+    weights' type.
+    """
+    num_blocks = -(-count // BLOCK_SIZE)
+    pools = KvPools(loaded.geometry, BLOCK_SIZE, num_blocks, device)
     attention = make_attention(loaded, pools.device, device.launcher, wgmma_prefill=wgmma_prefill)
     where = device.torch_device
     found = []
-    for start, end in ((0, CHECKED_TOKENS - 1), (CHECKED_TOKENS - 1, CHECKED_TOKENS)):
+    for start, end in ((0, count - 1), (count - 1, count)):
         batch = StepBatch(
             query_start=np.array([0, end - start], np.int32),
             context_lens=np.array([end], np.int32),
-            block_tables=np.arange(-(-CHECKED_TOKENS // BLOCK_SIZE), dtype=np.int32)[None],
+            block_tables=np.arange(num_blocks, dtype=np.int32)[None],
             decodes=np.array([start > 0]),
         )
         host = attention.plan(batch)

@@ -145,8 +145,8 @@ def test_all_ranks_refuse_prompts_by_warpgroups_where_one_does(llama: Path, monk
         def __init__(self) -> None:
             super().__init__(World(0, 2, 2), lambda reason: None)
 
-        def all_say(self, yes: bool, *, patient: bool = False) -> bool:
-            return False
+        def least(self, number: int, *, patient: bool = False, failure: Exception | None = None) -> int:
+            return 0
 
     loaded, forward = load_forward(loader(llama), HostDevice(), fused=False)
     monkeypatch.setattr(choose_forward, "_logits", lambda *args, **options: torch.ones(2, 4))
