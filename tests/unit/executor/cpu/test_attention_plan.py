@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.executor.scheduled_items import BLOCK_SIZE, scheduled
 
-from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from pagekv.executor.backend.interface import Scheduled
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, SharedPrefix, shared_prefixes
-
-BLOCK_SIZE = 4
-
-
-def scheduled(seq_id: int, table: list[int], start: int, count: int, known: int | None = None) -> Scheduled:
-    tokens = [100 * seq_id + position for position in range(start + count if known is None else known)]
-    return Scheduled(SequenceState(seq_id, tokens, 1, table, start, Sampling()), start, count)
 
 
 def build(items: list[Scheduled]) -> CpuAttentionPlan:

@@ -6,7 +6,7 @@ import math
 import random
 
 import torch
-from unit.executor.cpu.test_attention_plan import BLOCK_SIZE, scheduled
+from support.executor.scheduled_items import BLOCK_SIZE, COMMON_BLOCKS, behind_common_blocks, scheduled
 
 from pagekv.executor.backend.interface import Scheduled
 from pagekv.executor.cpu.attention_plan import CALL_BYTES, CpuAttentionPlan
@@ -87,21 +87,14 @@ def test_a_window_reads_only_its_blocks() -> None:
 
 def test_shared_blocks_are_read_once_for_all_rows() -> None:
     """Rows of two chunks and a decode behind 32 common blocks; the rest of a context is read for one sequence alone."""
-    common = list(range(100, 132))
-    items = [
-        scheduled(1, [*common, 1], 128, 3),
-        scheduled(2, [*common, 2, 3], 130, 4),
-        scheduled(3, [*common, 4], 129, 1),
-        scheduled(4, [5], 0, 2),
-    ]
-    reads = gathered(items, None, CALL_BYTES // 16)
+    reads = gathered(behind_common_blocks(), None, CALL_BYTES // 16)
     assert [type(part) for part in reads.parts] == [PromptChunk, PromptChunk, PromptChunk, DecodeGroup]
     own, shared = reads.contexts
     assert own.rows == slice(3, 7)
     assert (own.blocks.tolist(), own.num_keys) == ([2], 2)
     assert isinstance(shared.rows, torch.Tensor)
     assert shared.rows.tolist() == [*range(7), 9]
-    assert (shared.blocks.tolist(), shared.num_keys) == (common, 128)
+    assert (shared.blocks.tolist(), shared.num_keys) == (COMMON_BLOCKS, 128)
     group = reads.parts[-1]
     assert isinstance(group, DecodeGroup)
     assert group.blocks.tolist() == [4]

@@ -5,15 +5,11 @@ from __future__ import annotations
 import random
 from collections import defaultdict
 
-from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
+from support.executor.scheduled_items import BLOCK_SIZE, COMMON_BLOCKS, behind_common_blocks, scheduled
+
+from pagekv.executor.backend.interface import Scheduled
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
 from pagekv.executor.cpu.paged_reads import RUN_QUERIES, PagedReads, PagedRuns, paged_reads
-
-BLOCK_SIZE = 4
-
-
-def scheduled(seq_id: int, table: list[int], start: int, count: int) -> Scheduled:
-    return Scheduled(SequenceState(seq_id, [1] * (start + count), 1, table, start, Sampling()), start, count)
 
 
 def planned(items: list[Scheduled], window: int | None) -> tuple[CpuAttentionPlan, PagedReads]:
@@ -108,18 +104,11 @@ def test_sampled_rows_alone_read_what_they_see_once() -> None:
 
 
 def test_a_shared_prefix_is_read_for_all_of_its_rows_together() -> None:
-    common = list(range(100, 132))
-    items = [
-        scheduled(1, [*common, 1], 128, 3),
-        scheduled(2, [*common, 2, 3], 130, 4),
-        scheduled(3, [*common, 4], 129, 1),
-        scheduled(4, [5], 0, 2),
-    ]
-    _, reads = planned(items, None)
+    _, reads = planned(behind_common_blocks(), None)
     (prefix,) = reads.prefixes
     assert prefix.firsts.tolist() == [0, 8]
     assert prefix.rows.tolist() == [*range(7), 9]
-    assert prefix.tables.tolist() == common
+    assert prefix.tables.tolist() == COMMON_BLOCKS
     assert reads.decodes is not None
     assert (reads.decodes.begins.tolist(), reads.decodes.ends.tolist()) == ([128], [130])
 
