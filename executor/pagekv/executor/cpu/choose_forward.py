@@ -26,6 +26,8 @@ log = Log(__name__)
 # Tokens of two sequences that steps compute: a prompt whose keys fill more than one panel; a token behind it, beside
 # another prompt; two decodes; and the same kind of step again, which was recorded.
 CHECKED_STEPS, BLOCK_SIZE = ((70, 0), (1, 9), (1, 1), (1, 1)), 4
+# Of ranks that cannot all use them.
+NO_LOOPS = "start with --no-fused"
 # Both ways round differently: the distance of all logits, of their length. Small random models in bfloat16 have 0.02.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
@@ -40,12 +42,10 @@ def load_forward(
     if not fused:
         return loaded, ModuleForward(loaded.model)
     reason = _why_not(loaded, dtype, shards)
-    if shards is not None and not shards.all_say(not reason):
-        reason = reason or "another rank cannot"
+    if shards is not None:
+        reason = shards.why_not_all(reason, NO_LOOPS, failed=False)
     if not reason:
         found = _checked(loaded, dtype, shards)
-        if shards is not None and not shards.all_say(not isinstance(found, str)) and not isinstance(found, str):
-            found = "another rank cannot"
         if not isinstance(found, str):
             within = " within transformers' model" if isinstance(found, ModuleForward) else ""
             log.info(f"steps are computed by compiled loops{within}", model_type=loaded.model.config.model_type)
@@ -74,7 +74,8 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
 
 
 def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> StepForward | str:
-    """The compiled loops, which take the model's weights; or why they cannot be used."""
+    """The compiled loops, which take the model's weights; or why they, or those of another rank, cannot be used."""
+    failed, reason = False, ""
     with phase("computing logits by transformers' model, to compare with"):
         expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
     try:
@@ -83,15 +84,16 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
         when = when_compiled()
         with phase("compiling the loops of a step" + (f", {when}" if when else "")):
             forward = _by_loops(loaded, shards)
-            found = _logits(forward, loaded)
+            if not _agree(_logits(forward, loaded), expected, TOLERANCE[dtype]):
+                reason = "the compiled loops do not compute what transformers does: please report this model"
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
     except Exception as error:
         # LLVM says the same again and again.
         first_line = str(error).partition("\n")[0]
-        return f"the compiled loops failed: {type(error).__name__}: {first_line}"
-    if _agree(found, expected, TOLERANCE[dtype]):
-        return forward
-    return "the compiled loops do not compute what transformers does: please report this model"
+        failed, reason = True, f"the compiled loops failed: {type(error).__name__}: {first_line}"
+    if shards is not None:
+        reason = shards.why_not_all(reason, NO_LOOPS, failed=failed)
+    return reason or forward
 
 
 def _by_loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:

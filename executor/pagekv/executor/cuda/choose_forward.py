@@ -37,18 +37,18 @@ def check_wgmma_prefill(
     loaded: LoadedModel, forward: DeviceForward, device: CudaDevice, shards: Shards | None = None
 ) -> None:
     """Compares a prompt by Hopper's warpgroups with that of the kernel that every GPU has. Raises ValueError where they
-    differ or the kernel fails, on all ranks of a group; a rank on which alone it fails is lost.
+    differ or the kernel fails, on all ranks of a group.
     """
-    failure, tokens = None, min(WGMMA_TOKENS, loaded.max_model_len)
+    failed, tokens = False, min(WGMMA_TOKENS, loaded.max_model_len)
     with phase("checking prompts by warpgroups"):
         expected = _logits(forward, loaded, device, tokens)
         try:
             found = _logits(forward, loaded, device, tokens, wgmma_prefill=True)
             reason = "" if _agree(loaded, found, expected) else "prompts differ from those of the other kernel"
         except Exception as error:
-            failure, reason = error, _failed("prompts by warpgroups", error)
-    if shards is not None and not shards.least(int(not reason), failure=failure):
-        reason = reason or "another rank cannot"
+            failed, reason = True, _failed("prompts by warpgroups", error)
+    if shards is not None:
+        reason = shards.why_not_all(reason, "leave --wgmma-prefill out", failed=failed)
     if reason:
         raise ValueError(f"--wgmma-prefill: {reason}: leave the flag out, and report this GPU and model")
 
@@ -66,8 +66,6 @@ def load_forward(
         log.info("steps are computed by transformers' model", reason=reason)
         return loaded, TransformersForward(loaded.model)
     found = _checked(loaded, device, shards)
-    if shards is not None and not shards.all_say(not isinstance(found, str)) and not isinstance(found, str):
-        found = "another rank cannot"
     if not isinstance(found, str):
         log.info("steps are computed in fused layers", model_type=loaded.model.config.model_type)
         return loaded, found
@@ -87,7 +85,8 @@ def _why_not(loaded: LoadedModel) -> str:
 
 
 def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> DeviceForward | str:
-    """The fused layers, which take the model's weights; or why they cannot be used."""
+    """The fused layers, which take the model's weights; or why they, or those of another rank, cannot be used."""
+    failed, reason = False, ""
     with phase("checking the fused layers"):
         expected = _logits(TransformersForward(loaded.model), loaded, device)
         try:
@@ -95,15 +94,16 @@ def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> 
             assert decoder is not None
             parts = (decoder, loaded, device.launcher, device.torch_device)
             forward = FusedLayers(*parts) if shards is None else ShardedLayers(*parts, shards)
-            found = _logits(forward, loaded, device)
+            if not _agree(loaded, _logits(forward, loaded, device), expected):
+                reason = "the fused layers do not compute what transformers does: please report this model"
         # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
         except Exception as error:
             # Raises where a kernel ended the use of the device: no other way could compute then.
             device.synchronize()
-            return _failed("the fused layers", error)
-    if _agree(loaded, found, expected):
-        return forward
-    return "the fused layers do not compute what transformers does: please report this model"
+            failed, reason = True, _failed("the fused layers", error)
+    if shards is not None:
+        reason = shards.why_not_all(reason, "start with --no-fused", failed=failed)
+    return reason or forward
 
 
 def _failed(subject: str, error: Exception) -> str:

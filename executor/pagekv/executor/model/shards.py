@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pagekv.common.phases import phase
 from pagekv.executor.world import OTHERS_S, World
 
 # Parts of so many bytes at most are gathered and summed here, on CPUs: gloo's ring has twice the messages, and waits
@@ -19,6 +20,8 @@ from pagekv.executor.world import OTHERS_S, World
 # than two ranks would send too much. Two ranks send each other their parts, whatever the size: that passes through
 # fewer threads of gloo than a gathering of two.
 GATHERED_BYTES = 2**18
+# Seconds that other ranks get to fail in what this one failed in: some compile longer than others.
+OTHERS_COMPILE_S = 60.0
 
 
 class Shards:
@@ -114,9 +117,10 @@ class Shards:
         group = None if patient else self._group(said)
 
         def join() -> None:
-            work = dist.all_reduce(said, dist.ReduceOp.MIN, group=group, async_op=failure is not None)
-            if work is not None:
-                work.wait(timedelta(seconds=OTHERS_S))
+            if failure is None:
+                dist.all_reduce(said, dist.ReduceOp.MIN, group=group)
+            else:
+                self._least_within(OTHERS_S, said, group)
 
         self._join(said, join, failure)
         return int(said)
@@ -125,9 +129,31 @@ class Shards:
         """Whether every rank says yes."""
         return bool(self.least(int(yes), patient=patient))
 
+    def why_not_all(self, reason: str, remedy: str, *, failed: bool) -> str:
+        """Why not all ranks can compute in one way: `reason`, of this rank, or that another one cannot; empty where all
+        can. `failed`: it did on this rank, for which others may wait in a collective before. If they do not come in
+        time, having failed likewise, ValueError is raised with the remedy, which ends the start of all: anew they would
+        find the same.
+        """
+        if not failed:
+            return "" if self.all_say(not reason) else reason or "another rank cannot"
+        said = torch.tensor([0])
+        try:
+            with phase(f"{reason}; waiting for the other ranks"):
+                self._least_within(OTHERS_COMPILE_S, said, self._group(said))
+        except RuntimeError:
+            raise ValueError(f"{reason}, on this rank alone: {remedy}") from None
+        return reason
+
     def _group(self, rows: torch.Tensor) -> dist.ProcessGroup | None:
         """None: that of all ranks, with the time that they get to load."""
         return None if rows.is_cuda else self._cpu_group
+
+    def _least_within(self, seconds: float, said: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+        """The least, in place, of all ranks. Raises RuntimeError where some do not come to it in so many seconds."""
+        work = dist.all_reduce(said, dist.ReduceOp.MIN, group=group, async_op=True)
+        assert work is not None  # of a rank that is in the group
+        work.wait(timedelta(seconds=seconds))
 
     def _padded(self, rows: torch.Tensor, width: int) -> torch.Tensor:
         return nn.functional.pad(rows, (0, math.ceil(width / self.size) - rows.shape[-1])).contiguous()

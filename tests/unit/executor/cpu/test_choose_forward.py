@@ -19,6 +19,8 @@ from pagekv.executor.cpu.native.step_attention import LoopStepAttention
 from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +105,41 @@ def test_loops_that_cannot_be_compiled_are_not_used(
     assert choose_forward._logits(forward, loaded).isfinite().all()
     reasons = [getattr(record, "fields", {}).get("reason") for record in caplog.records]
     assert "the compiled loops failed: ImportError: Numba needs NumPy 2.1 or less" in reasons
+
+
+def test_ranks_compute_in_one_way_and_tell_a_failure_from_a_difference(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rank fails, others may wait for it in the middle of a step."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("no such name")
+
+    class Among(Shards):
+        """A rank among such as refuse."""
+
+        def __init__(self) -> None:
+            super().__init__(World(0, 2, 2), pytest.fail)
+            self.failed: list[bool] = []
+
+        def why_not_all(self, reason: str, remedy: str, *, failed: bool) -> str:
+            self.failed.append(failed)
+            return reason or "another rank cannot"
+
+    by_loops = choose_forward._by_loops
+    monkeypatch.setattr(choose_forward, "_by_loops", lambda loaded, shards: by_loops(loaded, None))
+    shards, found = Among(), []
+    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards))
+    monkeypatch.setattr(choose_forward, "_agree", lambda *given: False)
+    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards))
+    monkeypatch.setattr(choose_forward, "_by_loops", broken)
+    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards))
+    assert found == [
+        "another rank cannot",
+        "the compiled loops do not compute what transformers does: please report this model",
+        "the compiled loops failed: KeyError: 'no such name'",
+    ]
+    assert shards.failed == [False, False, True]
 
 
 def test_products_that_fail_behind_the_first_layers_are_not_used(

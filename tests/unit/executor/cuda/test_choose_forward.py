@@ -110,44 +110,68 @@ def test_a_device_that_is_lost_is_no_reason_for_another_way(llama: Path, monkeyp
 def test_prompts_by_warpgroups_are_held_against_the_other_kernel(llama: Path) -> None:
     """At the start, in whichever way layers are computed. A difference or a failure ends it in one line."""
 
-    class Changed(HostLauncher):
-        """Fails in the kernel by warpgroups, or leaves its rows as they were: NaN."""
-
-        def __init__(self, error: Exception | None) -> None:
-            super().__init__()
-            self.error = error
+    class Refusing(HostLauncher):
+        """Has no thread blocks for the kernel by warpgroups."""
 
         def launch(self, kernel: str, *args: Any) -> None:
-            if kernel != "pagekv_prefill_wgmma":
-                super().launch(kernel, *args)
-            elif self.error is not None:
-                raise self.error
+            if kernel == "pagekv_prefill_wgmma":
+                raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument\nand more of it")
+            super().launch(kernel, *args)
+
+    def halved(text: str) -> str:
+        """The kernel by warpgroups with scores of half the size; any other one as it is."""
+        return text.replace("Logits::of(p.scale", "Logits::of(0.5f * p.scale") if "prefill_wgmma(" in text else text
 
     for fused in (False, True):
         device = HostDevice()
         loaded, forward = load_forward(loader(llama, torch.float16), device, fused=fused)
         check_wgmma_prefill(loaded, forward, device)
-    refused = RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument\nand more of it")
-    for error, reason in (
-        (None, "prompts differ from those of the other kernel: leave the flag out"),
-        (refused, "prompts by warpgroups failed: RuntimeError: CUDA_ERROR_INVALID_VALUE: invalid argument: leave"),
+    for launcher, reason in (
+        (HostLauncher(edit=halved), "prompts differ from those of the other kernel: leave the flag out"),
+        (Refusing(), "prompts by warpgroups failed: RuntimeError: CUDA_ERROR_INVALID_VALUE: invalid argument: leave"),
     ):
         with pytest.raises(ValueError, match=f"--wgmma-prefill: {reason}"):
-            check_wgmma_prefill(loaded, forward, HostDevice(launcher=Changed(error)))
+            check_wgmma_prefill(loaded, forward, HostDevice(launcher=launcher))
+
+
+class Among(Shards):
+    """A rank among such as refuse."""
+
+    def __init__(self) -> None:
+        super().__init__(World(0, 2, 2), pytest.fail)
+        self.failed: list[bool] = []
+
+    def why_not_all(self, reason: str, remedy: str, *, failed: bool) -> str:
+        self.failed.append(failed)
+        return reason or "another rank cannot"
+
+
+def test_ranks_compute_in_one_way_and_tell_a_failure_from_a_difference(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a rank fails, others may wait for it in the middle of a step."""
+
+    def broken(*_: object) -> None:
+        raise KeyError("no such name")
+
+    monkeypatch.setattr(choose_forward, "_logits", lambda *args, **options: torch.ones(2, 4))
+    monkeypatch.setattr(choose_forward, "ShardedLayers", lambda *parts: FusedLayers(*parts[:-1]))
+    shards, device, found = Among(), HostDevice(), []
+    found.append(choose_forward._checked(load_model(llama, torch.float32), device, shards))
+    monkeypatch.setattr(choose_forward, "_agree", lambda *given: False)
+    found.append(choose_forward._checked(load_model(llama, torch.float32), device, shards))
+    monkeypatch.setattr(choose_forward, "ShardedLayers", broken)
+    found.append(choose_forward._checked(load_model(llama, torch.float32), device, shards))
+    assert found == [
+        "another rank cannot",
+        "the fused layers do not compute what transformers does: please report this model",
+        "the fused layers failed: KeyError: 'no such name'",
+    ]
+    assert shards.failed == [False, False, True]
 
 
 def test_all_ranks_refuse_prompts_by_warpgroups_where_one_does(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others would wait for it else."""
-
-    class Among(Shards):
-        """A rank among such as refuse."""
-
-        def __init__(self) -> None:
-            super().__init__(World(0, 2, 2), lambda reason: None)
-
-        def least(self, number: int, *, patient: bool = False, failure: Exception | None = None) -> int:
-            return 0
-
     loaded, forward = load_forward(loader(llama), HostDevice(), fused=False)
     monkeypatch.setattr(choose_forward, "_logits", lambda *args, **options: torch.ones(2, 4))
     check_wgmma_prefill(loaded, forward, HostDevice())

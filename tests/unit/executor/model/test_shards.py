@@ -114,6 +114,25 @@ def test_a_rank_that_failed_is_lost_by_its_failure_if_others_do_not_come() -> No
     assert time.monotonic() - begun < 90
 
 
+def test_ranks_agree_on_a_way_to_compute_unless_one_alone_fails_in_it() -> None:
+    """The others wait for that one in a collective. Its error is one of its own, which ends the start of all."""
+    code = """
+ranks.OTHERS_COMPILE_S = 3.0
+print(shards.why_not_all("", "go", failed=False))
+print(shards.why_not_all("mine" if world.rank else "", "go", failed=False))
+print(shards.why_not_all(f"failed {world.rank}", "go", failed=True))
+try:
+    shards.why_not_all("no compiler", "start anew", failed=True) if world.rank else shards.sum(torch.ones(2))
+except ValueError as error:
+    print("FOUND", error, error.__cause__, flush=True)
+    os._exit(1)
+"""
+    with ranks_running(code, 2) as ranks:
+        outputs = [each.communicate(timeout=240)[0] for each in ranks]
+    assert outputs[0].startswith("\nanother rank cannot\nfailed 0\na collective failed: ")
+    assert outputs[1] == "\nmine\nfailed 1\nFOUND no compiler, on this rank alone: start anew None\n"
+
+
 def test_tensors_of_gpus_are_joined_by_the_group_that_has_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of every size, and with no limit of this group: NCCL would know nothing of it in a graph."""
     joined: list[Any] = []
