@@ -229,8 +229,9 @@ class ResumableGeneration:
             return None
         left = self._deadline - self._clock()
         if left <= 0:
+            outage = f": {self._outage()}, and was not back" if self._interrupted_at is not None else ""
             raise DeadlineExceeded(
-                "the generation did not finish in time; allow more with --timeout (timeout= in Python)"
+                f"the generation did not finish in time{outage}; allow more with --timeout (timeout= in Python)"
             )
         return left
 
@@ -304,11 +305,14 @@ class ResumableGeneration:
     def _give_up(self, error: PageKVError) -> NoReturn:
         """Raises the error, with its class and its facts. Its message tells of the outage, if there is one."""
         if self._interrupted_at is not None:
-            received = sum(len(sequence.token_ids) for sequence in self._sequences)
             is_gone = isinstance(error, Unavailable)
             why = f"did not come back within {self._resume_timeout_s:g} s" if is_gone else "the stream could not go on"
-            error.args = (f"the connection was lost after {received} token{'s' * (received != 1)}, and {why}: {error}",)
+            error.args = (f"{self._outage()}, and {why}: {error}",)
         raise error
+
+    def _outage(self) -> str:
+        received = sum(len(sequence.token_ids) for sequence in self._sequences)
+        return f"the connection was lost after {received} token{'s' * (received != 1)}"
 
     def _is_refused(self, error: PageKVError) -> bool:
         """Nothing has begun, and the server, if there is one, does not take the request now."""

@@ -130,6 +130,24 @@ def test_an_error_that_ends_an_outage_tells_of_it(error: errors.PageKVError, aft
     assert vars(error) == facts
 
 
+def test_a_time_limit_that_passes_in_an_outage_tells_of_it() -> None:
+    now = [0.0]
+    generation = ResumableGeneration([1], 1, {"timeout": 5.0}, CallSettings(resume_timeout=10), clock=lambda: now[0])
+    generation.take(chunk(4))
+    assert generation.remaining_s() == 5.0
+    generation.failed(ConnectionLost("gone"))
+    now[0] = 5.0
+    words = (
+        "^the generation did not finish in time: the connection was lost after 1 token, and was not back; allow more"
+    )
+    with pytest.raises(DeadlineExceeded, match=words):
+        generation.remaining_s()
+    # The end of the outage is the end of that.
+    generation.take(chunk(5, done=1))
+    with pytest.raises(DeadlineExceeded, match=r"^the generation did not finish in time; allow more"):
+        generation.remaining_s()
+
+
 def test_an_error_without_an_outage_before_it_stays_as_it_is() -> None:
     generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10))
     generation.take(chunk(4))
