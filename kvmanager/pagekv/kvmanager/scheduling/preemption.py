@@ -110,7 +110,8 @@ class Preemption:
         served = self._waiting.served
         blocks = sum(-(-sequence.num_tokens // pool.block_size) for sequence in group)
         own = [sequence for sequence in self._running.order if sequence.tenant == tenant]
-        share = self._share(tenant, len(own) + slots, sum(len(sequence.block_table) for sequence in own) + blocks)
+        # Beams come in with one slot free, but take one each in the order.
+        share = self._share(tenant, len(own) + len(group), sum(len(each.block_table) for each in own) + blocks)
         free_blocks = free_blocks or blocks
         while len(self._running.order) + slots > limits.max_running or pool.num_free_for(tenant) < free_blocks:
             shares, last = self._shares(), None

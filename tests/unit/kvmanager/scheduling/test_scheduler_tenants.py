@@ -13,6 +13,7 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.prefix_table import Blocks
 from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.sequence import SeqStatus
 
 NO_BLOCKS = np.empty(0, np.int32)
@@ -116,6 +117,23 @@ def test_nobody_is_preempted_for_nothing() -> None:
     driver.drain()
     assert all(finished(request) for request in (older, other, within))
     assert [request.preemptions for request in (older, other, within)] == [0, 1, 0]
+
+
+def test_searches_of_two_tenants_do_not_preempt_each_other_in_turns() -> None:
+    """Either takes all slots, computes its beams again in two steps, and would have less than its share of one slot."""
+    driver = Driver(num_blocks=12, max_batch_tokens=5, max_running=3)
+    driver.scheduler.set_bound(StepBound(tokens=19, decode=1.0, visited=15))
+    requests = []
+    for tenant, priority, prompt, n, max_tokens, steps in (
+        (2, 1, [1, 0, 1, 0, 1, 0], 1, 8, 4),
+        (2, 0, [1, 1, 0], 3, 4, 4),
+        (1, 1, [0, 0], 1, 8, 1),
+    ):
+        requests.append(driver.submit(prompt, max_tokens, priority, n, beam_width=3, tenant=Tenant("", tenant)))
+        for _ in range(steps):
+            driver.step()
+    driver.drain(1000)
+    assert all(finished(request) for request in requests)
 
 
 @pytest.mark.parametrize("n", [1, 2])
