@@ -1,12 +1,16 @@
 """Chooses how steps are computed: by the backend's own loops where the model is of a family that they know; else by
 transformers' model with attention by the loops. Either only where Numba is installed and works, and where the logits of
-a few tokens are those of transformers' model alone, which computes the steps otherwise.
+a few tokens are those of transformers' model alone, which computes the steps otherwise: with its linear layers laid out
+anew, where this changes no logits either.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -26,8 +30,6 @@ log = Log(__name__)
 # Tokens of two sequences that steps compute: a prompt whose keys fill more than one panel; a token behind it, beside
 # another prompt; two decodes; and the same kind of step again, which was recorded.
 CHECKED_STEPS, BLOCK_SIZE = ((70, 0), (1, 9), (1, 1), (1, 1)), 4
-# Of ranks that cannot all use them.
-NO_LOOPS = "start with --no-fused"
 # Both ways round differently: the distance of all logits, of their length. Small random models in bfloat16 have 0.02.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
@@ -39,23 +41,30 @@ def load_forward(
     that is split, whose ranks compute it all in one way. Raises as `load_model`.
     """
     loaded = load_model(model_path, dtype, shards=shards)
-    if not fused:
-        return loaded, ModuleForward(loaded.model)
-    reason = _why_not(loaded, dtype, shards)
-    if shards is not None:
-        reason = shards.why_not_all(reason, NO_LOOPS, failed=False)
-    if not reason:
-        found = _checked(loaded, dtype, shards)
-        if not isinstance(found, str):
-            within = " within transformers' model" if isinstance(found, ModuleForward) else ""
-            log.info(f"steps are computed by compiled loops{within}", model_type=loaded.model.config.model_type)
-            return loaded, found
-        reason = found
-        # The other way took the weights.
-        del loaded
-        loaded = load_model(model_path, dtype, shards=shards)
-    log.info("steps are computed by transformers' model", reason=reason)
-    return loaded, ModuleForward(loaded.model)
+    if fused:
+        reason = _why_not(loaded, dtype, shards)
+        if shards is not None:
+            reason = shards.why_not_all(reason, LOOPS.remedy, failed=False)
+        if not reason:
+            found = _checked(loaded, dtype, shards, LOOPS)
+            if not isinstance(found, str):
+                within = " within transformers' model" if isinstance(found, ModuleForward) else ""
+                log.info(f"steps are computed by compiled loops{within}", model_type=loaded.model.config.model_type)
+                return loaded, found
+            reason = found
+            # The other way took the weights.
+            del loaded
+            loaded = load_model(model_path, dtype, shards=shards)
+        log.info("steps are computed by transformers' model", reason=reason)
+    if dtype not in TOLERANCE:
+        return loaded, ModuleForward(loaded.model, pack=False)
+    found = _checked(loaded, dtype, shards, PACKED_LAYERS)
+    if not isinstance(found, str):
+        return loaded, found
+    log.info("linear layers stay as they are", reason=found)
+    del loaded
+    loaded = load_model(model_path, dtype, shards=shards)
+    return loaded, ModuleForward(loaded.model, pack=False)
 
 
 def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> str:
@@ -73,30 +82,54 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
     return ""
 
 
-def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> StepForward | str:
-    """The compiled loops, which take the model's weights; or why they, or those of another rank, cannot be used."""
+def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way: Way) -> StepForward | str:
+    """A way to compute steps, which takes the model's weights; or why it, or that of another rank, cannot be used."""
     failed, reason = False, ""
     with phase("computing logits by transformers' model, to compare with"):
         expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
     try:
-        with phase("importing Numba"):
-            from pagekv.executor.cpu.native.code_cache import when_compiled
-        when = when_compiled()
-        with phase("compiling the loops of a step" + (f", {when}" if when else "")):
-            forward = _by_loops(loaded, shards)
-            if not _agree(_logits(forward, loaded), expected, TOLERANCE[dtype]):
-                reason = "the compiled loops do not compute what transformers does: please report this model"
+        with way.made(loaded, shards) as forward:
+            agree = _agree(_logits(forward, loaded), expected, TOLERANCE[dtype])
+        reason = "" if agree else f"{way.name} do not compute what transformers does: please report this model"
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
     except Exception as error:
         # LLVM says the same again and again.
         first_line = str(error).partition("\n")[0]
-        failed, reason = True, f"the compiled loops failed: {type(error).__name__}: {first_line}"
+        failed, reason = True, f"{way.name} failed: {type(error).__name__}: {first_line}"
     if shards is not None:
-        reason = shards.why_not_all(reason, NO_LOOPS, failed=failed)
+        reason = shards.why_not_all(reason, way.remedy, failed=failed)
     return reason or forward
 
 
-def _by_loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
+@contextmanager
+def _by_loops(loaded: LoadedModel, shards: Shards | None) -> Iterator[StepForward]:
+    """Compiled when they are first called."""
+    with phase("importing Numba"):
+        from pagekv.executor.cpu.native.code_cache import when_compiled
+    when = when_compiled()
+    with phase("compiling the loops of a step" + (f", {when}" if when else "")):
+        yield _loops(loaded, shards)
+
+
+@contextmanager
+def _by_packed_layers(loaded: LoadedModel, _: Shards | None) -> Iterator[StepForward]:
+    with phase("laying the weights of linear layers out anew"):
+        yield ModuleForward(loaded.model)
+
+
+class Way(NamedTuple):
+    """A way to compute steps; `remedy`: for ranks of which one alone fails in it."""
+
+    name: str
+    made: Callable[[LoadedModel, Shards | None], AbstractContextManager[StepForward]]
+    remedy: str
+
+
+LOOPS = Way("the compiled loops", _by_loops, "start with --no-fused")
+PACKED_LAYERS = Way("linear layers laid out anew", _by_packed_layers, "please report this model")
+
+
+def _loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
     decoder = read_decoder(loaded.model)
     if decoder is None:
         return ModuleForward(loaded.model, loops=True)

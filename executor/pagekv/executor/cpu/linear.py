@@ -9,10 +9,20 @@ multiplies bfloat16 with 9 GFLOP/s a thread, the loops with 79.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
+
+
+class StoredWeight(NamedTuple):
+    """Type and shape of a layer's weights, which routers ask for before they call it (Hunyuan MoE). No tensor: torch
+    multiplies by one that has no memory, too, and gives any numbers.
+    """
+
+    dtype: torch.dtype
+    shape: torch.Size
 
 
 class PackedLinear(nn.Module):
@@ -22,8 +32,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else bias.detach()
-        # Type and shape for routers that ask a layer's weights for their type before they call it (Hunyuan MoE).
-        self.weight = torch.empty_like(weight, device="meta")
+        self.weight = StoredWeight(weight.dtype, weight.shape)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -38,7 +47,7 @@ class ProductLinear(nn.Module):
     def __init__(self, weight: torch.Tensor, product: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.empty_like(weight, device="meta")
+        self.weight = StoredWeight(weight.dtype, weight.shape)
         self._product = product
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.executor.cpu_driver import save_model
+from support.executor.cpu_driver import save_config, save_model
+from support.executor.families import family_config
+from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
 
 from pagekv.executor.cpu import choose_forward, products
-from pagekv.executor.cpu.choose_forward import load_forward
+from pagekv.executor.cpu.choose_forward import LOOPS, load_forward
 from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.cpu.gathered_attention import GatheredStepAttention
+from pagekv.executor.cpu.linear import PackedLinear
 from pagekv.executor.cpu.native.step_attention import LoopStepAttention
 from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
@@ -126,20 +129,53 @@ def test_ranks_compute_in_one_way_and_tell_a_failure_from_a_difference(
             self.failed.append(failed)
             return reason or "another rank cannot"
 
-    by_loops = choose_forward._by_loops
-    monkeypatch.setattr(choose_forward, "_by_loops", lambda loaded, shards: by_loops(loaded, None))
+    loops = choose_forward._loops
+    monkeypatch.setattr(choose_forward, "_loops", lambda loaded, shards: loops(loaded, None))
     shards, found = Among(), []
-    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards))
+    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards, LOOPS))
     monkeypatch.setattr(choose_forward, "_agree", lambda *given: False)
-    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards))
-    monkeypatch.setattr(choose_forward, "_by_loops", broken)
-    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards))
+    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards, LOOPS))
+    monkeypatch.setattr(choose_forward, "_loops", broken)
+    found.append(choose_forward._checked(load_model(llama, torch.float32), torch.float32, shards, LOOPS))
     assert found == [
         "another rank cannot",
         "the compiled loops do not compute what transformers does: please report this model",
         "the compiled loops failed: KeyError: 'no such name'",
     ]
     assert shards.failed == [False, False, True]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layers_whose_weights_a_model_reads_itself_stay_as_they_are(
+    tmp_path: Path, fused: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a router of LongCat-Flash does, which multiplies in float32."""
+    caplog.set_level("INFO")
+
+    def forward(mlp: Any, hidden: torch.Tensor) -> torch.Tensor:
+        down: torch.Tensor = mlp.c_proj(torch.nn.functional.linear(hidden, mlp.c_fc.weight))
+        return down
+
+    monkeypatch.setattr(Starcoder2MLP, "forward", forward)
+    save_config(family_config("starcoder2"), tmp_path)
+    plain = load_model(tmp_path, torch.float32)
+    expected = choose_forward._logits(ModuleForward(plain.model, pack=False), plain)
+    loaded, chosen = load_forward(tmp_path, torch.float32, fused=fused)
+    torch.testing.assert_close(choose_forward._logits(chosen, loaded), expected)
+    reasons = {record.message: getattr(record, "fields", {}).get("reason") for record in caplog.records}
+    assert "layers laid out anew failed: TypeError" in str(reasons["linear layers stay as they are"])
+    assert fused == ("steps are computed by transformers' model" in reasons)
+
+
+def test_layers_that_compute_something_else_when_laid_out_anew_stay_as_they_are(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load_model(llama, torch.float32)
+    expected = choose_forward._logits(ModuleForward(plain.model, pack=False), plain)
+    forward = PackedLinear.forward
+    monkeypatch.setattr(PackedLinear, "forward", lambda *given: forward(*given) * 0.9)
+    loaded, chosen = load_forward(llama, torch.float32, fused=False)
+    torch.testing.assert_close(choose_forward._logits(chosen, loaded), expected)
 
 
 def test_products_that_fail_behind_the_first_layers_are_not_used(
@@ -179,7 +215,7 @@ def test_a_model_is_not_there_twice(llama: Path, monkeypatch: pytest.MonkeyPatch
         raise ImportError("Numba needs NumPy 2.1 or less")
 
     monkeypatch.setattr(choose_forward, "load_model", loaded_alone)
-    monkeypatch.setattr(choose_forward, "_by_loops", broken)
+    monkeypatch.setattr(choose_forward, "_loops", broken)
     _, forward = load_forward(llama, torch.float32, fused=True)
     assert isinstance(forward, ModuleForward)
     assert len(models) == 2

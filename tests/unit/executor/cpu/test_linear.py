@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -40,6 +42,16 @@ def test_layers_are_replaced_in_place_and_nothing_else() -> None:
         assert [type(layer) for layer in (model[0], inner[0])] == [PackedLinear, PackedLinear]
         torch.testing.assert_close(model(data), before)
     assert inner[1] is special
+
+
+def test_weights_that_are_read_apart_from_their_layer_are_not_there() -> None:
+    """torch multiplies by weights without memory, too, and gives any numbers."""
+    plain = nn.Linear(48, 80)
+    for layer in (PackedLinear(plain.weight, plain.bias), ProductLinear(plain.weight, plain)):
+        assert (layer.weight.dtype, layer.weight.shape) == (torch.float32, (80, 48))
+        weight: Any = layer.weight
+        with pytest.raises(TypeError, match="must be Tensor"):
+            nn.functional.linear(torch.zeros(1, 48), weight)
 
 
 def test_double_precision_stays_as_it_is() -> None:
