@@ -49,6 +49,10 @@ class StepAttention(Protocol):
         ...
 
 
+# Tensors that models hand down to their attention and that change nothing in it.
+_OF_NO_EFFECT = ("position_ids", "logits_to_keep")
+
+
 class UnsupportedAttention(ValueError):
     """The model asks for attention that PageKV does not compute."""
 
@@ -76,9 +80,11 @@ def paged_attention(
         raise UnsupportedAttention("the model brings an attention mask of its own")
     if not getattr(module, "is_causal", True):
         raise UnsupportedAttention("the model's attention is not causal")
-    for name in ("position_bias", "block_sequence_ids"):
-        if kwargs.get(name) is not None:
+    for name, given in kwargs.items():
+        if isinstance(given, torch.Tensor) and name not in _OF_NO_EFFECT:
             raise UnsupportedAttention(f"the model's attention uses {name}")
+    if sliding_window is not None and sliding_window < 1:
+        raise UnsupportedAttention(f"the model's attention has a window of {sliding_window} tokens")
     if s_aux is not None and s_aux.shape != (query.shape[1],):
         raise UnsupportedAttention(f"the model's attention has sinks of shape {tuple(s_aux.shape)}, not one a head")
     layer = getattr(module, "layer_idx", None)

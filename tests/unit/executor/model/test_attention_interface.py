@@ -30,6 +30,8 @@ class Never:
         ({"paged": None}, "keyword arguments"),
         ({"attention_mask": torch.zeros(1, 1, 2, 2)}, "mask of its own"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"block_indices": torch.zeros(1), "position_ids": torch.zeros(1)}, "uses block_indices"),
+        ({"sliding_window": 0}, "a window of 0 tokens"),
         ({"s_aux": torch.zeros(1)}, r"sinks of shape \(1,\), not one a head"),
     ],
 )
