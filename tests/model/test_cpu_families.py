@@ -23,6 +23,7 @@ QUICK = (
     "glm4",  # norms behind attention and MLP, half of a head rotated
     "gpt_neox",  # queries, keys and values in one product, by head
     "granitemoe",  # multipliers, experts
+    "modernbert-decoder",  # a configuration that takes no None for a token
     "olmo3",  # norms over all heads together
     "opt",  # learned positions, embeddings narrower than the layers
     "persimmon",

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sized
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
+from pagekv.common.logs import Log
 from pagekv.common.phases import Phase, phase
 from pagekv.executor.machine import memory_for
 from pagekv.executor.model.attention_interface import ATTENTION_NAME, Scores, UnsupportedAttention, forward
@@ -20,6 +30,8 @@ from pagekv.executor.model.kv_scales import scales_alone
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.model.tensor_parallel import split_plan, take_shards
 from pagekv.executor.model.transformers_import import without_compiler
+
+log = Log(__name__)
 
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
@@ -105,18 +117,21 @@ def memory_to_load(directory: Path) -> AbstractContextManager[None]:
 
 
 def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shards: Shards | None) -> LoadedModel:
-    config = AutoConfig.from_pretrained(directory, local_files_only=True)
+    config = _read_config(directory)
     _refuse_unsupported(directory, config)
+    # GPUs that fail, and ranks that are lost, say so by this type.
+    raw = () if shards is None and torch.device(device).type == "cpu" else (RuntimeError,)
     # torch marks functions that initialise weights, too, when they are first called.
     # The kernel may refuse to map a file, as one that is larger than the machine's memory.
     placed = nullcontext() if shards is None else _kept_on(torch.device(device))
-    with without_compiler(), memory_to_load(directory), placed:
+    with _explained(directory, "load the model", *raw), without_compiler(), memory_to_load(directory), placed:
         model, report = AutoModelForCausalLM.from_pretrained(
             directory,
             config=config,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
+            trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
             # Else experts are multiplied in grouped products, which torch has not in this type.
@@ -133,9 +148,11 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
         _take_shards(directory, model, shards)
     model.train(False).requires_grad_(False).to(device)
     # Some models look for padding in every batch, to warn of it, for which the host waits for the device. None here.
-    model.config.pad_token_id = None
+    # Set past checks of the configuration, since some types want a number.
+    object.__setattr__(model.config, "pad_token_id", None)
     text = config.get_text_config()
-    calls, vocab_size = _probe(directory, model, text)
+    with _explained(directory, "compute the model", *raw), memory_to_load(directory):
+        calls, vocab_size = _probe(directory, model, text)
     if vocab_size > (num_embeddings := model.get_input_embeddings().num_embeddings):
         raise ValueError(
             f"{directory}: {type(model).__name__} cannot be served: it has logits of {vocab_size} tokens and "
@@ -148,8 +165,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
         model_kv_heads=calls[0].num_kv_heads if shards is None else _num_kv_heads(text),
         scores=tuple(call.scores for call in calls),
         vocab_size=vocab_size,
-        max_model_len=_max_model_len(directory, text),
-        eos_token_ids=_eos_token_ids(model, text, vocab_size),
+        max_model_len=_max_model_len(directory, text, [call.scores.window for call in calls]),
+        eos_token_ids=_eos_token_ids(directory, model, text, vocab_size),
     )
 
 
@@ -197,18 +214,54 @@ def _num_kv_heads(text: Any) -> int:
     return found
 
 
+@contextmanager
+def _explained(directory: Path, work: str, *raw: type[Exception]) -> Iterator[None]:
+    """Raises ValueError, in one line, where transformers fails in words of its own. Errors of memory and files, those
+    that are words for users already, and `raw` ones stay as they are.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, (ValueError, OSError, MemoryError, *raw)):
+            raise
+        said = textwrap.shorten(str(error), 300, placeholder=" ...")
+        raise ValueError(
+            f"{directory}: transformers {transformers.__version__} cannot {work}: {type(error).__name__}: {said}; use "
+            "a complete copy of the model, or another model"
+        ) from error
+
+
+def _read_config(directory: Path) -> Any:
+    """Raises ValueError for a type of models that transformers has no code for, and for fields that it cannot use."""
+    with _explained(directory, "read config.json"):
+        written, _ = PreTrainedConfig.get_config_dict(directory, local_files_only=True)
+        kind = written.get("model_type")
+        if kind is not None and kind not in CONFIG_MAPPING:
+            code = ", and code that comes with a checkpoint is not run" if "auto_map" in written else ""
+            raise ValueError(
+                f"{directory}: transformers {transformers.__version__} knows no models of type {kind!r}{code}; use "
+                "another model"
+            )
+        # Else transformers asks whoever sits at the terminal whether to run such code.
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+
+
 def _refuse_unsupported(directory: Path, config: Any) -> None:
     """Refuses what the configuration shows, before gigabytes are read. Raises ValueError."""
-    text = config.get_text_config()
     kind = f"{directory}: models of type {config.model_type!r}"
     _refuse_quantised(directory, config)
+    # Some with an encoder have no one configuration for text.
     if config.is_encoder_decoder:
         raise ValueError(f"{kind} have an encoder; PageKV serves decoder-only models")
+    text = config.get_text_config()
     if getattr(text, "num_kv_shared_layers", 0):
         raise ValueError(f"{kind} share keys and values between layers, which is not supported; use another model")
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
+    # transformers then shows every token those behind it; the layers do not say so.
+    if not getattr(text, "is_causal", True):
+        raise ValueError(f"{kind} with is_causal false in config.json are no causal language models; use one that is")
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (tuple, list)) else (found,)
     if not classes:
@@ -281,7 +334,7 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
     except UnsupportedAttention as error:
         raise ValueError(f"{name} cannot be served: {error}; use another model") from error
     calls = [call for _, call in sorted(probe.calls.items())]
-    if sorted(probe.calls) != list(range(text.num_hidden_layers)):
+    if not calls or sorted(probe.calls) != list(range(text.num_hidden_layers)):
         raise ValueError(
             f"{name} cannot be served: {len(calls)} of its {text.num_hidden_layers} layers take their attention "
             "from transformers' attention interface; use a model whose every layer does"
@@ -289,12 +342,20 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
     if len({(call.num_kv_heads, call.head_size) for call in calls}) != 1:
         raise ValueError(f"{name} cannot be served: its layers differ in KV heads or head size; use another model")
     for layer, kind in enumerate(getattr(text, "layer_types", None) or ()):
-        if (kind == "sliding_attention") != (calls[layer].scores.window is not None):
-            raise ValueError(f"{name} cannot be served: layer {layer} is {kind} and does not say so; use another model")
+        if kind != "sliding_attention" and calls[layer].scores.window is not None:
+            raise ValueError(f"{name} cannot be served: layer {layer} is {kind} and has a window; use another model")
     return calls, logits.shape[-1]
 
 
-def _max_model_len(directory: Path, text: Any) -> int:
+def _configured_windows(text: Any) -> list[int | None]:
+    """Of each layer, as transformers' cache reads them from the configuration."""
+    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+    kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) -> int:
+    """`windows`: those of the layers' calls."""
     longest = getattr(text, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise ValueError(f"{directory}: config.json does not say max_position_embeddings; add it")
@@ -306,13 +367,24 @@ def _max_model_len(directory: Path, text: Any) -> int:
             original = parameters.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
+    untold = [each for each, told in zip(_configured_windows(text), windows, strict=True) if each and told is None]
+    # A window that a mask or a cache of transformers has, and the layer's attention has not, hides nothing up to here.
+    if untold and min(untold) < longest:
+        longest = min(untold)
+        log.warning(
+            "the context ends with the window of layers that do not say theirs",
+            model_type=text.model_type,
+            max_model_len=longest,
+        )
     return longest
 
 
-def _eos_token_ids(model: PreTrainedModel, text: Any, vocab_size: int) -> tuple[int, ...]:
+def _eos_token_ids(directory: Path, model: PreTrainedModel, text: Any, vocab_size: int) -> tuple[int, ...]:
     generation = model.generation_config
     found = generation.eos_token_id if generation is not None else None
     if found is None:
         found = text.eos_token_id
     ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ValueError(f"{directory}: eos_token_id must be a token id, or a list of them, got {found!r}; correct it")
     return tuple(sorted({token_id for token_id in ids if 0 <= token_id < vocab_size}))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.executor.cpu_driver import MODELS, Driver, prompts_of, reference, save_config, save_model
+from support.executor.cpu_driver import MODELS, WINDOW, Driver, prompts_of, reference, save_config, save_model
 from support.executor.families import family_config
 from transformers import (
     AutoModelForCausalLM,
@@ -70,8 +70,8 @@ def test_weights_that_cannot_be_mapped(llama: Path, monkeypatch: pytest.MonkeyPa
         MemoryError, match=r"are available \(unable to mmap 9 bytes .*\): use a smaller model, or a machine"
     ):
         load_model(llama, torch.float32)
-    said = "another error"
-    with pytest.raises(RuntimeError, match=r"^another error$"):
+    said = "another\nerror"
+    with pytest.raises(ValueError, match=r"cannot load the model: RuntimeError: another error; use a complete copy"):
         load_model(llama, torch.float32)
 
 
@@ -92,6 +92,7 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "weights quantised by 'fp8' are not supported"),
         ({"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "chunked_attention"),
         ({"num_kv_shared_layers": 2}, "share keys and values"),
+        ({"is_causal": False}, "is_causal false in config.json are no causal"),
     ],
 )
 def test_configurations_that_would_be_served_wrongly_are_refused(tmp_path: Path, fields: Any, reason: str) -> None:
@@ -99,6 +100,62 @@ def test_configurations_that_would_be_served_wrongly_are_refused(tmp_path: Path,
     edit_config(tmp_path, **fields)
     with pytest.raises(ValueError, match=reason):
         CpuBackend(tmp_path, "m", threads=1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"hidden_size": "48"}, r"cannot read config\.json: .*: Field 'hidden_size' expected int, got str"),
+        ({"hidden_act": "unheard"}, "cannot load the model: KeyError: 'unheard'"),
+        ({"return_dict": False}, "cannot compute the model: AttributeError: 'tuple' object"),
+        ({"num_hidden_layers": 0}, "0 of its 0 layers"),
+        ({"model_type": "unheard"}, r"knows no models of type 'unheard'; use another model$"),
+    ],
+)
+def test_a_failure_of_transformers_is_told_in_one_line(tmp_path: Path, fields: Any, reason: str) -> None:
+    save_model("llama", tmp_path)
+    edit_config(tmp_path, **fields)
+    with pytest.raises(ValueError, match=rf"{tmp_path}: [^\n]*{reason}"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_weights_that_were_cut_off_are_told_in_one_line(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    weights = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[:-100])
+    with pytest.raises(ValueError, match=r"cannot load the model: SafetensorError: .*; use a complete copy"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_an_error_of_a_gpu_is_left_to_those_who_know_it(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*_: object, **__: object) -> None:
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lost)
+    with pytest.raises(RuntimeError, match=r"^the device is lost$"):
+        load_model(llama, torch.float32, "cuda")
+
+
+@pytest.mark.parametrize("kind", ["chatglm", "llama"])
+def test_code_that_comes_with_a_checkpoint_is_neither_run_nor_asked_about(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda _: pytest.fail("asked"))
+    save_model("llama", tmp_path)
+    (tmp_path / "code.py").write_text("raise SystemExit")
+    edit_config(tmp_path, model_type=kind, auto_map={"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"})
+    if kind == "llama":
+        assert type(load_model(tmp_path, torch.float32).model) is LlamaForCausalLM
+        return
+    with pytest.raises(ValueError, match="no models of type 'chatglm', and code that comes with a checkpoint is not"):
+        load_model(tmp_path, torch.float32)
+
+
+def test_an_end_of_sequence_that_is_no_token_id_is_refused(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "</s>"}))
+    with pytest.raises(ValueError, match="eos_token_id must be a token id, or a list of them, got '</s>'"):
+        load_model(tmp_path, torch.float32)
 
 
 def test_fp8_weights_without_a_word_in_the_configuration_are_refused_by_name(tmp_path: Path) -> None:
@@ -193,6 +250,20 @@ def test_context_ends_where_frequencies_would_depend_on_the_batch(tmp_path: Path
     assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).max_model_len == 200
 
 
+@pytest.mark.parametrize("window", [WINDOW, 1024])
+@pytest.mark.parametrize("name", ["llama", "qwen2_moe", "phimoe"])
+def test_context_ends_with_a_window_that_attention_does_not_know(tmp_path: Path, name: str, window: int) -> None:
+    """transformers has it in a mask alone (Phi-3.5-MoE), or in a cache alone: within it all is one."""
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "use_sliding_window": True}
+    config = family_config(name, sliding_window=window, **(kinds if name == "qwen2_moe" else {}))
+    model = save_config(config, tmp_path)
+    backend = CpuBackend(tmp_path, "m", threads=1)
+    assert backend.describe(4, 8).max_model_len == min(window, config.max_position_embeddings)
+    (prompt,) = prompts_of([5])
+    driver = Driver(backend)
+    assert driver.generate([driver.sequence(prompt)], 4) == [reference(model, prompt, 4)]
+
+
 def test_block_size_in_bytes() -> None:
     assert BlockGeometry(32, 8, 128, torch.bfloat16).bytes_per_block(16) == 2 * 2**20
     assert BlockGeometry(32, 8, 128, torch.float8_e4m3fn).bytes_per_block(16) == 2**20
@@ -202,7 +273,7 @@ def test_every_architecture_is_listed() -> None:
     assert {"llama", "qwen2", "qwen3", "mistral", "gemma2", "gpt-oss", "gpt2"} <= set(MODELS)
 
 
-class Loading(Exception):
+class Loading(BaseException):
     """Ends a start where transformers begins."""
 
 
