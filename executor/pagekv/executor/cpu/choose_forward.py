@@ -82,7 +82,7 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
     return ""
 
 
-def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way: Way) -> StepForward | str:
+def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way: _Way) -> StepForward | str:
     """A way to compute steps, which takes the model's weights; or why it, or that of another rank, cannot be used."""
     failed, reason = False, ""
     with phase("computing logits by transformers' model, to compare with"):
@@ -117,7 +117,7 @@ def _by_packed_layers(loaded: LoadedModel, _: Shards | None) -> Iterator[StepFor
         yield ModuleForward(loaded.model)
 
 
-class Way(NamedTuple):
+class _Way(NamedTuple):
     """A way to compute steps; `remedy`: for ranks of which one alone fails in it."""
 
     name: str
@@ -125,8 +125,8 @@ class Way(NamedTuple):
     remedy: str
 
 
-LOOPS = Way("the compiled loops", _by_loops, "start with --no-fused")
-PACKED_LAYERS = Way("linear layers laid out anew", _by_packed_layers, "please report this model")
+LOOPS = _Way("the compiled loops", _by_loops, "start with --no-fused")
+PACKED_LAYERS = _Way("linear layers laid out anew", _by_packed_layers, "please report this model")
 
 
 def _loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
