@@ -20,10 +20,11 @@ class RetiredBlocks:
         self.marked = np.zeros(num_blocks, np.bool_)
         self._marked_at = self.marked.data
         self._batch_of: Blocks = np.zeros(num_blocks, np.int32)
-        # By number of the batch.
+        # By number of the batch: its note, and how many of its blocks are retired.
         self._notes: dict[int, Note] = {}
-        # Blocks in the order in which they were retired, those that were taken since among them.
-        self._queue: deque[Blocks] = deque()
+        self._left: dict[int, int] = {}
+        # Batches by number in the order in which they were retired, blocks that were taken since among them.
+        self._queue: deque[tuple[int, Blocks]] = deque()
         self._last_batch = 0
         self.count = 0
 
@@ -32,11 +33,14 @@ class RetiredBlocks:
 
     def add(self, blocks: Blocks, note: Note) -> None:
         """Retires blocks that are not. `note` is called with their digests as they are cleared."""
+        if not len(blocks):
+            return
         self._last_batch += 1
         self._notes[self._last_batch] = note
         self._batch_of[blocks] = self._last_batch
         self.marked[blocks] = True
-        self._queue.append(blocks)
+        self._left[self._last_batch] = len(blocks)
+        self._queue.append((self._last_batch, blocks))
         self.count += len(blocks)
 
     def note(self, block: int) -> Note:
@@ -50,18 +54,35 @@ class RetiredBlocks:
             return []
         self.marked[here] = False
         batches = self._batch_of[here]
-        found = [(self._notes[number], here[batches == number].tolist()) for number in dict.fromkeys(batches.tolist())]
+        found = []
+        for number in dict.fromkeys(batches.tolist()):
+            taken = here[batches == number].tolist()
+            found.append((self._notes[number], taken))
+            self._left[number] -= len(taken)
+            if not self._left[number]:
+                del self._notes[number], self._left[number]
         self.count -= len(here)
         if not self.count:
-            self._notes.clear()
             self._queue.clear()
         return found
 
     def oldest(self, most: int) -> Blocks:
-        """Up to so many blocks of those retired first, some of them taken since, and none returned before; there must
-        be retired ones.
+        """Up to so many of the blocks that were retired first, at least one, to be taken now: they are not returned
+        again. There must be retired ones.
+
+        Blocks that were taken since are passed over, else they would come in faster than they leave while some are
+        retired.
         """
-        blocks = self._queue.popleft()
-        if len(blocks) > most:
-            self._queue.appendleft(blocks[most:])
-        return blocks[:most]
+        found: list[Blocks] = []
+        left = looked_at = most
+        while left and self._queue:
+            number, blocks = self._queue.popleft()
+            window = blocks[:looked_at]
+            here = np.flatnonzero(self.marked[window] & (self._batch_of[window] == number))[:left]
+            end = int(here[-1]) + 1 if len(here) == left else len(window)
+            if end < len(blocks):
+                self._queue.appendleft((number, blocks[end:]))
+            found.append(window[here])
+            left -= len(here)
+            looked_at *= 2
+        return np.concatenate(found)

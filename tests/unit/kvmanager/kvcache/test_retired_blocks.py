@@ -39,7 +39,28 @@ def test_the_oldest_come_first_and_each_once() -> None:
     retired = RetiredBlocks(10)
     retired.add(ids(7, 3, 5), note)
     retired.add(ids(1, 9), other)
-    assert [retired.oldest(2).tolist() for _ in range(3)] == [[7, 3], [5], [1, 9]]
+    assert [retired.oldest(2).tolist() for _ in range(3)] == [[7, 3], [5, 1], [9]]
+
+
+def test_what_was_taken_is_passed_over_and_costs_nothing_from_then_on() -> None:
+    """One block stays retired while thousands come and are taken: it is all that is kept."""
+    retired = RetiredBlocks(1001)
+    retired.add(ids(1000), note)
+    for _ in range(5):
+        retired.add(np.arange(1000, dtype=np.int32), other)
+        retired.take(np.arange(1000, dtype=np.int32))
+        assert retired.oldest(256).tolist() == [1000]
+        retired.take(ids(1000))
+        retired.add(ids(1000), note)
+        assert (retired.count, len(retired._queue), len(retired._notes)) == (1, 1, 1)
+
+
+def test_a_block_that_was_retired_again_stands_in_its_latest_batch_alone() -> None:
+    retired = RetiredBlocks(10)
+    retired.add(ids(7, 3, 5), note)
+    retired.take(ids(3))
+    retired.add(ids(3, 1), other)
+    assert retired.oldest(9).tolist() == [7, 5, 3, 1]
 
 
 @pytest.mark.parametrize("seed", range(10))
