@@ -80,9 +80,9 @@ class FreeQueue:
             self.remove(blocks)
             return blocks
         taken: list[Blocks] = []
-        left = count
+        left, looked_at = count, max(count, _WINDOW)
         while left:
-            window = self._entries[self._head : min(self._head + max(left, _WINDOW), self._tail)]
+            window = self._entries[self._head : min(self._head + looked_at, self._tail)]
             valid = np.flatnonzero(self._position[window] == self._positions(self._head, self._head + len(window)))
             if len(valid) >= left:
                 valid = valid[:left]
@@ -91,6 +91,8 @@ class FreeQueue:
                 self._head += len(window)
             taken.append(window[valid])
             left -= len(valid)
+            # A long prompt that was hit leaves tens of thousands of void entries in a row.
+            looked_at *= 2
         blocks = taken[0] if len(taken) == 1 else np.concatenate([np.empty(0, np.int32), *taken])
         self.remove(blocks)
         return blocks

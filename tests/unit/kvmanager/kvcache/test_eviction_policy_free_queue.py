@@ -3,6 +3,7 @@ import random
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.call_count import count_calls
 from support.engine.arrays import ids
 
 from pagekv.kvmanager.kvcache.eviction_policy import FreeQueue
@@ -91,3 +92,16 @@ def test_voids_longer_than_what_is_looked_at_together_are_skipped() -> None:
             assert queue.pop(count).tolist() == model[:count]
             del model[:count]
             assert (list(queue), len(queue)) == (model, len(model))
+
+
+def test_entries_that_are_void_are_skipped_in_few_looks() -> None:
+    """A long prompt that is hit leaves as many of them in a row as it has blocks."""
+
+    def calls(held: int) -> int:
+        queue = FreeQueue(held + 10)
+        queue.remove(ids([*range(held)]))
+        made = count_calls(lambda: queue.pop(1))
+        assert list(queue) == [*range(held + 1, held + 10)]
+        return made
+
+    assert calls(8000) < 2 * calls(1000)
