@@ -26,14 +26,23 @@ class Publisher:
         # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
         # values before it attends, but not copied, for copies come before everything else.
         self._being_computed: list[Blocks] = []
+        # Whether each block is one of them, [num_blocks].
+        self._marked = np.zeros(pool.num_blocks, np.bool_)
 
     def next_step(self) -> None:
         """Blocks published from now on belong to the next step."""
+        for blocks in self._being_computed:
+            self._marked[blocks] = False
         self._being_computed.clear()
+
+    def _compute(self, blocks: Blocks) -> None:
+        """The step being planned computes these blocks."""
+        self._being_computed.append(blocks)
+        self._marked[blocks] = True
 
     def is_being_computed(self, block: int) -> bool:
         """Whether the step being planned computes this block."""
-        return any((blocks == block).any() for blocks in self._being_computed)
+        return bool(self._marked[block])
 
     def publish(self, sequence: Seq, *, computed_now: bool = False) -> None:
         """Offers to the prefix table every block that is full, known and planned to be written; `computed_now`: by the
@@ -71,7 +80,7 @@ class Publisher:
                 if self._host.num_blocks:
                     digests[begin:end] = self._pool.table.digest_objects(blocks[here], digests[begin:end])
         if computed_now and self._limits.partial_hits:
-            self._being_computed.append(blocks)
+            self._compute(blocks)
 
     def publish_last(
         self,
@@ -114,7 +123,7 @@ class Publisher:
             sequence.num_published = index + 1
         if ready:
             if computed_now and self._limits.partial_hits:
-                self._being_computed.append(np.array(offered, np.int32))
+                self._compute(np.array(offered, np.int32))
             for place in self._pool.publish_one_each(offered, digests, before, parents, tokens[ready]):
                 # Not simply the next block: `publish` finds out what stands before it.
                 sequence = sequences[ready[place]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 
 import pytest
+from support.call_count import count_calls
 from support.engine.scheduler_driver import Driver, cached, copies, expect, finished, output
 
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
@@ -166,3 +167,18 @@ def check_published(driver: Driver) -> None:
             full = min(sequence.num_tokens, sequence.num_computed) // driver.block_size
             blocks = driver.pool.table.match_tokens(sequence.request.root, sequence.chunks(driver.block_size, 0, full))
             assert len(blocks) == full
+
+
+def test_whether_a_block_is_being_computed_is_known_without_a_search() -> None:
+    """Prompts that begin alike enter in one step, and each would copy the beginning of the one before."""
+
+    def calls(admissions: int) -> int:
+        driver = Driver(
+            num_blocks=4 * admissions, max_batch_tokens=9 * admissions, max_running=admissions, partial_hits=True
+        )
+        requests = [driver.submit([1, index % 97, index // 97, 2, 3, 4], max_tokens=2) for index in range(admissions)]
+        made = count_calls(driver.plan)
+        assert [cached(request) for request in requests] == [0] * admissions
+        return made
+
+    assert calls(80) < 2.2 * calls(40)
