@@ -48,7 +48,7 @@ class DecodeBatch:
         # Rows whose sequence was removed while a step in flight samples them.
         self._removed: set[int] = set()
         # Token ids that end a sequence besides end-of-sequence.
-        self._stops: dict[int, tuple[int, ...]] = {}
+        self._stops: dict[int, frozenset[int]] = {}
         self._decoding_rows: Rows | None = None
         # The latest answer of `span`, and the rows that it is for.
         self._span: Rows | slice = slice(0)
@@ -112,7 +112,7 @@ class DecodeBatch:
         least = self.stops_from[seq_id] = sequence.num_prompt + sampling.min_tokens
         self.eos_from[seq_id] = _NEVER if sampling.ignore_eos else least
         if sampling.stop_token_ids:
-            self._stops[seq_id] = sampling.stop_token_ids
+            self._stops[seq_id] = frozenset(sampling.stop_token_ids)
         start = max(0, known - 1) // size * size
         latest = np.frombuffer(sequence.token_ids, np.uint32, known - start, 4 * start)
         self._tail[seq_id, start // size & 1, : len(latest)] = latest

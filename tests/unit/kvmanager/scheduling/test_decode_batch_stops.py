@@ -64,3 +64,26 @@ def test_stop_tokens_are_ignored_before_min_tokens() -> None:
     driver.drain()
     tokens, _ = streamed(request)
     assert len(tokens) >= 3
+
+
+def test_a_token_is_compared_with_no_stop_token_but_itself() -> None:
+    """However many a sequence has."""
+    looks = 0
+
+    class Watched(int):
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return int(self) == other
+
+        __hash__ = int.__hash__
+
+    (sequence,) = Driver().submit([1, 2, 3], 4, stop_token_ids=tuple(map(Watched, range(20, 84)))).sequences
+    batch = DecodeBatch(4)
+    batch.open(sequence)
+    batch.start_decoding(sequence)
+    rows = np.array([sequence.seq_id])
+    for token, ends in ((5, False), (30, True)):
+        tokens = np.array([token], np.uint32)
+        assert bool(batch.check_stop(rows, tokens, batch.append(rows, tokens), ())) == ends
+    assert looks <= 1
