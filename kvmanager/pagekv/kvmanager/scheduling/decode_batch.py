@@ -94,7 +94,7 @@ class DecodeBatch:
             self._grow(2 * len(self._sequences))
         seq_id = heapq.heappop(self._free)
         self._sequences[seq_id] = sequence
-        self._token_ids[seq_id] = sequence.token_ids
+        self._token_ids[seq_id] = sequence.own_token_ids()
         self.known[seq_id] = sequence.num_tokens
         self.computed[seq_id] = sequence.num_computed
         self.pending[seq_id] = self.passed[seq_id] = 0

@@ -168,6 +168,14 @@ class Seq:
         """Known tokens, uint32: compact, and NumPy can look at them without a copy."""
         return self._token_ids if self.batch is None else self.batch.token_ids(self.seq_id)
 
+    def own_token_ids(self) -> array[int]:
+        """Known tokens of a sequence without a row, in an array that no other has: sequences behind the first of a
+        request wait with one for all of them.
+        """
+        if self.index and len(self._token_ids) == len(self.request.command.prompt_ids):
+            self._token_ids = self._token_ids[:]
+        return self._token_ids
+
     @property
     def num_tokens(self) -> int:
         """Tokens known."""
@@ -241,7 +249,10 @@ def live_request(
     """
     request = LiveRequest(command, stream, arrival, Root(root))
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
-    num_prompt = len(command.prompt_ids) - command.resumed_tokens
+    given = command.prompt_ids
+    # Until they enter the executor: 64 copies of a long prompt take as long as many steps.
+    shared = given if isinstance(given, array) else array("I", given)
+    num_prompt = len(given) - command.resumed_tokens
     if prepared is None:
         prepared = PreparedPrompt(root)
     request.packed_prompt = prepared.packed
@@ -250,7 +261,7 @@ def live_request(
         Seq(
             request=request,
             index=index,
-            _token_ids=array("I", command.prompt_ids) if index or not prepared.token_ids else prepared.token_ids,
+            _token_ids=shared if index else prepared.token_ids or array("I", given),
             num_prompt=num_prompt,
             max_total=num_prompt + command.sampling.max_tokens,
             key=(rank, arrival, index),

@@ -163,13 +163,13 @@ def test_the_objects_of_a_prefix_that_came_back_are_taken(host_blocks: int) -> N
 
 
 def test_a_sequence_has_token_ids_of_its_own() -> None:
-    """The command's stay as they were sent, and each sequence gets its outputs alone."""
+    """From when it enters the executor: the command's stay as they were sent, and each gets its outputs alone."""
     prompt = list(range(1, 22))
     prepared = complete(PrefixTable(4, 2, np.zeros(4, np.int32)), prompt)
     command = GenerateCommand("r", array("I", prompt), SamplingParams(max_tokens=2), 2)
     first, second = live_request(command, RequestStream("r", 2), 0, ROOT, 0, prepared).sequences
-    first.token_ids.append(5)
-    second.token_ids.append(6)
+    first.own_token_ids().append(5)
+    second.own_token_ids().append(6)
     assert [ids.tolist() for ids in (command.prompt_ids, first.token_ids, second.token_ids)] == [  # type: ignore[attr-defined]  # an array
         prompt,
         [*prompt, 5],

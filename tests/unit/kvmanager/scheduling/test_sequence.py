@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
+from support.engine.cached_prefixes import ROOT
 from support.engine.integrity import pending
 from support.engine.scheduler_driver import Driver, expect, finished, output
 
-from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID
+from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
+from pagekv.kvmanager.request.stream import RequestStream
+from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, live_request
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -30,6 +35,20 @@ def test_a_sequence_that_decodes_is_never_stale(block_size: int) -> None:
         assert sequence.num_output == sequence.num_tokens - len(prompt)
     assert finished(driver.requests[0])
     assert (sequence.token_ids.tolist(), sequence.seq_id, sequence.batch) == (wanted, NO_SEQ_ID, None)
+
+
+def test_sequences_that_wait_for_a_fork_have_no_copies_of_the_prompt() -> None:
+    driver = Driver()
+    prompt = array("I", [1, 2, 3, 4, 5])
+    first, *others = live_request(
+        GenerateCommand("r", prompt, SamplingParams(max_tokens=2), 64), RequestStream("r", 64), 0, ROOT, 0
+    ).sequences
+    assert first.token_ids is not prompt
+    assert all(each.token_ids is prompt for each in others)
+    request = driver.submit(prompt, max_tokens=4, n=3, temperature=1.0, seed=5)
+    driver.drain()
+    assert finished(request)
+    assert prompt.tolist() == [1, 2, 3, 4, 5]
 
 
 def test_a_branch_has_the_same_past_and_holds_nothing() -> None:
