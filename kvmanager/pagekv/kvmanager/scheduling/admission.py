@@ -127,7 +127,7 @@ class Admission:
         went_first, self.goes_first, self.refused = self.goes_first, False, None
         self._ended = False
         served = self._waiting.served
-        self._waiting.hold_back(self._running.order, self._tables.pool.block_size)
+        self._waiting.hold_back(self._running.requests)
         if served.several:
             under_way = sorted(under_way, key=lambda sequence: (served.place(sequence.tenant), sequence.key))
         for sequence in under_way:
@@ -157,7 +157,7 @@ class Admission:
             for arrival in arrivals:
                 waiting.take(arrival.sequence)
                 running.add(arrival.sequence)
-            waiting.hold_back(running.order, self._tables.pool.block_size)
+            waiting.hold_back_behind(head.tenant, running.requests)
             if len(arrivals) == 1 and running.shared_prefill.is_ready(head):
                 step.add_new(head)
             else:

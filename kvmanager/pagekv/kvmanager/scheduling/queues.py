@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
-from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, held_back
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests, held_back
 from pagekv.kvmanager.scheduling.fairness.virtual_tokens import VirtualTokens
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
@@ -32,7 +32,7 @@ class WaitingQueue:
         self.served = VirtualTokens()
         # By tenant; and those tenants whose next request would be above theirs.
         self.caps: dict[int, Cap] = {}
-        self._held_back: frozenset[int] = frozenset()
+        self._held_back: set[int] = set()
         # Sequences in the state FORKING, by tenant.
         self._forking: Counter[int] = Counter()
         # Requests whose sequence 0 was admitted while others wait for its prompt.
@@ -81,15 +81,21 @@ class WaitingQueue:
         heads = (order[0] for tenant, order in self._orders.items() if tenant not in self._held_back)
         return min(heads, key=lambda head: (self.served.place(head.tenant), head.key), default=None)
 
-    def hold_back(self, running: Iterable[Seq], block_size: int) -> None:
-        """Looks which tenants are at their caps with these sequences. For the time that it was, none has a credit."""
-        before, self._held_back = self._held_back, frozenset()
+    def hold_back(self, running: RunningRequests) -> None:
+        """Looks which tenants are at their caps with these requests. For the time that it was, none has a credit."""
+        before, self._held_back = self._held_back, set()
         if self.caps:
             heads = {tenant: order[0].request for tenant, order in self._orders.items()}
-            self._held_back = held_back(self.caps, heads, running, block_size)
+            self._held_back = held_back(self.caps, heads, running)
         for tenant in before - self._held_back:
             if tenant in self._orders:
                 self.served.joined(tenant, self._orders.keys() - self._held_back - {tenant})
+
+    def hold_back_behind(self, tenant: int, running: RunningRequests) -> None:
+        """`hold_back` after a head of this tenant was admitted, which changes nothing for others."""
+        cap, order = self.caps.get(tenant), self._orders.get(tenant)
+        if cap is not None and order is not None and running.are_above(cap, order[0].request):
+            self._held_back.add(tenant)
 
     def take(self, sequence: Seq) -> None:
         """A sequence that waits is admitted."""
@@ -131,6 +137,8 @@ class RunningQueue:
         # RUNNING and DRAINING; and how many of them each tenant has, if any.
         self.order: list[Seq] = []
         self.tenants: Counter[int] = Counter()
+        # Requests of which there are members.
+        self.requests = RunningRequests(block_size)
         # Members of `order` with known tokens left to plan.
         self.prefilling: list[Seq] = []
         # Members of `order` that are to enter the executor: beams, which may yet need a block, and arrivals that share
@@ -152,6 +160,7 @@ class RunningQueue:
         sequence.state = SeqStatus.RUNNING
         insort(self.order, sequence, key=key)
         self.tenants[sequence.tenant] += 1
+        self.requests.add(sequence)
 
     def add_returning(self, sequence: Seq) -> None:
         """A member of the order is to enter the executor as soon as there is room."""
@@ -194,6 +203,7 @@ class RunningQueue:
         self.tenants[sequence.tenant] -= 1
         if not self.tenants[sequence.tenant]:
             del self.tenants[sequence.tenant]
+        self.requests.remove(sequence)
         for others in (self.prefilling, self.returning):
             if sequence in others:
                 others.remove(sequence)

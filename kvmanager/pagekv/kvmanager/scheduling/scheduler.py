@@ -98,7 +98,7 @@ class Scheduler:
 
     def num_running_requests(self, tenant: int) -> int:
         """Requests of a tenant that hold blocks."""
-        return len({sequence.request for sequence in self.running if sequence.tenant == tenant})
+        return self._running.requests.count(tenant)
 
     @property
     def num_waiting(self) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
@@ -15,26 +16,60 @@ class Cap(NamedTuple):
     blocks: int | None = None
 
 
-def held_back(
-    caps: Mapping[int, Cap], heads: Mapping[int, LiveRequest], running: Iterable[Seq], block_size: int
-) -> frozenset[int]:
-    """Tenants whose next request, in `heads`, would be above their caps beside the running sequences. A request that
-    runs already is never held back, nor is the only one of its tenant for its blocks.
+class RunningRequests:
+    """Requests with sequences in the running order, counted as these come and go: how many each tenant has, and blocks
+    that they may come to need together.
     """
-    needs: dict[int, dict[LiveRequest, int]] = {}
-    for sequence in running:
-        if sequence.tenant in caps:
-            needs.setdefault(sequence.tenant, {})[sequence.request] = _most_blocks(sequence.request, block_size)
-    above = set()
-    for tenant, request in heads.items():
-        cap, own = caps.get(tenant), needs.get(tenant, {})
-        if cap is None or request in own:
-            continue
-        blocks = sum(own.values()) + _most_blocks(request, block_size)
-        too_many = cap.requests is not None and len(own) >= cap.requests
-        if too_many or (cap.blocks is not None and bool(own) and blocks > cap.blocks):
-            above.add(tenant)
-    return frozenset(above)
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        # By request: its sequences in the order, and blocks that it may come to need.
+        self._sequences: Counter[LiveRequest] = Counter()
+        self._needs: dict[LiveRequest, int] = {}
+        # By tenant, if any.
+        self._requests: Counter[int] = Counter()
+        self._blocks: Counter[int] = Counter()
+
+    def add(self, sequence: Seq) -> None:
+        """A sequence has got a place in the order."""
+        request = sequence.request
+        self._sequences[request] += 1
+        if request not in self._needs:
+            self._needs[request] = needed = _most_blocks(request, self._block_size)
+            self._requests[request.tenant] += 1
+            self._blocks[request.tenant] += needed
+
+    def remove(self, sequence: Seq) -> None:
+        """A sequence has lost its place."""
+        request = sequence.request
+        self._sequences[request] -= 1
+        if self._sequences[request]:
+            return
+        del self._sequences[request]
+        self._requests[request.tenant] -= 1
+        self._blocks[request.tenant] -= self._needs.pop(request)
+        if not self._requests[request.tenant]:
+            del self._requests[request.tenant], self._blocks[request.tenant]
+
+    def count(self, tenant: int) -> int:
+        """Requests of a tenant."""
+        return self._requests[tenant]
+
+    def are_above(self, cap: Cap, head: LiveRequest) -> bool:
+        """Whether those of a tenant would be above its cap with its next request `head`. One that runs already is never
+        too many, nor is the only one of its tenant for its blocks.
+        """
+        if head in self._needs:
+            return False
+        requests, blocks = self._requests[head.tenant], self._blocks[head.tenant]
+        if cap.requests is not None and requests >= cap.requests:
+            return True
+        return cap.blocks is not None and requests > 0 and blocks + _most_blocks(head, self._block_size) > cap.blocks
+
+
+def held_back(caps: Mapping[int, Cap], heads: Mapping[int, LiveRequest], running: RunningRequests) -> set[int]:
+    """Tenants whose next request, in `heads`, would be above their caps."""
+    return {tenant for tenant, head in heads.items() if tenant in caps and running.are_above(caps[tenant], head)}
 
 
 def _most_blocks(request: LiveRequest, block_size: int) -> int:

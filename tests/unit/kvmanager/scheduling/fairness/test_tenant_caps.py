@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from support.call_count import count_calls
 from support.engine.scheduler_driver import Driver, finished
 
 from pagekv.kvmanager.request.tenant import Tenant
-from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, held_back
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests, held_back
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 A, B = Tenant("a", 1), Tenant("b", 2)
@@ -44,13 +45,44 @@ def test_a_request_that_is_alone_or_under_way_is_never_held_back() -> None:
     driver = Driver(num_blocks=64, block_size=4)
     large = driver.submit([1], max_tokens=80, n=2, tenant=A)
     caps = {1: Cap(requests=1, blocks=1)}
-    assert held_back(caps, {1: large}, [], 4) == frozenset()
-    assert held_back(caps, {1: large}, [large.sequences[0]], 4) == frozenset()
+    requests = RunningRequests(4)
+    assert held_back(caps, {1: large}, requests) == set()
+    requests.add(large.sequences[0])
+    assert held_back(caps, {1: large}, requests) == set()
     other = driver.submit([2], max_tokens=2, tenant=A)
-    assert held_back(caps, {1: other}, [large.sequences[0]], 4) == {1}
-    assert held_back({1: Cap(blocks=41)}, {1: other}, [large.sequences[0]], 4) == frozenset()
-    assert held_back({1: Cap(blocks=40)}, {1: other}, [large.sequences[0]], 4) == {1}
-    assert held_back({}, {1: other}, [large.sequences[0]], 4) == frozenset()
+    assert held_back(caps, {1: other}, requests) == {1}
+    assert held_back({1: Cap(blocks=41)}, {1: other}, requests) == set()
+    assert held_back({1: Cap(blocks=40)}, {1: other}, requests) == {1}
+    assert held_back({}, {1: other}, requests) == set()
+
+
+def test_a_request_counts_while_it_has_sequences_in_the_order() -> None:
+    driver = Driver(num_blocks=64, block_size=4)
+    requests = RunningRequests(4)
+    two, one = driver.submit([1], max_tokens=80, n=2, tenant=A), driver.submit([2], max_tokens=2, tenant=A)
+    for sequence in (*two.sequences, *one.sequences):
+        requests.add(sequence)
+    counts = [requests.count(1)]
+    for sequence in (one.sequences[0], *two.sequences):
+        requests.remove(sequence)
+        counts.append(requests.count(1))
+    assert counts == [2, 1, 1, 0]
+    assert not requests.are_above(Cap(requests=1, blocks=1), one)
+
+
+def test_an_admission_takes_as_long_however_many_requests_run() -> None:
+    """Of tenants with caps: what is looked at for one more is not all that run."""
+
+    def calls(admissions: int) -> int:
+        driver = Driver(num_blocks=4 * admissions, max_batch_tokens=4 * admissions, max_running=admissions)
+        driver.scheduler.set_tenants({}, {}, {1: Cap(requests=admissions), 2: Cap(blocks=1000)})
+        for index in range(admissions):
+            driver.submit([1, 2, index % 97], max_tokens=2, tenant=A)
+        made = count_calls(driver.plan)
+        assert len(running(driver)) == admissions
+        return made
+
+    assert calls(80) < 2.2 * calls(40)
 
 
 def test_a_tenant_that_was_held_back_has_no_credit() -> None:
