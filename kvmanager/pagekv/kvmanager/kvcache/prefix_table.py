@@ -137,7 +137,7 @@ class PrefixTable:
         """A copy of everything, made in a few vector operations so that nobody waits long for it."""
         return TableColumns(
             self.published.copy(),
-            self._digest[:],
+            tuple(self._digest),
             self._trie.parents(slice(None)),
             self._trie.roots(),
             self._media.copy(),

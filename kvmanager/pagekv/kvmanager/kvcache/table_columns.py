@@ -8,13 +8,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+# Ids that are looked at together.
+PIECE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class TableColumns:
     """Columns by block id, whose rows mean something for published blocks only."""
 
     published: NDArray[np.bool_]
-    digests: list[bytes | None]
+    # A tuple, which the garbage collector looks through once, and not in every young collection.
+    digests: tuple[bytes | None, ...]
     # The block before each in its chain; -1 for the first.
     parents: NDArray[np.int32]
     # Roots of the chains, by first block.
@@ -30,10 +34,12 @@ class TableColumns:
         """Every published block, after the one before it in its chain; otherwise in the order of ids."""
         written = np.zeros(len(self.published), np.bool_).data
         parents = self.parents.data
-        for block in np.flatnonzero(self.published).tolist():
-            chain = []
-            while block >= 0 and not written[block]:
-                written[block] = True
-                chain.append(block)
-                block = parents[block]
-            yield from reversed(chain)
+        # In pieces: a list of all ids would be made before the first block is read.
+        for start in range(0, len(written), PIECE):
+            for block in (np.flatnonzero(self.published[start : start + PIECE]) + start).tolist():
+                chain = []
+                while block >= 0 and not written[block]:
+                    written[block] = True
+                    chain.append(block)
+                    block = parents[block]
+                yield from reversed(chain)
