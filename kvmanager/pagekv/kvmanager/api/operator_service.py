@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from pagekv.common.errors import FailedPrecondition, InvalidRequest, NotFound
+from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.api.served_model import ServedModel
 from pagekv.kvmanager.api.validation import check_request_id
 from pagekv.kvmanager.api.watch_call import check_watch, open_watch, watch_messages
@@ -24,6 +25,8 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries, self._snapshots, self._statistics = engine.queries, engine.snapshots, engine.statistics
         self._served_model = served_model
+        # Held by the watch that copies the tables, or makes a piece of its snapshot.
+        self._snapshot_turns = asyncio.Lock()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:
         return self._statistics.stats()
@@ -62,8 +65,10 @@ class OperatorService(pb_grpc.OperatorServiceServicer):
         instance_id = self._queries.instance_id
         check_watch(request, instance_id)
         account = self._served_model.asking().account
-        watch = open_watch(self._queries, account, context, request.start_revision)
-        async for message in watch_messages(request, watch, instance_id):
+        async with self._snapshot_turns:
+            watch = open_watch(self._queries, account, context, request.start_revision)
+            await let_others_run()
+        async for message in watch_messages(request, watch, instance_id, self._snapshot_turns):
             yield message
 
     async def ListTenants(self, request: pb.ListTenantsRequest, context: Any) -> pb.ListTenantsResponse:

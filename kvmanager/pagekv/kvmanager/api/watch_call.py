@@ -8,6 +8,7 @@ from itertools import chain, count, islice, repeat
 from typing import Any
 
 from pagekv.common.errors import InvalidRequest, RevisionGone
+from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.engine.queries import EngineQueries
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
@@ -17,6 +18,8 @@ from pagekv.v1 import types_pb2
 
 # Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
 MAX_EVENTS = 1024
+# Events of a snapshot that are made at once, in a millisecond.
+EVENTS_AT_ONCE = 128
 MIN_PROGRESS_S, MAX_PROGRESS_S = 1, 3600
 MAX_INSTANCE_CHARACTERS = 64
 _TIERS = {Tier.DEVICE: types_pb2.TIER_DEVICE, Tier.HOST: types_pb2.TIER_HOST}
@@ -64,18 +67,21 @@ def open_watch(queries: EngineQueries, account: Account, context: Any, start_rev
 
 
 async def watch_messages(
-    request: pb.WatchEventsRequest, watch: TableWatch, instance_id: str
+    request: pb.WatchEventsRequest, watch: TableWatch, instance_id: str, turns: asyncio.Lock
 ) -> AsyncIterator[pb.WatchEventsResponse]:
-    """The messages of the call: the snapshot, unless the request goes on behind a revision, and the changes."""
+    """The messages of the call: the snapshot, unless the request goes on behind a revision, and the changes. `turns` is
+    held while a piece of the snapshot is made: else the engine's turn comes behind one of each watch that has just
+    begun.
+    """
     with_tokens, sequence = not request.HasField("token_ids") or request.token_ids, count(1)
     interval = request.progress_interval.ToMilliseconds() / 1e3 or None
     more = not request.start_revision
     while more:
-        # In pieces: the engine plans steps while each piece is on its way.
-        revision, blocks = watch.revision, watch.take_snapshot(MAX_EVENTS)
-        more = len(blocks) == MAX_EVENTS
+        revision = watch.revision
+        async with turns:
+            events, more = await _snapshot_piece(watch, with_tokens)
         message = pb.WatchEventsResponse(
-            sequence=next(sequence), snapshot=True, events=_stored(blocks, with_tokens), more=more,
+            sequence=next(sequence), snapshot=True, events=events, more=more,
             revision=0 if more else revision, instance_id=instance_id,
         )  # fmt: skip  # several fields a line
         instance_id = ""
@@ -95,6 +101,20 @@ async def watch_messages(
             )  # fmt: skip  # several fields a line
             instance_id = ""
             yield message
+
+
+async def _snapshot_piece(watch: TableWatch, with_tokens: bool) -> tuple[list[pb.CacheEvent], bool]:
+    """The next events of a snapshot, MAX_EVENTS at most, and whether more may follow; the engine plans steps between
+    each few of them.
+    """
+    events: list[pb.CacheEvent] = []
+    while len(events) < MAX_EVENTS:
+        blocks = watch.take_snapshot(EVENTS_AT_ONCE)
+        events += _stored(blocks, with_tokens)
+        if len(blocks) < EVENTS_AT_ONCE:
+            return events, False
+        await let_others_run()
+    return events, True
 
 
 def _pieces(diff: Diff, with_tokens: bool) -> Iterator[tuple[Sequence[pb.CacheEvent], bool]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import grpc
@@ -13,6 +15,7 @@ from support.engine.fake_engine import FakeEngine
 from support.event_loop import run_by, until
 
 from pagekv.common.errors import LimitExceeded, Unavailable
+from pagekv.kvmanager.api.watch_call import EVENTS_AT_ONCE, MAX_EVENTS, watch_messages
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.v1 import operator_service_pb2 as pb
@@ -271,3 +274,32 @@ def test_an_ended_watch_keeps_nothing() -> None:
     watch.close()
     assert ended == [watch]
     assert watch.take_snapshot(9) == []
+
+
+def test_between_two_turns_of_the_event_loop_a_few_events_are_made_however_many_watches_begin() -> None:
+    """Each behind the other, so that the engine waits for none of the rest."""
+    made, most = 0, 0
+
+    def blocks() -> Iterator[Stored]:
+        nonlocal made
+        for number in range(2 * MAX_EVENTS):
+            made += 1
+            yield block(number)
+
+    async def read(watch: TableWatch, turns: asyncio.Lock) -> int:
+        request = pb.WatchEventsRequest(snapshot_only=True)
+        return sum([len(message.events) async for message in watch_messages(request, watch, "", turns)])
+
+    async def main() -> None:
+        nonlocal most
+        turns = asyncio.Lock()
+        watches = [TableWatch(blocks(), lambda watch: None, 1) for _ in range(8)]
+        reading = asyncio.gather(*(read(watch, turns) for watch in watches))
+        while not reading.done():
+            before = made
+            await asyncio.sleep(0)
+            most = max(most, made - before)
+        assert await reading == [2 * MAX_EVENTS] * 8
+
+    asyncio.run(main())
+    assert most == EVENTS_AT_ONCE
