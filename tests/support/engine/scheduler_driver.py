@@ -104,7 +104,7 @@ class Driver:
 
     def submit(
         self,
-        prompt: list[int],
+        prompt: Sequence[int],
         max_tokens: int = 8,
         priority: int = 0,
         n: int = 1,

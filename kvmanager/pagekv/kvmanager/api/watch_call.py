@@ -103,7 +103,7 @@ async def watch_messages(
             yield message
 
 
-async def _snapshot_piece(watch: TableWatch, with_tokens: bool) -> tuple[list[pb.CacheEvent], bool]:
+async def _snapshot_piece(watch: TableWatch, with_tokens: bool) -> tuple[Sequence[pb.CacheEvent], bool]:
     """The next events of a snapshot, MAX_EVENTS at most, and whether more may follow; the engine plans steps between
     each few of them.
     """
