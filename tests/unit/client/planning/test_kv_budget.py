@@ -117,6 +117,9 @@ def test_six_full_8k_contexts_fit_in_8_gib_of_each_of_two_ranks() -> None:
     assert found.full_context_requests == 6
     assert found.request_bytes / GIB == pytest.approx(1.30)
     assert found.num_blocks == 8 * GIB // (16 * 160 * KIB)
+    # A byte short of the seventh there are six.
+    assert capacity(GQA_80, 16, 1, 7 * GIB // 2 * 5, 0).full_context_requests == 7
+    assert capacity(GQA_80, 16, 1, 7 * GIB // 2 * 5 - 1, 0).full_context_requests == 6
 
 
 def test_memory_for_exactly_one_request_admits_it() -> None:

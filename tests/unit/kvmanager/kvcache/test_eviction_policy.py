@@ -184,7 +184,10 @@ def test_one_long_context_leaves_the_prefixes_of_short_requests() -> None:
             cache.read(context)
             context += words(16)
         left[policy].append(sum(cache.cached(prefix) for prefix in prefixes))
-    assert left == {"lru": [0, 0], "slru": [1280, 1280]}
+        # Nor did they fall back for it: they outlive another one.
+        cache.read(words(8192))
+        left[policy].append(sum(cache.cached(prefix) for prefix in prefixes))
+    assert left == {"lru": [0, 0, 0], "slru": [1280, 1280, 1280]}
 
 
 @pytest.mark.parametrize("sampling", [{"n": 3}, {"beam_width": 3}])

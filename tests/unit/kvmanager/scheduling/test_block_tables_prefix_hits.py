@@ -243,6 +243,17 @@ def test_a_full_hit_computes_one_token() -> None:
     assert driver.executor.computed_tokens == 4096 + 128 + 1
 
 
+@pytest.mark.parametrize(("partial", "computed"), [(False, 4), (True, 1)])
+def test_of_a_prompt_that_is_cached_to_its_last_token_that_one_is_computed(partial: bool, computed: int) -> None:
+    """With the rest of its block, where that cannot be copied."""
+    driver = Driver(block_size=4, partial_hits=partial)
+    prompt = list(range(8))
+    serve(driver, prompt)
+    assert driver.executor.computed_tokens == 8
+    assert serve(driver, prompt) == 8 - computed
+    assert driver.executor.computed_tokens == 8 + computed
+
+
 def test_a_hit_is_never_evicted_by_the_request_it_belongs_to() -> None:
     """Hits are held before anything is allocated. Here the hit is the oldest block there is."""
     driver = Driver(num_blocks=5, block_size=4)

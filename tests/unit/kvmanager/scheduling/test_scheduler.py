@@ -1,3 +1,4 @@
+import pytest
 from support.engine.scheduler_driver import Driver, expect, finished, output, streamed
 
 from pagekv.kvmanager.request.command import FinishReason
@@ -22,10 +23,11 @@ def test_a_single_token_of_output() -> None:
     assert driver.executor.computed_tokens == 4
 
 
-def test_blocks_grow_on_demand_one_at_a_time() -> None:
+@pytest.mark.parametrize("length", range(1, 9))
+def test_blocks_grow_on_demand_one_at_a_time(length: int) -> None:
     """Blocks held are ceil(tokens / block size) at every step."""
     driver = Driver(depth=1)
-    request = driver.submit([1, 2, 3], max_tokens=12)
+    request = driver.submit(list(range(length)), max_tokens=12)
     sequence = request.sequences[0]
     while driver.plan() is not None:
         assert len(sequence.block_table) == -(-sequence.num_computed // 4)

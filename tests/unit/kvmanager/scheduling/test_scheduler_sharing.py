@@ -229,6 +229,18 @@ def test_the_tail_of_a_prompt_is_copied_from_a_cached_block() -> None:
     assert output(first) == expect([1, 2, 3, 4, 5, 6, 7, 8, 9], 2)
 
 
+def test_without_partial_hits_nothing_of_a_cached_block_is_copied() -> None:
+    driver = Driver(partial_hits=False)
+    driver.submit([1, 2, 3, 4, 5, 6, 7, 8, 9], max_tokens=2)
+    driver.drain()
+    second = driver.submit([1, 2, 3, 4, 5, 6, 7, 99, 9], max_tokens=2)
+    plan = driver.plan()
+    assert plan is not None
+    assert (copies(plan), plan.num_tokens) == ([], 5)
+    driver.drain()
+    assert second.sequences[0].cached_tokens == 4
+
+
 def test_a_copy_that_would_take_one_block_too_many_is_done_without() -> None:
     """The source must not be given away before it is copied, and here it has to be: every block is needed."""
     driver = Driver(num_blocks=4, partial_hits=True)

@@ -278,6 +278,15 @@ def test_auto_takes_what_costs_less(out: int, back: int, tokens: int, swaps: boo
     assert policy.swaps(out, back, tokens) is swaps
 
 
+@pytest.mark.parametrize(
+    ("out", "back", "tokens", "swaps"), [(4, 0, 33, True), (4, 0, 31, False), (0, 4, 129, True), (0, 4, 127, False)]
+)
+def test_each_way_costs_what_it_was_measured_at(out: int, back: int, tokens: int, swaps: bool) -> None:
+    """Out at 1 GB/s and in at a quarter of that: the way back costs four times as much."""
+    policy = SwapPolicy("auto", 2_000_000, 10**9, 10**9 // 4, 4_000)
+    assert policy.swaps(out, back, tokens) is swaps
+
+
 def test_auto_recomputes_where_nothing_was_measured() -> None:
     assert not SwapPolicy("auto", 1, 0, 1, 1).swaps(1, 1, 10**6)
     assert SwapPolicy("swap").swaps(1, 1, 1)
