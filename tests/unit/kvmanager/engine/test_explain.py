@@ -8,7 +8,7 @@ from support.engine.cached_prefixes import ROOT, cache, evict_all, hold, root_of
 from support.engine.integrity import check_pool
 
 from pagekv.common.errors import InvalidRequest
-from pagekv.kvmanager.engine.explain import PrefixExplainer
+from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -188,6 +188,16 @@ def test_another_adapter_of_the_namespace_is_named() -> None:
     cache(bench.pool, [7] * 4)
     (block,) = bench.explain([7] * 4, root=root_of(adapter_id="b"), others=("",)).blocks
     assert block.reason == "cached without an adapter"
+
+
+def test_adapters_are_known_in_their_own_namespace_the_latest_first() -> None:
+    known = KnownAdapters()
+    for namespace, adapter in (("mine", "a"), ("mine", ""), ("theirs", "b"), ("mine", "c"), ("mine", "a")):
+        known.note(namespace, adapter)
+    assert known.others("mine", "") == ["a", "c"]
+    assert known.others("mine", "a") == ["c", ""]
+    assert known.others("theirs", "") == ["b"]
+    assert known.others("nobodys", "") == []
 
 
 def test_another_namespace_is_never_told() -> None:

@@ -91,12 +91,12 @@ async def test_watchers_see_a_reset_though_nothing_runs(engine: EngineLoop) -> N
 @run_by(run)
 async def test_pins_are_gauges_and_a_state_of_blocks(engine: EngineLoop) -> None:
     await read(engine.submit(command("a", [*EIGHT, 8, 9, 10, 11], 1)))
-    pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4])]
+    pins = [engine.queries.pin_prefix(prompt, ANY, 60).pin_id for prompt in (EIGHT, EIGHT[:4], EIGHT)]
     stats = engine.statistics.stats()
-    assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (2, 2, 2, 1)
+    assert (stats.pins, stats.pinned_blocks, stats.active_blocks, stats.cached_free_blocks) == (3, 2, 2, 1)
     assert (stats.published_blocks, stats.kv_usage) == (3, 2 / 64)
     blocks = engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_PINNED).blocks
-    assert sorted((block.ref_count, block.pins) for block in blocks) == [(1, 1), (2, 2)]
+    assert sorted((block.ref_count, block.pins) for block in blocks) == [(2, 2), (3, 3)]
     assert engine.snapshots.list_blocks(99, "", operator_pb.BLOCK_STATE_ACTIVE) == operator_pb.ListBlocksResponse()
     check_engine(engine.queries)
     for pin in pins:

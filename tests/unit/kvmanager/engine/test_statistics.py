@@ -31,6 +31,7 @@ def test_gauges_follow_the_blocks() -> None:
     running = stats(driver)
     assert (running.kv_usage, running.utilization) == (0.25, 0.75)
     assert (running.active_blocks, running.free_blocks, running.published_blocks) == (2, 6, 1)
+    assert (running.num_device_blocks, running.cached_free_blocks) == (8, 0)
     assert (running.running_sequences, running.waiting_sequences) == (1, 1)
     driver.complete()
     driver.abort(driver.requests[1])
@@ -38,6 +39,22 @@ def test_gauges_follow_the_blocks() -> None:
     left = stats(driver)
     assert (left.kv_usage, left.free_blocks, left.cached_free_blocks, left.published_blocks) == (0.0, 8, 1, 1)
     assert (left.prompt_tokens_total, left.cached_tokens_total, left.generated_tokens_total) == (6, 0, 2)
+
+
+def test_the_host_pool_is_told_apart_from_the_device() -> None:
+    """A request of eight tokens and one sampled holds three host blocks while it is swapped out, two of them full."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=5, preemption="swap", depth=1)
+    driver.submit([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=4)
+    driver.step()
+    driver.step()
+    assert (stats(driver).num_host_blocks, stats(driver).host_held_blocks) == (5, 0)
+    driver.scheduler.preempt_all()
+    out = stats(driver)
+    assert (out.num_device_blocks, out.num_host_blocks, out.active_blocks) == (8, 5, 0)
+    assert (out.host_held_blocks, out.host_cached_blocks, out.swapped_out_blocks_total) == (3, 2, 3)
+    driver.drain()
+    back = stats(driver)
+    assert (back.num_host_blocks, back.host_held_blocks, back.host_cached_blocks) == (5, 0, 2)
 
 
 def test_usage_stays_between_0_and_1_and_hits_count_tokens_of_prompts() -> None:

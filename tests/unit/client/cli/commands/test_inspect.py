@@ -78,9 +78,13 @@ def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsy
 def test_stats_warn_of_a_pool_with_nothing_to_evict(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server.expect("GetStats", operator_pb.GetStatsResponse(kv_usage=0.81))
-    assert main(["stats"]) == 0
-    assert "0 (81.0%), slots filled -; above 80% new work preempts rather than evicts" in capsys.readouterr().out
+    for usage, words in (
+        (0.80, "0 (80.0%), slots filled -\n"),
+        (0.81, "0 (81.0%), slots filled -; above 80% new work preempts rather than evicts\n"),
+    ):
+        server.expect("GetStats", operator_pb.GetStatsResponse(kv_usage=usage))
+        assert main(["stats"]) == 0
+        assert words in capsys.readouterr().out
 
 
 def test_stats_show_no_share_of_slots_where_no_block_is_in_use(

@@ -168,12 +168,19 @@ async def test_holders_of_blocks_and_what_is_promised(
     await harness.until(lambda: engine.statistics.stats().running_sequences == 5)
     value = scrape(engine, requests)
     assert value("pagekv_held_blocks", holders="5-8") == 2
+    assert value("vllm:kv_cache_usage_perc") == value("pagekv_active_blocks", tier="device") / 40 > 0
     names = ("1", "2", "3-4", "5-8", "9-16", "17-32", "33-64", "65-")
     held = sum(value("pagekv_held_blocks", holders=name) for name in names)
     assert held == value("pagekv_active_blocks", tier="device")
     assert value("pagekv_promised_blocks") == 5 * 10
     assert value("pagekv_promised_blocks") > value("pagekv_pool_blocks", tier="device")
     await read(stream)
+    assert engine.queries.pin_prefix(PROMPT, CacheIdentity(), 60).pinned_tokens == 8
+    value = scrape(engine, requests)
+    assert (value("pagekv_pins"), value("pagekv_pinned_blocks", tier="device")) == (1, 2)
+    assert value("pagekv_held_blocks", holders="1") == value("pagekv_active_blocks", tier="device") == 2
+    assert value("pagekv_cached_free_blocks", tier="device") == value("pagekv_cached_blocks", tier="device") - 2 > 0
+    engine.queries.reset_prefix_cache(force=True)
     value = scrape(engine, requests)
     assert value("pagekv_promised_blocks") == sum(value("pagekv_held_blocks", holders=name) for name in names) == 0
 
