@@ -1,4 +1,4 @@
-"""Nothing of the product unpickles: what comes in over a port, or lies in a model's folder, is data and never code."""
+"""Nothing of the product unpickles or evaluates: what comes over a port, or lies in a folder, is data, not code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "she
 # Calls that unpickle, by the ends of their names: numpy's and torch's, queues and connections of multiprocessing, whose
 # objects are pickled, and ZeroMQ's.
 CALLS = ("torch.load", "np.load", "numpy.load", "read_pickle", "recv_pyobj", "unpickle", "torch.hub.load")
+# Calls that run a text.
+RUNNING = {"eval", "exec"}
 OBJECTS = ("Pipe", "Queue", "SimpleQueue", "JoinableQueue", "Manager", "Listener", "Client")
 
 
 def faults(source: str) -> Iterator[str]:
-    """Lines of a module that may unpickle."""
+    """Lines of a module that may unpickle, or run what they read."""
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []
         if isinstance(node, ast.Import):
@@ -31,7 +33,10 @@ def faults(source: str) -> Iterator[str]:
             called = ast.unparse(node.func)
             pickled = any(each.arg == "allow_pickle" for each in node.keywords)
             made = called.startswith(("multiprocessing.", "mp.")) and called.endswith(OBJECTS)
-            if called.endswith(CALLS) or pickled or made:
+            # Without a word transformers asks at the terminal whether to run a model's own code.
+            trust = [ast.unparse(each.value) for each in node.keywords if each.arg == "trust_remote_code"]
+            trusted = trust != ["False"] if called.endswith(".from_pretrained") else bool(trust)
+            if called.endswith(CALLS) or called in RUNNING or pickled or made or trusted:
                 yield f"line {node.lineno}: {called}"
             continue
         yield from (f"import of {name}" for name in names if name.partition(".")[0] in MODULES or name in OBJECTS)
@@ -56,6 +61,10 @@ def test_no_module_unpickles(package: str) -> None:
         "socket.recv_pyobj()",
         "from multiprocessing import Queue",
         "import multiprocessing\nmultiprocessing.Pipe()",
+        "eval(text)",
+        "exec(text)",
+        "AutoConfig.from_pretrained(path)",
+        "AutoConfig.from_pretrained(path, trust_remote_code=trusted)",
     ],
 )
 def test_what_unpickles_is_found(source: str) -> None:
@@ -64,3 +73,4 @@ def test_what_unpickles_is_found(source: str) -> None:
 
 def test_what_does_not_is_not() -> None:
     assert not [*faults("import json, queue, numpy as np\njson.load(file)\nqueue.Queue()\nnp.frombuffer(b'')")]
+    assert not [*faults("AutoConfig.from_pretrained(path, trust_remote_code=False)\nself.eval(x)")]
