@@ -57,6 +57,19 @@ def test_a_preempted_sequence_comes_back_without_being_computed_again() -> None:
     assert driver.host.num_held == 0
 
 
+def test_a_prompt_that_is_preempted_halfway_goes_on_where_it_was() -> None:
+    """Six of fourteen tokens were computed; of the second block two slots are written, and no more are counted."""
+    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", max_batch_tokens=6, depth=1)
+    request = started(driver, list(range(14)), steps=1, max_tokens=2)
+    assert driver.executor.computed_tokens == 6
+    driver.scheduler.preempt_all()
+    driver.plan()
+    assert driver.plans[-1].new[0].computed_tokens == 6
+    driver.drain()
+    assert driver.executor.computed_tokens == 14 + 1
+    assert right(request)
+
+
 def test_what_the_device_has_evicted_comes_from_the_host() -> None:
     driver = Driver(num_blocks=4, block_size=4, host_blocks=8, preemption="swap", depth=1)
     request = started(driver, list(range(10)), steps=3, max_tokens=5)
