@@ -16,6 +16,8 @@ from pagekv.executor.backend.interface import Scheduled, SequenceState
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call (`gathered_reads` has the
 # figures): a prefix is read for all its sequences together where that saves more.
 CALL_BYTES = 2**20
+# Blocks of two tables that are compared in about the time that it takes to begin.
+FEW_BLOCKS = 16
 
 
 @dataclass(slots=True)
@@ -130,7 +132,7 @@ def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPref
         for bucket in buckets.values():
             if len(bucket) < 2:
                 continue
-            last = _common([tables[member] for member in bucket])
+            last = _common([tables[member] for member in bucket], depth)
             if (len(bucket) - 1) * (last - first) >= min_saving:
                 found.append(SharedPrefix(bucket, first, last))
                 pending.append((bucket, last, last))
@@ -139,7 +141,19 @@ def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPref
     return found
 
 
-def _common(tables: list[list[int]]) -> int:
-    """How many leading blocks all tables have in common: as many as the least and the greatest of them have."""
-    pairs = list(zip(min(tables), max(tables), strict=False))
-    return next((index for index, (left, right) in enumerate(pairs) if left != right), len(pairs))
+def _common(tables: list[list[int]], depth: int) -> int:
+    """How many leading blocks all tables have in common, of which `depth` are known. Not many more are looked at than
+    are found: where conversations part one behind the other, a block would else be looked at for each of them.
+    """
+    first, *others = tables
+    most = min(map(len, tables))
+    width, ended = FEW_BLOCKS, False
+    while width and depth < most:
+        end = min(depth + width, most)
+        here = first[depth:end]
+        if all(other[depth:end] == here for other in others):
+            depth = end
+        else:
+            ended = True
+        width = width // 2 if ended else width * 2
+    return depth

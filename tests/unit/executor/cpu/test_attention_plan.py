@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.executor.scheduled_items import BLOCK_SIZE, scheduled
@@ -90,3 +91,27 @@ def test_nested_runs() -> None:
     base = list(range(10))
     runs = shared_prefixes([[*base, 50, 51], [*base, 50, 51], base, [99]], 2)
     assert runs == [SharedPrefix([0, 1, 2], 0, 10), SharedPrefix([0, 1], 10, 12)]
+
+
+class _Block(int):
+    """A block whose comparisons are counted; none is the same object as another one, as in tables of messages."""
+
+    compared = 0
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        _Block.compared += 1
+        return int.__eq__(self, other) is True
+
+
+@pytest.mark.parametrize("num_turns", [16, 64])
+def test_a_block_is_compared_a_few_times_however_many_conversations_part_behind_it(num_turns: int) -> None:
+    """One conversation at each of its turns, as a benchmark of many turns sends it all at once."""
+    conversation = range(20 * num_turns)
+    tables: list[list[int]] = [
+        [*map(_Block, conversation[: 20 * turn]), _Block(10**6 + turn)] for turn in range(1, num_turns + 1)
+    ]
+    _Block.compared = 0
+    found = shared_prefixes(tables, 1)
+    assert len(found) == num_turns - 1
+    assert _Block.compared <= 4 * sum(map(len, tables))
