@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pagekv.client.errors import (
     AlreadyExists,
@@ -89,7 +89,7 @@ class _Sequence:
         call counts the answer too. Raises ServerError for other tokens, DataLoss for a gap.
         """
         known = len(self.token_ids[self.next_token : self.next_token + len(chunk.token_ids)])
-        self._check_count(chunk, self.next_token + len(chunk.token_ids))
+        self._check_count(chunk, self.next_token + len(chunk.token_ids), len(chunk.logprobs))
         self._check(chunk, chunk.token_ids if self.ended else chunk.token_ids[:known], self.next_token)
         if not self.token_ids:
             self.cached_tokens = chunk.cached_tokens
@@ -108,15 +108,16 @@ class _Sequence:
         self.num_chars = max(self.num_chars, self.next_char)
         return new if new.token_ids or new.text else None
 
-    def finish(self, end: Completion) -> tuple[Completion, Chunk | None]:
+    def finish(self, end: Completion, num_logprobs: int) -> tuple[Completion, Chunk | None]:
         """The whole sequence, and its last chunk with what did not come in chunks; no chunk where it ends once more.
+        The end came with `num_logprobs` positions of log-probabilities, which `end` has if they did not come in chunks.
 
         The end of a resumed call leaves out what was generated before, and that of one that was aborted while it came
         again what had come before. Raises ServerError for other tokens, DataLoss unless the chunks and the end say the
         same.
         """
         total, received = self.first_token + len(end.token_ids), len(self.token_ids)
-        self._check_count(end, total)
+        self._check_count(end, total, num_logprobs)
         if self.streamed and self.next_token != total:
             raise self._gap(end, f"ends with {total} tokens, {self.next_token} came with its chunks")
         self._check(end, end.token_ids if self.streamed or self.ended else (), self.first_token)
@@ -144,14 +145,14 @@ class _Sequence:
         # A completion has every field of a chunk.
         return whole, Chunk(**{each.name: getattr(rest, each.name) for each in fields(Chunk)})
 
-    def _check_count(self, part: Chunk | Completion, came: int) -> None:
+    def _check_count(self, part: Chunk | Completion, came: int, num_logprobs: int) -> None:
         """Raises DataLoss unless the server counts as many tokens as came, and each has the log-probabilities that were
         asked for.
         """
         if part.completion_tokens != came:
             raise self._gap(part, f"has {part.completion_tokens} tokens by the server's count, {came} came")
-        if self.with_logprobs and len(part.logprobs) != len(part.token_ids):
-            raise self._gap(part, f"has {len(part.logprobs)} log-probabilities for {len(part.token_ids)} tokens")
+        if self.with_logprobs and num_logprobs != len(part.token_ids):
+            raise self._gap(part, f"has {num_logprobs} log-probabilities for {len(part.token_ids)} tokens")
 
     def _gap(self, part: Chunk | Completion, words: str) -> DataLoss:
         return DataLoss(f"the answer has a gap: sequence {part.index} {words}")
@@ -260,8 +261,13 @@ class ResumableGeneration:
             chunk = flat(Chunk, response.chunk, request_id=response.request_id)
             new = self._sequence(chunk.index).unseen_part(chunk)
         else:
-            end = flat(Completion, response.complete, request_id=response.request_id)
-            whole, new = self._sequence(end.index).finish(end)
+            message, given = response.complete, dict[str, Any](request_id=response.request_id)
+            sequence = self._sequence(message.index)
+            if sequence.streamed:
+                # Its chunks had them, and to read one again takes an event loop 60 microseconds.
+                given["logprobs"] = ()
+            end = flat(Completion, message, **given)
+            whole, new = sequence.finish(end, len(message.logprobs))
             # A sequence that ended before the connection broke ends again, and keeps its first end.
             self.completions.setdefault(end.index, replace(whole, resumes=self._resumes))
         return () if new is None else (new,)

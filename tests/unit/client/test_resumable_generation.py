@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections import Counter
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from pagekv.client import (
     FailedPrecondition,
     PageKVClient,
     ServerError,
+    wire,
 )
 from pagekv.client.generation_types import GenerateOptions, PositionLogprobs, TokenLogprob
 from pagekv.client.resumable_generation import ResumableGeneration
@@ -376,6 +378,29 @@ def test_any_cuts_give_the_same_streams_of_several_sequences(seed: int) -> None:
 
 def _logprobs(token: int) -> types_pb2.PositionLogprobs:
     return types_pb2.PositionLogprobs(chosen=types_pb2.TokenLogprob(token_id=token, logprob=-1.0))
+
+
+def test_log_probabilities_that_came_in_chunks_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop waits while those of a message are read, and the end has all of them once more."""
+    made = Counter[type]()
+    readers = wire._readers
+
+    def counted(cls: type, descriptor: Any) -> Any:
+        made[cls] += 1
+        return readers(cls, descriptor)
+
+    monkeypatch.setattr(wire, "_readers", counted)
+    tokens = list(range(1, 41))
+    generation = ResumableGeneration("x", 1, {"logprobs": 0}, CallSettings(resume_timeout=30))
+    for token in tokens:
+        response = chunk(token, done=token - 1)
+        response.chunk.logprobs.append(_logprobs(token))
+        generation.take(response)
+    end = complete(*tokens)
+    end.complete.logprobs.extend(map(_logprobs, tokens))
+    generation.take(end)
+    assert made[PositionLogprobs] == made[TokenLogprob] == len(tokens)
+    assert [each.chosen.token_id for each in generation.completions[0].logprobs] == tokens
 
 
 @pytest.mark.parametrize("message", [chunk(4, index=1), complete(4, index=1)])
