@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator
+from bisect import bisect_left
 from itertools import islice
+from operator import attrgetter
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
@@ -31,6 +33,7 @@ MAX_HOLDERS_NAMED = 20
 TABLE_AT_ONCE, REQUESTS_AT_ONCE = 4096, 256
 # In page tokens: the list of requests, and what is added to the place of those that do not run.
 _REQUESTS, _WAITING = b"requests", 2**62
+_arrival = attrgetter("arrival")
 
 
 class EngineSnapshots:
@@ -77,29 +80,42 @@ class EngineSnapshots:
 
     def list_requests(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
         """A page of the live requests, running ones first, by arrival; and how many are live. Raises InvalidRequest."""
-        start = self._first_place(token)
-        live = {_place(request): request for request in self._state.live.all()}
-        found, answer = _requests_page(live, start, page_size)
+        found, answer = self._requests_page(page_size, token)
         answer.requests.extend(map(_request_info, found))
         return answer
 
     async def list_requests_in_slices(self, page_size: int, token: str = "") -> operator_pb.ListRequestsResponse:
-        """As `list_requests`, with turns of the event loop; a request that ends meanwhile may be left out."""
-        start, live = self._first_place(token), dict[int, LiveRequest]()
-        async for some in _in_slices(self._state.live.all()):
-            live |= {_place(request): request for request in some}
-        found, answer = _requests_page(live, start, page_size)
-        async for some in _in_slices(found):
+        """As `list_requests`, with turns of the event loop; a request that ends meanwhile is left out."""
+        found, answer = self._requests_page(page_size, token)
+        for start in range(0, len(found), REQUESTS_AT_ONCE):
+            if start:
+                await asyncio.sleep(0)
+            # A request that has ended has no sequences.
+            some = (request for request in found[start : start + REQUESTS_AT_ONCE] if request.sequences)
             answer.requests.extend(map(_request_info, some))
         return answer
+
+    def _requests_page(self, page_size: int, token: str) -> tuple[list[LiveRequest], operator_pb.ListRequestsResponse]:
+        """The requests of a page, and its answer without them. As many are looked at as run and as the page has: ever
+        so many may wait.
+        """
+        running = {sequence.request for sequence in self._state.serving().running}
+        start = read_page_token(_REQUESTS, token, 2 * _WAITING)
+        # By arrival.
+        live, holding = self._state.live.all(), sorted(running, key=_arrival)
+        found = holding[bisect_left(holding, start, key=_arrival) :][: page_size + 1]
+        others = islice(live, bisect_left(live, start - _WAITING, key=_arrival), None)
+        found += islice((each for each in others if each not in running), page_size + 1 - len(found))
+        answer = operator_pb.ListRequestsResponse(total=len(live))
+        if len(found) > page_size:
+            # Behind the last of this page, wherever those before it have gone by then.
+            last = found[page_size - 1]
+            answer.next_page_token = page_token(_REQUESTS, last.arrival + (0 if last in running else _WAITING) + 1)
+        return found[:page_size], answer
 
     async def list_tenants(self) -> operator_pb.ListTenantsResponse:
         """The tenants by name, with limits and use; none where callers have no identities."""
         return await tenant_list(self._state)
-
-    def _first_place(self, token: str) -> int:
-        self._state.serving()
-        return read_page_token(_REQUESTS, token, 2 * _WAITING)
 
     def list_blocks(
         self, page_size: int, token: str, state: operator_pb.BlockState.ValueType
@@ -107,22 +123,33 @@ class EngineSnapshots:
         """A page of the blocks by ascending id, those in a state (UNSPECIFIED: all). Raises InvalidRequest."""
         pool, of = self._cache.pool, b"blocks %d" % state
         start = read_page_token(of, token, pool.num_blocks)
-        # Vector operations: the engine loop waits meanwhile, and a pool may have millions of blocks.
-        pins = self._cache.pins.holders[start:]
-        ref_counts, published = pool.ref_counts[start:], pool.table.published[start:]
-        if state == operator_pb.BLOCK_STATE_UNSPECIFIED:
-            wanted = np.ones(len(ref_counts), np.bool_)
-        elif state == operator_pb.BLOCK_STATE_ACTIVE:
-            wanted = ref_counts > pins
-        elif state == operator_pb.BLOCK_STATE_PINNED:
-            wanted = (ref_counts == pins) & (pins > 0)
-        else:
-            wanted = (ref_counts == 0) & (published == (state == operator_pb.BLOCK_STATE_CACHED))
-        blocks: list[int] = (start + np.flatnonzero(wanted)[: page_size + 1]).tolist()
+        blocks: list[int] = []
+        # Twice as many blocks at a time until the page is full: to look at all behind a page for each would take the
+        # square of the pool for its whole list.
+        width = page_size + 1
+        while start < pool.num_blocks and len(blocks) <= page_size:
+            wanted = np.flatnonzero(self._are_in(state, slice(start, start + width)))
+            blocks += (start + wanted[: page_size + 1 - len(blocks)]).tolist()
+            start, width = start + width, 2 * width
         return operator_pb.ListBlocksResponse(
             blocks=map(self._block_info, blocks[:page_size]),
             next_page_token=page_token(of, blocks[page_size]) if len(blocks) > page_size else "",
         )
+
+    def _are_in(self, state: operator_pb.BlockState.ValueType, places: slice) -> NDArray[np.bool_]:
+        """Which of these blocks are in a state. Vector operations: the engine loop waits meanwhile."""
+        pool, pins = self._cache.pool, self._cache.pins.holders[places]
+        ref_counts, published = pool.ref_counts[places], pool.table.published[places]
+        found: NDArray[np.bool_]
+        if state == operator_pb.BLOCK_STATE_UNSPECIFIED:
+            found = np.ones(len(ref_counts), np.bool_)
+        elif state == operator_pb.BLOCK_STATE_ACTIVE:
+            found = ref_counts > pins
+        elif state == operator_pb.BLOCK_STATE_PINNED:
+            found = (ref_counts == pins) & (pins > 0)
+        else:
+            found = (ref_counts == 0) & (published == (state == operator_pb.BLOCK_STATE_CACHED))
+        return found
 
     def _block_info(self, block: int) -> operator_pb.BlockInfo:
         cache = self._state.cache
@@ -165,18 +192,16 @@ class EngineSnapshots:
         pool = self._cache.pool
         _check_block_id(block, pool.num_blocks)
         chain, complete = _chain(pool.table, block)
-        holders = (
-            request.command.request_id
-            for request in self._state.live.all()
-            if any((sequence.blocks() == block).any() for sequence in request.sequences)
-        )
+        # Requests that wait, of which there may be ever so many, hold none.
+        running = self._state.serving().running if pool.ref_count(block) else []
+        holders = {sequence.request for sequence in running if (sequence.blocks() == block).any()}
         return BlockDetail(
             block=self._block_info(block),
             cached_s=pool.table.age_s(block),
             token_ids=pool.table.token_ids(block) if pool.table.published[block] else None,
             chain=chain,
             chain_complete=complete,
-            requests=list(islice(holders, MAX_HOLDERS_NAMED)),
+            requests=[each.command.request_id for each in sorted(holders, key=_arrival)[:MAX_HOLDERS_NAMED]],
         )
 
     def host_block(self, block: int) -> operator_pb.BlockInfo:
@@ -198,32 +223,6 @@ def _request_state(request: LiveRequest) -> types_pb2.SequenceState.ValueType:
     found = {_sequence_state(sequence) for sequence in request.sequences}
     by_progress = (types_pb2.SEQUENCE_STATE_RUNNING, types_pb2.SEQUENCE_STATE_SWAPPED)
     return next((state for state in by_progress if state in found), types_pb2.SEQUENCE_STATE_WAITING)
-
-
-def _place(request: LiveRequest) -> int:
-    """Its place in the list of requests, unlike that of any other: running ones first, by arrival."""
-    running = _request_state(request) == types_pb2.SEQUENCE_STATE_RUNNING
-    return request.arrival + (0 if running else _WAITING)
-
-
-async def _in_slices(requests: list[LiveRequest]) -> AsyncIterator[list[LiveRequest]]:
-    """The requests that are live, some at a time, with a turn of the event loop between them."""
-    for start in range(0, len(requests), REQUESTS_AT_ONCE):
-        if start:
-            await asyncio.sleep(0)
-        # A request that has ended has no sequences.
-        yield [request for request in requests[start : start + REQUESTS_AT_ONCE] if request.sequences]
-
-
-def _requests_page(
-    live: dict[int, LiveRequest], start: int, page_size: int
-) -> tuple[list[LiveRequest], operator_pb.ListRequestsResponse]:
-    """The requests of the page that begins at a place, and its answer without them."""
-    found = sorted(place for place in live if place >= start)
-    # Behind the last of this page, wherever those before it have gone by then.
-    behind = page_token(_REQUESTS, found[page_size - 1] + 1) if len(found) > page_size else ""
-    answer = operator_pb.ListRequestsResponse(total=len(live), next_page_token=behind)
-    return [live[place] for place in found[:page_size]], answer
 
 
 def _request_info(request: LiveRequest) -> operator_pb.RequestInfo:
