@@ -125,12 +125,13 @@ class ClientCalls(Connection):
             page_size=LARGEST_PAGE if page_size is None else checked_page_size(page_size),
             page_token=page_token,
         )
-        found = page = await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
+        page = await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
+        blocks = list(page.blocks)
         while page_size is None and page.next_page_token:
             request.page_token = page.next_page_token
             page = await self._ask_for(PrefixExplanation, self._cache.ExplainPrefix, request)
-            found = replace(page, blocks=found.blocks + page.blocks)
-        return found
+            blocks += page.blocks
+        return replace(page, blocks=tuple(blocks))
 
     @for_both
     async def pin_prefix(

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.commands import top
@@ -236,11 +236,13 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 def _pages(limit: int, field: str, ask: Callable[[int, str], Page]) -> Page:
     """As many pages as it takes, as one; `ask` gives one of a size, behind a token."""
-    found = page = ask(min(limit, LARGEST_PAGE), "")
-    while page.next_page_token and (left := limit - len(getattr(found, field))) > 0:
+    page = ask(min(limit, LARGEST_PAGE), "")
+    found = list(getattr(page, field))
+    while page.next_page_token and (left := limit - len(found)) > 0:
         page = ask(min(left, LARGEST_PAGE), page.next_page_token)
-        found = replace(page, **{field: getattr(found, field) + getattr(page, field)})
-    return found
+        found += getattr(page, field)
+    entries: Any = tuple(found)
+    return replace(page, **{field: entries})
 
 
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

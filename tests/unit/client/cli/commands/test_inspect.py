@@ -9,8 +9,9 @@ import grpc
 import pytest
 from support.clients.scripted_server import Fails, ScriptedServer
 
-from pagekv.client.cli.commands.inspect import graphs_text, ranks_text
+from pagekv.client.cli.commands.inspect import _pages, graphs_text, ranks_text
 from pagekv.client.cli.main import main
+from pagekv.client.types import BlockList
 from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -196,3 +197,32 @@ def test_graphs_are_told_in_a_line() -> None:
 def test_ranks_are_told_in_a_line() -> None:
     assert ranks_text([9000, 12500], 0) == "2: 9.00 12.50 ms a step, rank 1 the slowest, skew 3.50 ms"
     assert ranks_text([9000, 9000], 2).endswith("rank 0 the slowest, skew 0.00 ms, differed 2 times")
+
+
+class _Entries(tuple[Any, ...]):
+    """Counts the entries that are copied."""
+
+    copied = 0
+
+    def __iter__(self) -> Any:
+        _Entries.copied += len(self)
+        return super().__iter__()
+
+    def __add__(self, other: Any) -> Any:
+        _Entries.copied += len(self) + len(other)
+        return _Entries([*tuple.__iter__(self), *other])
+
+
+@pytest.mark.parametrize("num_pages", [10, 40])
+def test_entries_of_many_pages_are_copied_a_few_times(num_pages: int) -> None:
+    """Not once for each page that follows."""
+    pages = iter(range(1, num_pages + 1))
+
+    def ask(size: int, token: str) -> BlockList:
+        number = next(pages)
+        return BlockList(blocks=_Entries([number] * 5), next_page_token="" if number == num_pages else str(number))
+
+    _Entries.copied = 0
+    found: Any = _pages(10**6, "blocks", ask).blocks
+    assert found == tuple(number for number in range(1, num_pages + 1) for _ in range(5))
+    assert _Entries.copied <= 2 * len(found)
