@@ -145,23 +145,29 @@ def _loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
 
 @torch.inference_mode()
 def _logits(forward: StepForward, loaded: LoadedModel) -> torch.Tensor:
-    """Logits `[R, num_logits]` of what CHECKED_STEPS sample, one step after the other."""
+    """Logits `[R, num_logits]` of what CHECKED_STEPS sample, one step after the other; prompts are shortened to the
+    model's context.
+    """
     totals = [sum(counts) for counts in zip(*CHECKED_STEPS, strict=True)]
     width = -(-max(totals) // BLOCK_SIZE)
     cache = KvCache(loaded.geometry, BLOCK_SIZE, len(totals) * width)
     computed, found = [0] * len(totals), []
-    for counts in CHECKED_STEPS:
+    for step, counts in enumerate(CHECKED_STEPS, 1):
         items = []
+        # A token is left for each later step.
+        longest = loaded.max_model_len - (len(CHECKED_STEPS) - step)
         for index, count in enumerate(counts):
-            if not count:
+            start = computed[index]
+            end = min(start + count, longest)
+            if end <= start:
                 continue
-            start, end = computed[index], computed[index] + count
             tokens = [(7 * index + place) % loaded.vocab_size for place in range(end)]
             table = list(range(index * width, (index + 1) * width))
             state = SequenceState(index, tokens, end, table, start, Sampling())
-            items.append(Scheduled(state, start, count))
+            items.append(Scheduled(state, start, end - start))
             computed[index] = end
-        found.append(forward.logits(plan_step(cache, items), cache).clone())
+        if items:
+            found.append(forward.logits(plan_step(cache, items), cache).clone())
     return torch.cat(found).float()
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.executor.cpu_driver import save_config, save_model
 from support.executor.families import family_config
+from transformers import GPT2Config
 from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
 
 from pagekv.executor.cpu import choose_forward, products
@@ -46,6 +47,17 @@ def test_of_other_families_the_loops_compute_attention(tmp_path: Path, family: s
     _, forward = load_forward(tmp_path, dtype, fused=True)
     assert isinstance(forward, ModuleForward)
     assert forward._attention is LoopStepAttention
+
+
+@pytest.mark.parametrize("context", [2, 24])
+def test_a_model_of_a_short_context_is_compared_within_it(tmp_path: Path, context: int) -> None:
+    """Learned positions end with it."""
+    save_config(GPT2Config(n_positions=context, n_embd=48, n_layer=1, n_head=4, vocab_size=64), tmp_path)
+    for fused in (True, False):
+        loaded, forward = load_forward(tmp_path, torch.float32, fused=fused)
+        assert isinstance(forward, ModuleForward)
+        assert (forward._attention is LoopStepAttention) == fused
+        assert len(choose_forward._logits(forward, loaded)) == {2: 4, 24: 7}[context]
 
 
 def test_what_is_not_asked_for_or_not_possible_is_left_to_transformers(llama: Path) -> None:
