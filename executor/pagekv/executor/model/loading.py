@@ -347,10 +347,15 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
     return calls, logits.shape[-1]
 
 
-def _configured_windows(text: Any) -> list[int | None]:
-    """Of each layer, as transformers' cache reads them from the configuration."""
-    window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None)
+def _configured_windows(directory: Path, text: Any) -> list[int | None]:
+    """Of each layer, as transformers' cache reads them from the configuration. Raises ValueError: where a family has no
+    such field transformers takes anything.
+    """
+    field = "sliding_window" if getattr(text, "sliding_window", None) else "attention_chunk_size"
+    window = getattr(text, field, None) or None
     kinds = getattr(text, "layer_types", None) or ["sliding_attention"] * text.num_hidden_layers
+    if window is not None and "sliding_attention" in kinds and (type(window) is not int or window < 1):
+        raise ValueError(f"{directory}: {field} in config.json must be a number of tokens, got {window!r}; correct it")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 
@@ -367,7 +372,8 @@ def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) ->
             original = parameters.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
-    untold = [each for each, told in zip(_configured_windows(text), windows, strict=True) if each and told is None]
+    configured = _configured_windows(directory, text)
+    untold = [each for each, told in zip(configured, windows, strict=True) if each and told is None]
     # A window that a mask or a cache of transformers has, and the layer's attention has not, hides nothing up to here.
     if untold and min(untold) < longest:
         longest = min(untold)

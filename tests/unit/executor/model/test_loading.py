@@ -264,6 +264,16 @@ def test_context_ends_with_a_window_that_attention_does_not_know(tmp_path: Path,
     assert driver.generate([driver.sequence(prompt)], 4) == [reference(model, prompt, 4)]
 
 
+@pytest.mark.parametrize("window", ["8", -1, 8.5, True])
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+def test_a_window_that_is_no_number_of_tokens_is_refused(tmp_path: Path, field: str, window: Any) -> None:
+    """Of a family that has none: transformers hands on what is written."""
+    save_model("llama", tmp_path)
+    edit_config(tmp_path, **{field: window})
+    with pytest.raises(ValueError, match=rf"{field} in config\.json must be a number of tokens, got {window!r}; "):
+        load_model(tmp_path, torch.float32)
+
+
 def test_block_size_in_bytes() -> None:
     assert BlockGeometry(32, 8, 128, torch.bfloat16).bytes_per_block(16) == 2 * 2**20
     assert BlockGeometry(32, 8, 128, torch.float8_e4m3fn).bytes_per_block(16) == 2**20
