@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
@@ -16,6 +17,7 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks, PrefixTable
 from pagekv.kvmanager.kvcache.prefix_trie import Node, PrefixTrie
 from pagekv.kvmanager.kvcache.tenant_order import TenantOrder
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import RunningRequests
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_BLOCKS, NO_SEQ_ID, Seq, SeqStatus, key
 
@@ -47,10 +49,15 @@ def check_scheduler(scheduler: Scheduler, live: Iterable[Seq], pins: Pins) -> No
     if sorted(held, key=key) != scheduler.running:
         raise InvariantError(f"{len(held)} sequences hold blocks, the running order has {len(scheduler.running)}")
     _check_waiting(scheduler, sequences)
+    _check_running_requests(scheduler._running.requests, held)
     # Beams are at the executor only while they compute, and those that return are not there yet.
     returning = scheduler._running.returning
     here = [s for s in held if s.seq_id != NO_SEQ_ID or (s.request.search is None and s not in returning)]
     check_batch(scheduler._running.batch, here)
+    publisher = scheduler._tables.publisher
+    marked = np.unique(np.concatenate([NO_BLOCKS, *publisher._being_computed]))
+    if marked.tolist() != np.flatnonzero(publisher._marked).tolist():
+        raise InvariantError(f"{len(marked)} blocks are being computed, others are marked")
     for s in held:
         covered = -(-max(s.num_tokens, s.num_computed) // scheduler.pool.block_size)
         total = s.num_tokens + pending(s)
@@ -73,6 +80,20 @@ def _check_waiting(scheduler: Scheduler, sequences: list[Seq]) -> None:
     parents |= {s.request.arrival for s in sequences if s.index == 0 and s.state is SeqStatus.WAITING}
     if not parents.issuperset(forking):
         raise InvariantError(f"requests {sorted({*forking} - parents)} wait for a fork that nobody makes")
+
+
+def _check_running_requests(counted: RunningRequests, held: list[Seq]) -> None:
+    """Of each request the sequences that hold blocks, and of each tenant the requests; needs as they were at first."""
+    sequences = Counter(sequence.request for sequence in held)
+    requests, blocks = Counter[int](), Counter[int]()
+    for request in sequences:
+        requests[request.tenant] += 1
+        blocks[request.tenant] += counted._needs[request]
+    if (sequences, requests, blocks) != (counted._sequences, counted._requests, counted._blocks):
+        said = counted._sequences, counted._requests, counted._blocks
+        raise InvariantError(f"{(sequences, requests, blocks)} sequences, requests and blocks run, counted {said}")
+    if counted._needs.keys() != sequences.keys():
+        raise InvariantError(f"{len(sequences)} requests run, {len(counted._needs)} have needs")
 
 
 def check_batch(batch: DecodeBatch, here: list[Seq]) -> None:
@@ -158,6 +179,9 @@ def check_table(table: PrefixTable) -> None:
     retired = table.map.retired
     if sum(block in retired for block in held.values()) != retired.count:
         raise InvariantError(f"{retired.count} blocks are retired, some of them without a digest")
+    batches = Counter(retired._batch_of[retired.marked].tolist())
+    if batches != retired._left or batches.keys() != retired._notes.keys():
+        raise InvariantError(f"batches {batches} of blocks are retired, counted {retired._left}")
     held = {digest: block for digest, block in held.items() if block not in retired}
     blocks = set(held.values())
     if sorted(blocks) != np.flatnonzero(table.published).tolist():
