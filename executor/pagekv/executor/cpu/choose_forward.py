@@ -20,6 +20,7 @@ from pagekv.executor.backend.interface import Sampling, Scheduled, SequenceState
 from pagekv.executor.cpu.forward import ModuleForward, StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import plan_step
+from pagekv.executor.machine import TooLittleMemory, memory_for
 from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 from pagekv.executor.model.shards import Shards
@@ -83,7 +84,9 @@ def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> 
 
 
 def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way: _Way) -> StepForward | str:
-    """A way to compute steps, which takes the model's weights; or why it, or that of another rank, cannot be used."""
+    """A way to compute steps, which takes the model's weights; or why it, or that of another rank, cannot be used.
+    Raises TooLittleMemory for layers that are laid out anew.
+    """
     failed, reason = False, ""
     with phase("computing logits by transformers' model, to compare with"):
         expected = _logits(ModuleForward(loaded.model, pack=False), loaded)
@@ -91,6 +94,8 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way
         with way.made(loaded, shards) as forward:
             agree = _agree(_logits(forward, loaded), expected, TOLERANCE[dtype])
         reason = "" if agree else f"{way.name} do not compute what transformers does: please report this model"
+    except TooLittleMemory:
+        raise
     # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
     except Exception as error:
         # LLVM says the same again and again.
@@ -113,7 +118,8 @@ def _by_loops(loaded: LoadedModel, shards: Shards | None) -> Iterator[StepForwar
 
 @contextmanager
 def _by_packed_layers(loaded: LoadedModel, _: Shards | None) -> Iterator[StepForward]:
-    with phase("laying the weights of linear layers out anew"):
+    work = "laying the weights of linear layers out anew"
+    with phase(work), memory_for(work, "use a smaller model, or a machine with more memory"):
         yield ModuleForward(loaded.model)
 
 

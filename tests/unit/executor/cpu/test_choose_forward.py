@@ -21,6 +21,7 @@ from pagekv.executor.cpu.gathered_attention import GatheredStepAttention
 from pagekv.executor.cpu.linear import PackedLinear
 from pagekv.executor.cpu.native.step_attention import LoopStepAttention
 from pagekv.executor.cpu.products import TorchProduct
+from pagekv.executor.machine import TooLittleMemory
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 from pagekv.executor.model.shards import Shards
@@ -188,6 +189,19 @@ def test_layers_that_compute_something_else_when_laid_out_anew_stay_as_they_are(
     monkeypatch.setattr(PackedLinear, "forward", lambda *given: forward(*given) * 0.9)
     loaded, chosen = load_forward(llama, torch.float32, fused=False)
     torch.testing.assert_close(choose_forward._logits(chosen, loaded), expected)
+
+
+def test_too_little_memory_for_layers_laid_out_anew_ends_the_start(
+    llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for weights that are loaded. The model cannot help it."""
+
+    def refused(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    monkeypatch.setattr(PackedLinear, "__init__", refused)
+    with pytest.raises(TooLittleMemory, match=r"^laying .* out anew needs more memory than there is; .*: use"):
+        load_forward(llama, torch.float32, fused=False)
 
 
 def test_products_that_fail_behind_the_first_layers_are_not_used(
