@@ -29,10 +29,15 @@ def bound_address(listen: str, port: int) -> str:
 
 
 def write_port_file(path: Path, listening: Mapping[str, Any]) -> None:
-    """Writes the line so that a reader sees all of it or no file. Raises OSError."""
+    """Writes the line so that a reader sees all of it or no file. Raises OSError, which names the flag and the file."""
     draft = path.with_name(f".{path.name}.new")
-    draft.write_text(json.dumps(listening) + "\n")
-    draft.replace(path)
+    try:
+        draft.write_text(json.dumps(listening) + "\n")
+        draft.replace(path)
+    except OSError as error:
+        with suppress(OSError):
+            draft.unlink()
+        raise OSError(f"--port-file {path}: cannot be written: {error.strerror}") from error
 
 
 def read_port_file(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,21 @@ def test_a_reader_gets_all_of_it_or_nothing(tmp_path: Path) -> None:
     assert read_port_file(path) == listening
     assert path.read_text().count("\n") == 1
     assert [entry.name for entry in tmp_path.iterdir()] == ["port"]
-    with pytest.raises(OSError, match="none"):
-        write_port_file(tmp_path / "none" / "port", listening)
+    nowhere = tmp_path / "none" / "port"
+    with pytest.raises(OSError, match=rf"^--port-file {nowhere}: cannot be written: No such file or directory$"):
+        write_port_file(nowhere, listening)
+
+
+def test_nothing_is_left_of_a_line_for_which_the_disk_has_no_room(tmp_path: Path) -> None:
+    """A limit of the size of files stands in for the disk."""
+    size, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+    try:
+        with pytest.raises(OSError, match=rf"^--port-file {tmp_path}/port: cannot be written: File too large$"):
+            write_port_file(tmp_path / "port", {"listen": "127.0.0.1:1"})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    assert not list(tmp_path.iterdir())
 
 
 def test_facts_are_added_changed_and_left_out(tmp_path: Path) -> None:
