@@ -112,7 +112,14 @@ class Stack:
         self._reported: set[str] = set()
 
     def __enter__(self) -> Self:
-        self._directory = TemporaryDirectory(prefix="pagekv-up-")
+        try:
+            self._directory = TemporaryDirectory(prefix="pagekv-up-")
+        except OSError as error:
+            self._ports.close()
+            raise StackError(
+                f"cannot make a folder for temporary files: {error.strerror}: free some space there, or set TMPDIR to "
+                "another folder"
+            ) from error
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +59,23 @@ def test_both_start_and_the_manager_stops_first(journal: Path) -> None:
         told["manager"],
     )
     assert "executor" in waited
+
+
+def test_no_room_for_temporary_files_is_an_error_of_one_line(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk, or a limit of the size of files."""
+
+    def nowhere(*_: object) -> None:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr("pagekv.client.launcher.stack.TemporaryDirectory", lambda prefix: nowhere(prefix))
+    stack = Stack(config(journal))
+    with (
+        pytest.raises(StackError, match=r"temporary files: No usable .* in \['/tmp'\]: free some space .* TMPDIR"),
+        stack,
+    ):
+        pass
+    # Nothing keeps the ports that were chosen.
+    Stack(replace(config(journal), port=int(stack.target.rpartition(":")[2])))
 
 
 def test_a_process_that_dies_at_the_start_is_reported_with_its_last_words(journal: Path) -> None:
