@@ -8,6 +8,7 @@ import mmap
 import os
 import platform
 import re
+import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -57,9 +58,11 @@ def _pause_s() -> float:
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process can still get: MemAvailable of the kernel, or less where a control group limits it."""
+    """Bytes this process can still get: MemAvailable of the kernel, or less where a control group or `ulimit -v` limits
+    it.
+    """
     found = kib_field(proc / "meminfo", "MemAvailable")
-    return max(0, min([found, *_cgroup_rooms(proc, cgroups)]))
+    return max(0, min([found, *_cgroup_rooms(proc, cgroups), *_address_room(proc)]))
 
 
 class TooLittleMemory(MemoryError):
@@ -106,6 +109,12 @@ def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
             cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
             rooms.append(int(limit) - int(usage) + max(map(int, cached), default=0))
     return rooms
+
+
+def _address_room(proc: Path) -> list[int]:
+    """Bytes below the limit of the process's address space; none where it has none."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return [] if limit == resource.RLIM_INFINITY else [limit - kib_field(proc / "self" / "status", "VmSize")]
 
 
 def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[Path]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,18 @@ def test_version_1(machine: tuple[Path, Path]) -> None:
     write(cgroups / "memory" / "x" / "memory.usage_in_bytes", f"{28 * MIB}\n")
     write(cgroups / "memory" / "x" / "memory.stat", f"inactive_file 1\ntotal_inactive_file {2 * MIB}\n")
     assert available_bytes(proc, cgroups) == 102 * MIB
+
+
+def test_a_limit_of_the_address_space_counts(machine: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    proc, cgroups = machine
+    write(proc / "self" / "status", f"Name: x\nVmPeak:   1 kB\nVmSize:   {300 * 1024} kB\n")
+    limits = {resource.RLIMIT_AS: (700 * MIB, resource.RLIM_INFINITY)}
+    monkeypatch.setattr("resource.getrlimit", limits.__getitem__)
+    assert available_bytes(proc, cgroups) == 400 * MIB
+    limits[resource.RLIMIT_AS] = (1400 * MIB, 1400 * MIB)
+    assert available_bytes(proc, cgroups) == 1000 * MIB
+    limits[resource.RLIMIT_AS] = (200 * MIB, 200 * MIB)
+    assert available_bytes(proc, cgroups) == 0
 
 
 def test_beyond_the_limit_nothing_is_left(machine: tuple[Path, Path]) -> None:

@@ -42,7 +42,10 @@ class KvCache:
             self.device = _zeros((num_device_blocks + 1, *shape), geometry.dtype)
             self.host = _zeros((num_host_blocks, *shape), geometry.dtype)
         except (OSError, OverflowError) as error:
-            raise MemoryError(f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}") from error
+            raise MemoryError(
+                f"{num_device_blocks} device and {num_host_blocks} host blocks: {error}: lower --kv-memory, or the "
+                "manager's --num-device-blocks and --num-host-blocks"
+            ) from error
         # Views per layer, [num_blocks, block_size, num_kv_heads, head_size]; blocks of one layer are strided.
         self._layers = [(self.device[:, layer, 0], self.device[:, layer, 1]) for layer in range(geometry.num_layers)]
         # The same with one row per block, [num_blocks, row].
