@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from pagekv.client.planning.served_context import served_context
 from pagekv.common.errors import InvalidRequest
 
 # A value of a config.json: whatever JSON allows, checked where it is read.
@@ -69,7 +70,15 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
         notes.append(f"the config names no context: {DEFAULT_CONTEXT} tokens assumed; --context changes it")
         return KvGeometry(layers, kv_heads, head_size, dtype), notes
     context = _integer(scopes, _CONTEXT, MAX_TOKENS, "--context")
-    return KvGeometry(layers, kv_heads, head_size, dtype, context), notes
+    return KvGeometry(layers, kv_heads, head_size, dtype, _served(scopes, context, notes)), notes
+
+
+def _served(scopes: tuple[Config, ...], context: int, notes: list[str]) -> int:
+    """The context without what PageKV does not serve of it, unless that is what was given."""
+    served, why = served_context(scopes[1], context)
+    if why:
+        notes.append(f"PageKV serves {served} tokens of the context of {context}: {why}")
+    return context if _find(scopes[:1], _CONTEXT) is not None else served
 
 
 def _check_layer_kinds(scopes: tuple[Config, ...], notes: list[str]) -> None:

@@ -22,6 +22,7 @@ from transformers import (
     ViTConfig,
 )
 
+from pagekv.client.planning.served_context import served_context
 from pagekv.executor.cpu.backend import CpuBackend
 from pagekv.executor.model.loading import BlockGeometry, load_model
 from pagekv.executor.model.shards import Shards
@@ -248,6 +249,7 @@ def test_context_ends_where_frequencies_would_depend_on_the_batch(tmp_path: Path
         },
     )
     assert CpuBackend(tmp_path, "m", threads=1).describe(4, 8).max_model_len == 200
+    assert served_context(json.loads((tmp_path / "config.json").read_text()), 1024)[0] == 200
 
 
 @pytest.mark.parametrize("window", [WINDOW, 1024])
@@ -259,6 +261,7 @@ def test_context_ends_with_a_window_that_attention_does_not_know(tmp_path: Path,
     model = save_config(config, tmp_path)
     backend = CpuBackend(tmp_path, "m", threads=1)
     assert backend.describe(4, 8).max_model_len == min(window, config.max_position_embeddings)
+    assert served_context(config.to_dict(), config.max_position_embeddings)[0] == backend.describe(4, 8).max_model_len
     (prompt,) = prompts_of([5])
     driver = Driver(backend)
     assert driver.generate([driver.sequence(prompt)], 4) == [reference(model, prompt, 4)]
