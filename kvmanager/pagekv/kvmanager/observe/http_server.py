@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Iterable
@@ -32,9 +33,10 @@ from pagekv.common.loopback import ip_address, is_loopback
 
 # Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 2 ms.
 MAX_BODY_BYTES = 64 * 2**10
-# Connections at most, and seconds that a connection gets for the headers of its next request, for a body, and to take
-# something of an answer.
+# Connections at most, and the share of the process's file descriptors that they take at most.
 MAX_CONNECTIONS = 128
+DESCRIPTOR_SHARE = 8
+# Seconds that a connection gets for the headers of its next request, for a body, and to take something of an answer.
 HEADERS_S = 15.0
 BODY_S = 15.0
 ANSWER_S = 30.0
@@ -109,6 +111,8 @@ class HttpServer:
             keepalive_timeout=HEADERS_S,
         )
         self._listening: asyncio.Server | None = None
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._max_connections = max(1, min(MAX_CONNECTIONS, descriptors // DESCRIPTOR_SHARE))
         # Connections with a request that is being answered.
         self._answering: set[asyncio.BaseProtocol] = set()
 
@@ -144,7 +148,7 @@ class HttpServer:
         """
         server = self._runner.server
         assert server is not None
-        if len(server.connections) >= MAX_CONNECTIONS:
+        if len(server.connections) >= self._max_connections:
             idle = next((each for each in server.connections if each not in self._answering), None)
             if idle is None or idle.transport is None:
                 return _Closed()

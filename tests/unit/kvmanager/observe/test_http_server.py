@@ -272,8 +272,8 @@ async def test_a_connection_that_takes_nothing_of_an_answer_has_a_time_limit() -
     await server.stop()
 
 
-def test_the_longest_idle_make_room_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+def newcomers_are_answered_beside_slow_ones() -> None:
+    """Forty connections that say nothing, at a server that takes eight."""
 
     async def check(session: aiohttp.ClientSession, url: str) -> None:
         with contextlib.ExitStack() as slow:
@@ -285,6 +285,18 @@ def test_the_longest_idle_make_room_for_newcomers(monkeypatch: pytest.MonkeyPatc
             assert await answer(first) == b""
 
     run(check)
+
+
+def test_the_longest_idle_make_room_for_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "MAX_CONNECTIONS", 8)
+    newcomers_are_answered_beside_slow_ones()
+
+
+def test_a_process_with_few_descriptors_keeps_most_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 64))
+    # Else the oldest would end by itself.
+    monkeypatch.setattr(http_server, "HEADERS_S", 3600.0)
+    newcomers_are_answered_beside_slow_ones()
 
 
 def test_where_all_are_being_answered_a_newcomer_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
