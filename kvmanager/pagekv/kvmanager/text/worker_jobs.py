@@ -129,13 +129,20 @@ def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
         answers.flush()
 
 
+def bound_memory(memory_bytes: int) -> None:
+    """Bounds this process's address space, by less where its limit is lower already, which only root may raise."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
 def main(kind: str, memory_bytes: int) -> None:
     """Serves on standard input and output until the input ends, within so much address space."""
     # Ctrl-C reaches every process of a terminal; this one goes with its parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
     # Text that a library prints is no answer.

@@ -22,10 +22,13 @@ from functools import partial
 from typing import IO
 
 from pagekv.common.errors import Unavailable
+from pagekv.common.logs import Log
 from pagekv.kvmanager.access.caller import tenant_of_call
 from pagekv.kvmanager.tenants.turns import TenantTurns
 from pagekv.kvmanager.text.waiting_jobs import WaitingJobs
 from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
+
+log = Log(__name__)
 
 # Jobs that may wait for the one that is done, and bytes of their bodies, that one's included. A caller holds several
 # times as many: its message, and the text that it was made of.
@@ -65,7 +68,8 @@ class WorkerProcess:
         self, kind: str, setup: Callable[[], bytes], cpu_s: float, memory_bytes: int, max_waiting: int = MAX_WAITING
     ) -> None:
         """`kind` of jobs, as `worker_jobs` knows it; `setup` gives the body of the first job of each process. A job may
-        take `cpu_s` seconds of a processor, and the process `memory_bytes` of address space.
+        take `cpu_s` seconds of a processor, and the process `memory_bytes` of address space, or what a limit of this
+        process leaves of it.
         """
         self._kind = kind
         self._setup = setup
@@ -172,12 +176,19 @@ class WorkerProcess:
             raise self._stopped(status, SETUP_CPU_S) from error
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-c", _START, self._kind, str(self._memory_bytes), *sys.path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-        )
+        """Raises Unavailable: that the manager lacks descriptors, processes or memory is no fault of the job."""
+        try:
+            return subprocess.Popen(
+                [sys.executable, "-c", _START, self._kind, str(self._memory_bytes), *sys.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            )
+        except OSError as error:
+            log.warning("cannot start a process", kind=self._kind, reason=error)
+            raise Unavailable(
+                f"the process of the {self._kind} cannot be started ({error.strerror}); try again"
+            ) from error
 
     def _ask(self, job: str, body: bytes, cpu_s: float) -> bytes:
         (process,) = self._processes

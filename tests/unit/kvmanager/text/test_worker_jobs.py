@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import resource
 import struct
 from array import array
 
@@ -12,7 +13,7 @@ from support.engine import small_tokenizers
 
 from pagekv.kvmanager.text.chat_template import _pack
 from pagekv.kvmanager.text.tokenizer import Tokenizer
-from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB, REFUSED, serve
+from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB, REFUSED, bound_memory, serve
 
 
 def answers(kind: str, *jobs: tuple[str, bytes]) -> list[tuple[int, bytes]]:
@@ -33,6 +34,16 @@ def test_a_job_that_is_cut_off_is_the_end_without_a_word(kept: int) -> None:
     asked, written = JOB.pack(b"setup", 3600.0, 100) + bytes(100), io.BytesIO()
     serve("tokenizer", io.BytesIO(asked[:kept]), written)
     assert written.getvalue() == b""
+
+
+@pytest.mark.parametrize(("hard", "most"), [(resource.RLIM_INFINITY, 1000), (5000, 1000), (700, 700)])
+def test_a_lower_limit_of_memory_stays(hard: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager under `ulimit -v` hands it on: to raise it would fail, and with it every job."""
+    bounds: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr("resource.getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr("resource.setrlimit", lambda *bound: bounds.append(bound))
+    bound_memory(1000)
+    assert bounds == [(resource.RLIMIT_AS, (most, most))]
 
 
 def test_templates() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import resource
 import signal
 import struct
 import subprocess
@@ -114,6 +115,19 @@ async def test_a_process_that_was_killed_starts_anew(it: WorkerProcess) -> None:
     it._processes[0].kill()
     with pytest.raises(Unavailable, match="template was ended from outside; try again"):
         await begun
+
+
+@run_by(working)
+async def test_a_process_that_cannot_be_started_is_no_fault_of_the_job(it: WorkerProcess) -> None:
+    """Without descriptors left, its callers are told to try again, not that their text is wrong."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        with pytest.raises(Unavailable, match=r"template cannot be started \(Too many open files\); try again"):
+            await it.run("render", FINE)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert await it.run("render", FINE) == b"fine"
 
 
 def test_a_process_ends_with_its_parent_in_the_middle_of_a_job() -> None:
