@@ -41,18 +41,17 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _QUEUED, _PREFILL, _CHUNK, _DECODE, _SEARCH = "queued", "prefill", "prefill chunk", "decode", "beam search"
 _PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
 
-# Wall clock that never steps back: nanoseconds since 1970.
-_OFFSET_NS = time.time_ns() - time.monotonic_ns()
 
-
-def wall_ns() -> int:
-    """The time now, in nanoseconds since 1970."""
-    return _OFFSET_NS + time.monotonic_ns()
+def since_1970_ns() -> int:
+    """The difference of the time since 1970 and the monotonic clock, in nanoseconds. It is another one once the
+    system's clock was set, or the machine was suspended.
+    """
+    return time.time_ns() - time.monotonic_ns()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One phase of one sequence, from `start` to `end`, nanoseconds since 1970."""
+    """One phase of one sequence, from `start` to `end`, nanoseconds of the monotonic clock."""
 
     name: str
     start: int
@@ -65,12 +64,15 @@ class Span:
 
 @dataclass(slots=True)
 class TracedRequest:
-    """A request from `start` to `end`."""
+    """A request from `start` to `end`, nanoseconds of the monotonic clock. `offset` makes the time since 1970 of
+    them, by one number for all of a request, whose spans so never step back.
+    """
 
     request: LiveRequest
     model: str
     start: int
     end: int = 0
+    offset: int = 0
     how: RequestEnd = RequestEnd.FINISHED
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
@@ -130,8 +132,8 @@ class Tracing(Observer):
     OTEL_TRACES_SAMPLER decide which requests are sampled.
     """
 
-    def __init__(self, processor: SpanProcessor, clock: Callable[[], int] = wall_ns) -> None:
-        """`processor` gets every span. `clock` gives nanoseconds since 1970."""
+    def __init__(self, processor: SpanProcessor, clock: Callable[[], int] = time.monotonic_ns) -> None:
+        """`processor` gets every span. `clock` gives nanoseconds."""
         name = os.environ.get("OTEL_SERVICE_NAME", "pagekv-manager")
         # Reads OpenTelemetry's variables for sampling and ids.
         self._provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}), shutdown_on_exit=False)
@@ -152,7 +154,7 @@ class Tracing(Observer):
 
     def submitted(self, request: LiveRequest) -> None:
         now = self._clock()
-        trace = self._traces[request] = TracedRequest(request, self._model, now)
+        trace = self._traces[request] = TracedRequest(request, self._model, now, offset=since_1970_ns())
         count = 1 if request.command.sampling.beam_width else request.command.n
         self._progress[request] = {index: _Progress(trace, index, _QUEUED, now) for index in range(count)}
 
@@ -262,13 +264,14 @@ class Tracing(Observer):
         if decision is not Decision.RECORD_AND_SAMPLE:
             return
         made = partial(ReadableSpan, resource=self._provider.resource, instrumentation_scope=self._scope)
-        root = self._span_context(trace_id)
+        root, offset = self._span_context(trace_id), trace.offset
         for span in trace.spans:
             attributes = {"pagekv.sequence": span.sequence}
             if span.tokens:
                 attributes["pagekv.tokens"] = span.tokens
             below = self._span_context(trace_id)
-            child = made(span.name, below, root, attributes=attributes, start_time=span.start, end_time=span.end)
+            start, end = offset + span.start, offset + span.end
+            child = made(span.name, below, root, attributes=attributes, start_time=start, end_time=end)
             self._processor.on_end(child)
         self._processor.on_end(
             made(
@@ -278,8 +281,8 @@ class Tracing(Observer):
                 attributes=_attributes(trace),
                 kind=SpanKind.SERVER,
                 status=Status(StatusCode.ERROR if trace.how is RequestEnd.FAILED else StatusCode.UNSET),
-                start_time=trace.start,
-                end_time=trace.end,
+                start_time=offset + trace.start,
+                end_time=offset + trace.end,
             )
         )
 

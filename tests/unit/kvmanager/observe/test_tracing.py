@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 
 import pytest
@@ -44,6 +45,17 @@ def traced(*commands: GenerateCommand, poison: bool = False) -> list[ReadableSpa
 def attributes(span: ReadableSpan) -> Mapping[str, object]:
     assert span.attributes is not None
     return span.attributes
+
+
+def test_spans_have_the_time_of_a_clock_that_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a day, long after the start; within a request no span is moved."""
+    later = time.time_ns() - time.monotonic_ns() + 86_400 * 10**9
+    monkeypatch.setattr("time.time_ns", lambda: later + time.monotonic_ns())
+    begun = time.time_ns()
+    spans = traced(command("a", PROMPT), command("b", PROMPT))
+    ended = time.time_ns()
+    assert len(spans) >= 8
+    assert all(begun <= (span.start_time or 0) <= (span.end_time or 0) <= ended for span in spans)
 
 
 def test_a_request_is_a_span_with_what_it_did_below_it() -> None:

@@ -14,7 +14,7 @@ from support.engine.engine_harness import Bench, command, read
 
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.observer import RequestEnd
-from pagekv.kvmanager.observe.tracing import MAX_SPANS, Span, TracedRequest, Tracing, wall_ns
+from pagekv.kvmanager.observe.tracing import MAX_SPANS, Span, TracedRequest, Tracing
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
@@ -158,8 +158,3 @@ def test_a_trace_is_bounded() -> None:
     for index in range(MAX_SPANS + 3):
         trace.add(Span("prefill chunk", index, index, 0))
     assert (len(trace.spans), trace.dropped) == (MAX_SPANS, 3)
-
-
-def test_the_clock_never_steps_back() -> None:
-    times = [wall_ns() for _ in range(100)]
-    assert times == sorted(times)
