@@ -10,8 +10,8 @@ that not every executor understands belong to an ExecutorFeature; a manager send
 Attach required that feature. So nothing is ignored in silence: an executor that meets a field, feature or enum
 value that it does not know refuses by name.
 
-Rules. Refusals name the rule they come from (ErrorInfo.metadata "rule"), and `pagekv-conformance` tests each of
-them.
+Rules. Refusals name the rule they come from, and `pagekv-conformance` tests each of them. Details of a status are
+those that types.proto describes: ErrorInfo, with metadata "rule", and BadRequest, with the field.
 
 Protocol
   P1  Describe may be called at any time, also during an epoch, and changes nothing that a step could notice.
@@ -19,7 +19,8 @@ Protocol
   P3  While a manager's Run stream lives, Attach of another manager_id without take_over is FAILED_PRECONDITION,
       and the stream goes on. The same manager_id may always attach anew, so the refusal does not name it. A stream
       is of the epoch that its metadata "pagekv-epoch" names, in decimal digits, from its beginning; without them
-      of the one that its first step names, and of none before: whoever opens streams holds up nobody.
+      of the one that its first step names, and of none before: whoever opens streams holds up nobody. Metadata that
+      are no such digits may be refused (INVALID_ARGUMENT).
   P4  An epoch has one Run stream at a time: the first step of a second one is FAILED_PRECONDITION.
   P5  Every step has exactly one result, in the order of the steps, with the step's epoch and number.
   P6  A step of any epoch but the present one is ABORTED, and touches nothing of the present epoch.
@@ -42,7 +43,9 @@ Protocol
       max_sequences.
 
 Refusals: INVALID_ARGUMENT, the field by its path in StepRequest (BadRequest), before any state or memory is
-touched.
+touched. A message of a list has its index in the path, from 0: "memory_ops[1].kind",
+"new_seqs[0].sampling.top_p". An element of a list of numbers may have it, too, or the list stands for it:
+"new_seqs[0].token_ids[5]" or "new_seqs[0].token_ids". An unknown field is named by its number: "new_seqs[0].1999".
   R1  step: 1 for the first step of an epoch, then one more each.
   R2  finished_seqs: each is live.
   R3  finished_seqs: none stands twice.
