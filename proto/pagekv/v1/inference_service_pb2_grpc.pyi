@@ -29,13 +29,16 @@ class InferenceServiceStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
-    down, no executor attached yet, or the executor came back with another model; with a retry delay),
-    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
-    or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
-    (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
-    manager was killed. Then send the same request again after the retry delay or a second, with the token ids
-    received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
+    in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry
+    delay), UNAVAILABLE (shutting down, no executor attached yet, or the executor came back with another model; with
+    a retry delay), FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed
+    again and again, or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has
+    begun: with details (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is
+    lost, as when the manager was killed. Then send the same request again after the retry delay or a second, with
+    the token ids received so far in resumed_token_ids and the model_fingerprint that came with them, and longer
+    pauses if need be. Several sequences are not resumed but repeated: the same request with the same seed brings the
+    same tokens from the first on, and the caller leaves out those that it has. So does a beam search, without a
+    seed.
     """
 
     Abort: grpc.UnaryUnaryMultiCallable[
@@ -79,13 +82,16 @@ class InferenceServiceAsyncStub:
     ]
     """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
     aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-    in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
-    down, no executor attached yet, or the executor came back with another model; with a retry delay),
-    FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
-    or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
-    (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
-    manager was killed. Then send the same request again after the retry delay or a second, with the token ids
-    received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
+    in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry
+    delay), UNAVAILABLE (shutting down, no executor attached yet, or the executor came back with another model; with
+    a retry delay), FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed
+    again and again, or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has
+    begun: with details (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is
+    lost, as when the manager was killed. Then send the same request again after the retry delay or a second, with
+    the token ids received so far in resumed_token_ids and the model_fingerprint that came with them, and longer
+    pauses if need be. Several sequences are not resumed but repeated: the same request with the same seed brings the
+    same tokens from the first on, and the caller leaves out those that it has. So does a beam search, without a
+    seed.
     """
 
     Abort: grpc.aio.UnaryUnaryMultiCallable[
@@ -131,13 +137,16 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[pagekv.v1.inference_service_pb2.GenerateResponse], collections.abc.AsyncIterator[pagekv.v1.inference_service_pb2.GenerateResponse]]:
         """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
         aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry delay), UNAVAILABLE (shutting
-        down, no executor attached yet, or the executor came back with another model; with a retry delay),
-        FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed again and again,
-        or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has begun: with details
-        (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is lost, as when the
-        manager was killed. Then send the same request again after the retry delay or a second, with the token ids
-        received so far in resumed_token_ids and the model_fingerprint that came with them, and longer pauses if need be.
+        in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry
+        delay), UNAVAILABLE (shutting down, no executor attached yet, or the executor came back with another model; with
+        a retry delay), FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed
+        again and again, or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has
+        begun: with details (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is
+        lost, as when the manager was killed. Then send the same request again after the retry delay or a second, with
+        the token ids received so far in resumed_token_ids and the model_fingerprint that came with them, and longer
+        pauses if need be. Several sequences are not resumed but repeated: the same request with the same seed brings the
+        same tokens from the first on, and the caller leaves out those that it has. So does a beam search, without a
+        seed.
         """
 
     @abc.abstractmethod

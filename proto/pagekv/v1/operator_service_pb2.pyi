@@ -939,7 +939,7 @@ class TenantInfo(google.protobuf.message.Message):
     max_running: builtins.int
     """Requests that may run at once. Absent, here and in the limits below: no limit beside those that all have together."""
     max_waiting: builtins.int
-    """Requests that may wait for blocks at once; 0: none."""
+    """Requests that may wait for blocks at once."""
     tokens_per_minute: builtins.int
     """Tokens of prompts and outputs together in a minute."""
     max_blocks: builtins.int
