@@ -24,6 +24,7 @@ from support.documentation import (
     shell_commands,
 )
 
+from pagekv.client import PageKVClient
 from pagekv.client.cli.main import make_parser
 from pagekv.conformance.main import make_parser as make_conformance_parser
 from pagekv.executor.config import parse_config as parse_executor
@@ -114,6 +115,12 @@ def test_flags_exist(page: Path) -> None:
     declared |= {f"--{name.replace('_', '-')}" for name in re.findall(r"^    (\w+): .* = flag\(", code, re.MULTILINE)}
     named = {span.split()[0].split("=")[0].rstrip(",") for span in inline_code(page) if span.startswith("--")}
     assert sorted({flag.replace("--no-", "--", 1) for flag in named} - declared) == []
+
+
+def test_the_page_of_the_client_names_its_methods() -> None:
+    methods = {name for name in dir(PageKVClient) if not name.startswith("_")}
+    named = {span.partition("(")[0] for span in inline_code(ROOT / "docs" / "python.md")}
+    assert sorted(methods - named) == []
 
 
 def test_every_extra_and_every_target_says_what_it_is_for() -> None:
