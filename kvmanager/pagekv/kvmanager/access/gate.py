@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import unquote
 
 from pagekv.common.errors import (
     InvalidRequest,
@@ -56,6 +57,11 @@ class _Attempt(NamedTuple):
     shown: Sequence[str]
     named: Sequence[str]
     certificate_pem: bytes | None
+
+
+def _peer(context: Any) -> str:
+    """The address that a call comes from. gRPC escapes the brackets of IPv6, because to it this is a URI."""
+    return unquote(context.peer())
 
 
 class Gate:
@@ -119,7 +125,7 @@ class Gate:
             for name in (_AUTHORIZATION, TENANT)
         )
         certificates = context.auth_context().get("x509_pem_cert", ())
-        attempt = _Attempt(context.peer(), method, shown, named, next(iter(certificates), None))
+        attempt = _Attempt(_peer(context), method, shown, named, next(iter(certificates), None))
         known = await self._let_in(attempt, lambda known: check_call(known, method), unnamed)
         # An operator may be ending another's request.
         if ROLE_OF_CALL.get(method) is Role.OPERATE or (method in OPERATORS_TOO and Role.OPERATE in known.roles):
@@ -136,9 +142,9 @@ class Gate:
         if isinstance(error, PermissionDenied):
             self._refusals[_NOT_ALLOWED] += 1
             if self._audit_log is not None:
-                self._audit_log.refused(known.name, context.peer(), method, str(error))
+                self._audit_log.refused(known.name, _peer(context), method, str(error))
         elif isinstance(error, (LimitExceeded, Overloaded)) and self._audit_log is not None:
-            self._audit_log.limited(known.name, context.peer(), method, str(error))
+            self._audit_log.limited(known.name, _peer(context), method, str(error))
 
     async def admit_request(self, request: web.Request) -> None:
         """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied and

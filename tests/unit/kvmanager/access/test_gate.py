@@ -132,6 +132,20 @@ def test_a_refusal_is_raised_counted_and_recorded(
     assert "key" not in line["identity"]
 
 
+def test_an_address_of_ipv6_is_recorded_without_escapes(entrance: Entrance, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Call, "peer", lambda self: "ipv6:%5B::1%5D:50051")
+
+    async def answer() -> None:
+        await entrance.gate.admit_call(RESET, Call(bearer("olga-key")))
+        for error in (PermissionDenied("no"), Overloaded("the queue is full", 1.0)):
+            entrance.gate.note_refusal(RESET, Call(), error)
+        with pytest.raises(Unauthenticated):
+            await entrance.gate.admit_call(RESET, Call())
+
+    asyncio.run(answer())
+    assert [line["peer"] for line in entrance.recorded()] == ["ipv6:[::1]:50051"] * 4
+
+
 def test_a_refusal_leaves_no_caller(entrance: Entrance) -> None:
     async def answer() -> Identity | None:
         await entrance.gate.admit_call(GENERATE, Call(bearer("alice-key")))
