@@ -33,6 +33,7 @@ from pagekv.executor.backend.interface import (
     Finished,
     Launch,
     Sampled,
+    Sampling,
     Scheduled,
     SequenceState,
 )
@@ -47,6 +48,7 @@ from pagekv.executor.oracle.reference import (
     likeliest,
     logprob_of,
     mix,
+    num_kept,
     spread,
 )
 
@@ -58,6 +60,11 @@ FEATURES = (BackendFeature.HOST_POOL, BackendFeature.LOGPROBS, BackendFeature.MI
 SAMPLER = "oracle-1"
 # The default pool: a million slots.
 DEFAULT_KV_BYTES = SLOT.itemsize * 2**20
+
+
+def _is_narrow(sampling: Sampling) -> bool:
+    """Whether a filter may leave tokens out of a draw."""
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
 class SlotError(Exception):
@@ -297,14 +304,17 @@ class OracleBackend:
         """A token for each of these sequences. `reads`: sums of digests, [len(readers)]."""
         states = [reader.state for reader in readers]
         drawing = np.array([state.sampling.temperature > 0 for state in states])
-        tokens, _ = self._choose(reads, states, drawing)
+        chosen, draws = (words.tolist() for words in self._choose(reads, states, drawing))
         likely: list[tuple[int, int]] = []
-        if any(state.sampling.logprobs is not None for state in states):
+        narrow = [at for at in np.flatnonzero(drawing).tolist() if _is_narrow(states[at].sampling)]
+        if narrow or any(state.sampling.logprobs is not None for state in states):
             # Log-probabilities are of the prefix alone, whatever is drawn or banned.
             greedy, drawn = self._choose(reads, states, np.zeros_like(drawing))
             likely = list(zip(greedy.tolist(), drawn.tolist(), strict=True))
         sampled, vocab_size = {}, self._model.vocab_size
-        for at, (reader, token) in enumerate(zip(readers, tokens.tolist(), strict=True)):
+        for at in narrow:
+            chosen[at] = (likely[at][0] + draws[at] % num_kept(states[at].sampling, vocab_size)) % vocab_size
+        for at, (reader, token) in enumerate(zip(readers, chosen, strict=True)):
             state, num_logprobs = reader.state, reader.state.sampling.logprobs
             if reader.tokens[-1] in self._failing:
                 reader.latest, sampled[state.seq_id] = 0, NOT_A_NUMBER

@@ -7,10 +7,13 @@ token is a function of it. Nothing here knows of blocks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
+from pagekv.executor.backend.interface import Sampling
 
 Words = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int64]
@@ -78,6 +81,20 @@ def choose_tokens(
         eos = np.array(eos_token_ids, np.uint64)[drawn % np.uint64(len(eos_token_ids))]
         tokens = np.where(ends, eos, tokens)
     return tokens, drawn
+
+
+def num_kept(sampling: Sampling, vocab_size: int) -> int:
+    """How many of the likeliest tokens top_k, top_p and min_p leave, at a temperature above 0. As in `likeliest`, the
+    log-probability of each is 1/8 below that of the one before.
+    """
+    kept = min(sampling.top_k or vocab_size, vocab_size)
+    fall = 1 / (8 * sampling.temperature)
+    if sampling.top_p < 1:
+        # The first n of them have 1 - exp(-fall * n) of what all would have.
+        kept = min(kept, math.ceil(-math.log1p(sampling.top_p * math.expm1(-fall * kept)) / fall))
+    if sampling.min_p > 0:
+        kept = min(kept, math.floor(-math.log(sampling.min_p) / fall) + 1)
+    return max(kept, 1)
 
 
 def likeliest(token: int, drawn: int, vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:

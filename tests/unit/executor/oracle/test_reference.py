@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+import pytest
 from support.executor.executor_steps import VOCAB
 from support.executor.expected_tokens import chain, choose_token, expected_tokens, mix
 
+from pagekv.executor.backend.interface import Sampling
 from pagekv.executor.oracle import reference
-from pagekv.executor.oracle.reference import EOS_ONE_IN, FIRST, choose_tokens, extend_chains, likeliest
+from pagekv.executor.oracle.reference import EOS_ONE_IN, FIRST, choose_tokens, extend_chains, likeliest, num_kept
 
 PROMPT = list(range(100, 110))
 
@@ -110,6 +115,35 @@ def test_banned_tokens_are_avoided_unless_all_are_banned() -> None:
         banned = [t for t in range(8) if t != read % 8]
         assert choose_token(read, 0, vocab_size=8, banned=banned)[0] == read % 8
     assert choose_token(1, 0, vocab_size=4, banned=[0, 1, 2, 3])[0] in range(4)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 5.0])
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": 3}, lambda weights: 3),
+        ({"top_k": VOCAB}, len),
+        ({"min_p": 0.3}, lambda weights: sum(weight >= 0.3 for weight in weights)),
+        ({"min_p": 1.0}, lambda weights: 1),
+        ({"top_p": 0.6}, lambda weights: fewest(weights, 0.6)),
+        ({"top_p": 1e-6}, lambda weights: 1),
+        ({"top_p": 0.6, "top_k": 5}, lambda weights: fewest(weights[:5], 0.6)),
+        ({"top_p": 0.9, "min_p": 0.5}, lambda weights: min(fewest(weights, 0.9), sum(w >= 0.5 for w in weights))),
+    ],
+)
+def test_filters_keep_as_many_of_the_likeliest_as_they_say(
+    temperature: float, options: dict[str, Any], kept: Callable[[list[float]], int]
+) -> None:
+    """By the log-probabilities that the oracle reports."""
+    logprobs = [logprob for _, logprob in likeliest(5, 100, VOCAB, VOCAB)]
+    weights = [math.exp((logprob - logprobs[0]) / temperature) for logprob in logprobs]
+    assert num_kept(Sampling(temperature=temperature, **options), VOCAB) == kept(weights)
+
+
+def fewest(weights: list[float], share: float) -> int:
+    """How many of the first weights it takes for this share of all."""
+    goal = share * sum(weights)
+    return next(n for n in range(1, len(weights) + 1) if sum(weights[:n]) >= goal)
 
 
 def test_likeliest_tokens_of_two_prefixes_interleave_and_sum_exactly_in_float32() -> None:
