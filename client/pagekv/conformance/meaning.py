@@ -82,6 +82,14 @@ def prefixes_are_reused(kit: Kit) -> None:
         epoch.step([reader, owner])
         epoch.decode(2)
         kit.answers.compare(reader, "over blocks that another sequence writes in the same step")
+    with kit.epoch() as epoch:
+        owner = epoch.sequence(prompt)
+        epoch.step([owner], counts={owner: 1})
+        epoch.step(others=owner.length - 1)
+        reader = _shared(epoch, owner, 2 * size, tails[0])
+        epoch.step([reader])
+        epoch.decode(1)
+        kit.answers.compare(reader, "over blocks that were appended to another sequence in one step")
 
 
 def copies_serve_and_part(kit: Kit) -> None:

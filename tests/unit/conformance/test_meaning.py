@@ -11,6 +11,7 @@ from support.executor.judged import BACKEND, ToyFault, assert_noticed, broken, s
 from pagekv.executor.backend.interface import CopyDirection
 
 HASHED = "repr((read, *seeds))"
+APPENDED = "zip(step.append_seqs, step.append_blocks"
 PAIRS = "zip(op.sources, op.destinations, strict=True)"
 COPY = "self.pool[destination] = list(self.pool[source])"
 WRITTEN = "for at in range(state.computed, state.computed + counts[seq]):\n                self.pool"
@@ -54,6 +55,11 @@ FAULTS = [
         "M2",
         "later chunks begin one token late",
         ((WRITTEN, WRITTEN.replace("(state.computed,", "(state.computed + (1 < counts[seq] < state.computed),")),),
+    ),
+    ToyFault(
+        "M3",
+        "blocks are appended last first",
+        ((f"{APPENDED}, strict=True)", f"[*{APPENDED})][::-1]"),),
     ),
     ToyFault("M3", "computed_tokens is not taken", ((", self.new.computed_tokens", ", 0"),)),
     ToyFault("M3", "others' blocks are not read", ((READ_ALL, READ_ALL.replace("(", "(state.new.computed_tokens, ")),)),
