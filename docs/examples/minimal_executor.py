@@ -10,8 +10,10 @@ import asyncio
 import hashlib
 import sys
 import time
+from bisect import bisect, bisect_left
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import grpc
@@ -170,11 +172,22 @@ class Epoch:
         return result
 
     def next_token(self, state: Live) -> int:
-        """The model and the sampler: it reads through the block table alone, as attention does."""
+        """The model and the sampler: it reads through the block table alone, as attention does. A hash says which token
+        is the likeliest; the ids behind it are each half as likely as the one before.
+        """
         read = [self.pool[state.table[at // self.size]][at % self.size] for at in range(state.computed)]
         sampling = state.new.sampling
-        seeds = (sampling.seed, sampling.sequence_index) if sampling.temperature else ()
-        return hashlib.sha256(repr((read, *seeds)).encode()).digest()[0] % VOCAB
+        likeliest, draw = (
+            int.from_bytes(hashlib.sha256(repr((read, *seeds)).encode()).digest()[:4], "little")
+            for seeds in ((), (sampling.seed, sampling.sequence_index))
+        )
+        if sampling.temperature == 0:
+            return likeliest % VOCAB
+        weights = [0.5 ** (rank / sampling.temperature) for rank in range(sampling.top_k or VOCAB)]
+        sums = list(accumulate(weights))
+        nucleus = weights[: bisect_left(sums, sampling.top_p * sums[-1]) + 1]
+        sums = list(accumulate(weight for weight in nucleus if weight >= sampling.min_p))
+        return (likeliest + bisect(sums, draw / 2**32 * sums[-1])) % VOCAB
 
 
 class Toy(pb_grpc.ExecutorServiceServicer):

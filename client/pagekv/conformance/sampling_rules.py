@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from pagekv.steps.v1 import executor_service_pb2 as pb
 # So hot that all tokens are nearly as likely, and the draw alone decides.
 HOT = 100.0
 NUM_DRAWS = 12
+# At that heat it leaves out tokens that are less likely than the likeliest by a factor of e.
+MIN_P = 0.99
 # Draws of a vocabulary so small are often equal.
 MIN_VOCAB = 16
 # So many penalties of 2 outweigh any logits.
@@ -67,6 +70,31 @@ def draws_are_functions(kit: Kit) -> None:
         epoch.decode(3)
     same = again.outputs == expected[: len(again.outputs)]
     require(same, f"in chunks, beside another and come again: {again.outputs} instead of {expected}")
+    _filters_leave_tokens_out(kit)
+
+
+def _filters_leave_tokens_out(kit: Kit) -> None:
+    """At their strictest top_k, top_p and min_p leave the likeliest token alone. Log-probabilities tell what wider ones
+    leave.
+    """
+    prompt = kit.answers.prompts[0]
+    kit.answers.of(prompt)
+    strictest = {"top_k": 1, "top_p": 0.5 / kit.description.vocab_size, "min_p": 1.0}
+    with kit.epoch() as epoch:
+        for name, value in strictest.items():
+            seq = epoch.alone(prompt, NUM_OUTPUTS, temperature=HOT, seed=7, **{name: value})
+            kit.answers.compare(seq, f"drawn with {name} {value}")
+        if kit.target.num_logprobs is None:
+            return
+        for seed in range(NUM_DRAWS):
+            seq = epoch.alone(prompt, 1, temperature=HOT, seed=seed, top_k=2)
+            row = seq.rows[0]
+            right = row.chosen >= row.top_logprobs[1] - MARGIN
+            require(right, f"drawn with top_k 2, seed {seed}: token {seq.tokens[-1]}, likeliest {row.top_token_ids}")
+            seq = epoch.alone(prompt, 1, temperature=HOT, seed=seed, min_p=MIN_P)
+            row = seq.rows[0]
+            right = row.chosen >= row.top_logprobs[0] + HOT * math.log(MIN_P) - MARGIN
+            require(right, f"drawn with min_p {MIN_P}, seed {seed}: token {seq.tokens[-1]} is too unlikely")
 
 
 def bans_end_with_min_tokens(kit: Kit) -> None:

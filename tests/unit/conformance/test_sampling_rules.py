@@ -44,6 +44,16 @@ class SamplerFault:
 FAULTS = [
     SamplerFault("M9", "the position does not matter", sampling.uniform, ("position)", "0)"), (row_sampler,)),
     SamplerFault(
+        "M9",
+        "top_k leaves one more",
+        row_sampler.candidates,
+        ("largest(logits, sampling.top_k)", "largest(logits, sampling.top_k + 1)"),
+        (row_sampler,),
+    ),
+    SamplerFault(
+        "M9", "min_p is left out", row_sampler.candidates, ("sampling.min_p > 0", "sampling.min_p > 1"), (row_sampler,)
+    ),
+    SamplerFault(
         "M13", "min_tokens counts the prompt", sampling._is_banning, (" - state.num_prompt_tokens", ""), (sampling,)
     ),
     SamplerFault(
@@ -136,6 +146,9 @@ def test_the_sound_backend_passes(backend: CpuBackend) -> None:
             "M9", "seeds are ignored", (("(sampling.seed, sampling.sequence_index)", "(sampling.sequence_index,)"),)
         ),
         ToyFault("M9", "indexes are ignored", (("(sampling.seed, sampling.sequence_index)", "(sampling.seed,)"),)),
+        ToyFault("M9", "top_k is left out", (("range(sampling.top_k or VOCAB)", "range(VOCAB)"),)),
+        ToyFault("M9", "top_p is left out", (("sampling.top_p * sums", "sums"),)),
+        ToyFault("M9", "min_p is left out", ((" if weight >= sampling.min_p", ""),)),
         ToyFault(
             "M9", "draws depend on the step", (("repr((read, *seeds))", "repr((read, seeds and self.steps, *seeds))"),)
         ),

@@ -102,7 +102,7 @@ the same prompt give the same tokens wherever the likeliest is not within roundi
   M8  Steps sent before the result of the one before give what steps sent one at a time give: the token that a step
       samples is known to the step after it without coming back.
   M9  A draw is a function of seed, sequence_index and position: the same three give the same token, and other
-      seeds or indexes give other draws.
+      seeds or indexes give other draws. None is of a token that top_k, top_p or min_p leaves out.
   M10 Within a step the order is: finished sequences leave, memory operations in order, new sequences enter, blocks
       are appended, tokens are computed. So one step may hand a block from one sequence to the next.
   M11 A sequence samples exactly when the step computes its last known token, and stands then in sampled_seqs once.
@@ -653,11 +653,13 @@ class StepSampling(google.protobuf.message.Message):
     temperature: builtins.float
     """0 to 100. 0: greedy."""
     top_p: builtins.float
-    """Above 0, up to 1. 1: off."""
+    """Only the fewest likeliest tokens with this probability together, above 0 and up to 1. 1: off."""
     top_k: builtins.int
-    """0 to vocab_size. 0: off."""
+    """Only so many likeliest tokens, 0 to vocab_size. 0: off."""
     min_p: builtins.float
-    """0 to 1. 0: off."""
+    """Only tokens at least this share as likely as the likeliest, 0 to 1. 0: off. Probabilities here and of top_p are
+    those at the temperature.
+    """
     repetition_penalty: builtins.float
     """Above 0, up to 10, of tokens in prompt and output. 1: off. Else of EXECUTOR_FEATURE_PENALTIES."""
     presence_penalty: builtins.float

@@ -102,7 +102,7 @@ the same prompt give the same tokens wherever the likeliest is not within roundi
   M8  Steps sent before the result of the one before give what steps sent one at a time give: the token that a step
       samples is known to the step after it without coming back.
   M9  A draw is a function of seed, sequence_index and position: the same three give the same token, and other
-      seeds or indexes give other draws.
+      seeds or indexes give other draws. None is of a token that top_k, top_p or min_p leaves out.
   M10 Within a step the order is: finished sequences leave, memory operations in order, new sequences enter, blocks
       are appended, tokens are computed. So one step may hand a block from one sequence to the next.
   M11 A sequence samples exactly when the step computes its last known token, and stands then in sampled_seqs once.
