@@ -6,8 +6,9 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from queue import SimpleQueue
-from typing import Any, NamedTuple
+from typing import Any
 
 from pagekv.common.errors import PageKVError
 from pagekv.common.logs import Log
@@ -19,9 +20,11 @@ from pagekv.executor.ranks.reports import RankReport
 from pagekv.executor.ranks.watch import RankWatch, end_process
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.collector import Collector
-from pagekv.executor.session.epoch import Epoch, LaunchedStep, is_lost
+from pagekv.executor.session.epoch import Epoch, LaunchedStep
 from pagekv.executor.session.state_digest import StateDigest
+from pagekv.executor.session.step import ExecutedStep
 from pagekv.executor.session.step_check import EpochLimits
+from pagekv.executor.session.step_run import StepFailure, run_step
 from pagekv.executor.session.worker_thread import next_job
 from pagekv.executor.world import OTHERS_S
 
@@ -66,7 +69,8 @@ class Follower:
         prepare = getattr(backend, "prepare", None)
         while (message := next_job(self._messages, prepare)) is not None:
             if message.kind is Kind.STEP:
-                self._run_step(message.data)
+                if self._epoch is not None:
+                    self._run_step(self._epoch, message.data)
             elif message.kind is Kind.EPOCH:
                 self._epoch = _epoch(message.content, backend)
             elif message.kind is Kind.DESCRIBE:
@@ -102,61 +106,24 @@ class Follower:
             self.watch.lose(f"rank 0 was lost: {error}", _LEADER)
             self._messages.put(None)
 
-    def _run_step(self, data: bytes) -> None:
-        epoch = self._epoch
-        if epoch is None or epoch.over:
+    def _run_step(self, epoch: Epoch, data: bytes) -> None:
+        def launch() -> LaunchedStep:
+            return epoch.launch(wire.decoded_step(data))
+
+        run_step(self._collector, epoch, epoch.next_step, launch, partial(self._ended, epoch))
+
+    def _ended(self, epoch: Epoch, outcome: ExecutedStep | StepFailure) -> None:
+        """Reports a step, or the failure of one: rank 0 has the reports of those before, which it waits for."""
+        if isinstance(outcome, ExecutedStep):
+            with suppress(LinkLost):  # the reader has noticed
+                report = RankReport(epoch.epoch, outcome.step, outcome.digest, outcome.rank_us[0])
+                self._link.send(Kind.REPORT, report.to_bytes())
             return
-        number = epoch.next_step
-        try:
-            launched = epoch.launch(wire.decoded_step(data))
-        except Exception as error:
-            # Before any later step is looked at.
-            epoch.over = True
-            failure = _Failure.of(epoch, number, error)
-            self._collector.run(lambda: self._fail(epoch, failure), True)
-            return
-        self._collector.run(lambda: self._collect(epoch, number, launched), launched.ready)
-
-    def _collect(self, epoch: Epoch, number: int, launched: LaunchedStep) -> None:
-        if epoch.failed:
-            return
-        try:
-            step = launched.collect()
-        except Exception as error:
-            self._fail(epoch, _Failure.of(epoch, number, error))
-            return
-        with suppress(LinkLost):  # the reader has noticed
-            report = RankReport(epoch.epoch, number, step.digest, step.rank_us[0])
-            self._link.send(Kind.REPORT, report.to_bytes())
-
-    def _fail(self, epoch: Epoch, failure: _Failure) -> None:
-        """Ends an epoch by the failure of a step, unless one before it failed. Rank 0 has the reports of those before,
-        which it waits for.
-        """
-        if epoch.failed:
-            return
-        epoch.over = epoch.failed = True
-        self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": failure.step, "reason": failure.reason})
-        if failure.lost:
-            self.watch.lose(f"step {failure.step} failed on this rank: {failure.reason}")
-
-
-class _Failure(NamedTuple):
-    """The end of an epoch by a step; `lost`: this rank cannot go on."""
-
-    step: int
-    reason: str
-    lost: bool
-
-    @classmethod
-    def of(cls, epoch: Epoch, step: int, error: Exception) -> _Failure:
-        """On the thread that the step failed on."""
-        log.warning("could not do a step", epoch=epoch.epoch, step=step, reason=error)
-        if isinstance(error, PageKVError):
-            # A refused step was not begun.
-            return cls(step, f"it refused it: {error}", lost=False)
-        # In the middle of a collective no rank can stay behind.
-        return cls(step, f"{type(error).__name__}: {error}", lost=is_lost(epoch.backend, error))
+        reason = f"it refused it: {outcome.reason}" if outcome.refusal else outcome.reason
+        self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": outcome.step, "reason": reason})
+        if outcome.lost:
+            # In the middle of a collective no rank can stay behind.
+            self.watch.lose(f"step {outcome.step} failed on this rank: {reason}")
 
 
 def _epoch(content: dict[str, Any], backend: Backend) -> Epoch:

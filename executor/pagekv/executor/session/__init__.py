@@ -3,6 +3,6 @@
 A reader may take the modules in this order:
 
     an attachment               session, attach_check, step_stream
-    a step                      step, epoch, step_check, field_checks, written_slots, state_digest
+    a step                      step, step_run, epoch, step_check, field_checks, written_slots, state_digest
     threads                     worker_thread, collector
 """

@@ -21,7 +21,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from pagekv.common.errors import (
@@ -38,12 +38,13 @@ from pagekv.common.phases import phase
 from pagekv.executor.backend.interface import Backend, BackendDescription, GraphCounts
 from pagekv.executor.session.attach_check import AttachOrder, check_describe, check_fit, check_order
 from pagekv.executor.session.collector import Collector
-from pagekv.executor.session.epoch import Epoch, LaunchedStep, OtherRanks, is_lost
+from pagekv.executor.session.epoch import Epoch, OtherRanks, is_lost
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits
+from pagekv.executor.session.step_run import StepFailure, run_step
 from pagekv.executor.session.step_stream import StepStream
-from pagekv.executor.session.worker_thread import WorkerThread, release_frames
+from pagekv.executor.session.worker_thread import WorkerThread
 
 log = Log(__name__)
 
@@ -56,14 +57,6 @@ LOST = "the executor's device failed: it starts anew"
 
 class StepFailed(ComputationFailed):
     """The backend failed in the middle of a step, or steps cannot be read; the message says which step, and why."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Failure:
-    """The end of an epoch by a step: what its manager is told, and whether the device is lost."""
-
-    told: PageKVError
-    lost: bool
 
 
 class Session:
@@ -224,7 +217,8 @@ class Session:
         """Queues a step; waits while too many are in flight. Raises StaleEpoch or FailedPrecondition."""
         epoch = stream.epoch or self._bind(stream, step.epoch)
         await stream.wait_for_room()
-        self._compute.post(lambda: self._run(epoch, stream, step))
+        launch, ended = partial(epoch.launch, step), partial(self._ended, stream)
+        self._compute.post(lambda: run_step(self._collector, epoch, step.step, launch, ended))
 
     def finish_input(self, stream: StepStream, refusal: PageKVError | None = None) -> None:
         """Ends the stream after its last result: no more steps will come, or one that is refused before it is read."""
@@ -261,50 +255,15 @@ class Session:
         stream.epoch = current
         return current
 
-    def _run(self, epoch: Epoch, stream: StepStream, step: Step) -> None:
-        """On the worker thread: one step, unless its epoch was fenced meanwhile."""
-        if epoch.over:
+    def _ended(self, stream: StepStream, outcome: ExecutedStep | StepFailure) -> None:
+        """On the thread that collected the step."""
+        if isinstance(outcome, ExecutedStep):
+            self._report(stream, outcome)
             return
-        try:
-            launched = epoch.launch(step)
-        except Exception as error:
-            # Before any later step is looked at.
-            epoch.over = True
-            failure = self._failure(epoch, step, error)
-            self._collector.run(lambda: self._fail(epoch, stream, failure), True)
-            return
-        self._collector.run(lambda: self._collect(epoch, stream, step, launched), launched.ready)
-
-    def _collect(self, epoch: Epoch, stream: StepStream, step: Step, launched: LaunchedStep) -> None:
-        """Reports a step once it has ended, unless one before it failed."""
-        if epoch.failed:
-            return
-        try:
-            report = launched.collect()
-        except Exception as error:
-            self._fail(epoch, stream, self._failure(epoch, step, error))
-        else:
-            self._report(stream, report)
-
-    def _failure(self, epoch: Epoch, step: Step, error: Exception) -> _Failure:
-        """On the thread that a step failed on."""
-        if isinstance(error, PageKVError):
-            log.warning("refused a step", epoch=epoch.epoch, step=step.step, reason=error)
-            return _Failure(error, lost=False)
-        lost = is_lost(epoch.backend, error)
-        if not lost:
-            log.exception("a step failed", epoch=epoch.epoch, step=step.step)
-        release_frames(error)
-        return _Failure(StepFailed(f"step {step.step}: {type(error).__name__}: {error}"), lost)
-
-    def _fail(self, epoch: Epoch, stream: StepStream, failure: _Failure) -> None:
-        """Ends an epoch by the failure of a step, unless one before it failed."""
-        if epoch.failed:
-            return
-        epoch.over = epoch.failed = True
-        self._report(stream, failure.told)
-        if failure.lost:
-            self._lose(failure.told)
+        told = outcome.refusal or StepFailed(f"step {outcome.step}: {outcome.reason}")
+        self._report(stream, told)
+        if outcome.lost:
+            self._lose(told)
 
     async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
         """Calls a method of the backend on the worker thread, after the steps posted before; returns or raises as it
