@@ -8,13 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from support.executor.executor_steps import ALL_FEATURES
+
 from pagekv.executor.backend.interface import Backend
+from pagekv.executor.oracle.backend import OracleModel
 from pagekv.executor.ranks.follower import Follower
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.link import RankLink
+from pagekv.executor.session.step_check import EpochLimits
+from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # Bounds a hang alone.
 TIMEOUT_S = 120.0
+MODEL = OracleModel(vocab_size=64, max_model_len=256)
+LIMITS = EpochLimits(4, 20, 0, 64, 256, 8, ALL_FEATURES)
+
+
+def message(number: int, epoch: int = 5) -> pb.StepRequest:
+    """The first step enters a sequence; others decode it."""
+    if number > 1:
+        return pb.StepRequest(epoch=epoch, step=number)
+    sampling = pb.StepSampling(top_p=1, repetition_penalty=1)
+    new = pb.NewSequence(seq_id=1, token_ids=[1, 2, 3], num_prompt_tokens=3, block_ids=range(20), sampling=sampling)
+    return pb.StepRequest(epoch=epoch, step=1, new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[3])
 
 
 @dataclass

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 import pytest
-from support.executor.rank_group import TIMEOUT_S
+from support.executor.rank_group import LIMITS, MODEL, TIMEOUT_S, message
 from support.waiting import wait_until
-from unit.executor.ranks.test_leader import LIMITS, MODEL, message
 
 from pagekv.executor.backend.interface import Backend, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend

@@ -9,13 +9,12 @@ from contextlib import suppress
 from unittest import mock
 
 import pytest
-from support.executor.executor_steps import ALL_FEATURES
-from support.executor.rank_group import TIMEOUT_S, RankGroup, rank_group, running_group
+from support.executor.rank_group import LIMITS, MODEL, TIMEOUT_S, RankGroup, message, rank_group, running_group
 from support.waiting import wait_until
 
 from pagekv.common.errors import InvalidRequest, OutOfMemory
 from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
-from pagekv.executor.oracle.backend import OracleBackend, OracleModel
+from pagekv.executor.oracle.backend import OracleBackend
 from pagekv.executor.ranks import calls
 from pagekv.executor.ranks.follower import Follower
 from pagekv.executor.ranks.leader import GroupBackend, Leader
@@ -26,13 +25,10 @@ from pagekv.executor.session.epoch import Epoch, LaunchedStep, RanksDiffer
 from pagekv.executor.session.session import Session
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep
-from pagekv.executor.session.step_check import EpochLimits
 from pagekv.executor.session.worker_thread import WorkerThread
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
-MODEL = OracleModel(vocab_size=64, max_model_len=256)
 SLOT = 12
-LIMITS = EpochLimits(4, 20, 0, 64, 256, 8, ALL_FEATURES)
 
 
 class Other(OracleBackend):
@@ -58,15 +54,6 @@ class Breaks(OracleBackend):
 def epoch_of(group: RankGroup, number: int = 5) -> Epoch:
     group.backend.allocate(4, 20, 0)
     return Epoch(number, "test", LIMITS, group.backend, ranks=group.leader, digest=StateDigest())
-
-
-def message(number: int, epoch: int = 5) -> pb.StepRequest:
-    """The first step enters a sequence; others decode it."""
-    if number > 1:
-        return pb.StepRequest(epoch=epoch, step=number)
-    sampling = pb.StepSampling(top_p=1, repetition_penalty=1)
-    new = pb.NewSequence(seq_id=1, token_ids=[1, 2, 3], num_prompt_tokens=3, block_ids=range(20), sampling=sampling)
-    return pb.StepRequest(epoch=epoch, step=1, new_seqs=[new], scheduled_seqs=[1], scheduled_tokens=[3])
 
 
 def launch(epoch: Epoch, number: int) -> LaunchedStep:
