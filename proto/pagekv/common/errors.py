@@ -54,8 +54,8 @@ class NotFound(PageKVError):
 
 
 class Overloaded(PageKVError):
-    """A bounded queue is full: it holds `limit`, which `flag` sets; or a tenant took more than its rate, `limit`. Come
-    back in `retry_delay_s` seconds.
+    """A bounded queue is full: it holds `limit`, which `flag` sets; or a tenant took more than its rate, or has as many
+    calls open as it may, `limit`. Come back in `retry_delay_s` seconds.
     """
 
     def __init__(self, message: str, retry_delay_s: float, limit: int | None = None, flag: str = "") -> None:

@@ -124,7 +124,8 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """NOT_FOUND. ResourceInfo has the kind and the name."""
     QUEUE_FULL: _ErrorReason.ValueType  # 4
     """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read, of all or of the caller's tenant, or the tenant
-    took more than its rate; RetryInfo has when to come back, ErrorInfo.metadata `limit` and the `flag` that sets it.
+    took more than its rate, or has as many calls open as it may; RetryInfo has when to come back,
+    ErrorInfo.metadata `limit` and the `flag` that sets it.
     """
     LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
     """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant; ErrorInfo.metadata has those that apply of
@@ -176,7 +177,8 @@ NOT_FOUND: ErrorReason.ValueType  # 3
 """NOT_FOUND. ResourceInfo has the kind and the name."""
 QUEUE_FULL: ErrorReason.ValueType  # 4
 """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read, of all or of the caller's tenant, or the tenant
-took more than its rate; RetryInfo has when to come back, ErrorInfo.metadata `limit` and the `flag` that sets it.
+took more than its rate, or has as many calls open as it may; RetryInfo has when to come back,
+ErrorInfo.metadata `limit` and the `flag` that sets it.
 """
 LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
 """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant; ErrorInfo.metadata has those that apply of

@@ -91,4 +91,4 @@ def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInf
     account.check_count("max_blocks", 0, needed)
     if account.limits.max_waiting is not None:
         running = state.serving().num_running_requests(command.tenant.number)
-        account.check_waiting(max(0, account.live - running), RETRY_DELAY_S)
+        account.check_count("max_waiting", max(0, account.live - running), retry_delay_s=RETRY_DELAY_S)

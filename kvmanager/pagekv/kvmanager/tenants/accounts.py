@@ -78,23 +78,18 @@ class Account:
         """Raises Overloaded while the tenant has taken more tokens than it may."""
         self._check_rate("tokens_per_minute", self.tokens, self.limits.tokens_per_minute)
 
-    def check_count(self, limit: str, held: int, more: int = 1) -> None:
-        """Raises LimitExceeded where `held` things of a kind and so many more are above the limit of this name."""
+    def check_count(self, limit: str, held: int, more: int = 1, retry_delay_s: float = 0.0) -> None:
+        """Raises LimitExceeded where `held` things of a kind and so many more are above the limit of this name. For
+        things that end by themselves, which have a delay, raises Overloaded instead, unless none ever may be.
+        """
         most = getattr(self.limits, limit)
-        if most is not None and held + more > most:
-            self.usage.refusals[limit] += 1
-            raise LimitExceeded(
-                f"{limit}: your tenant has {held} of at most {most}, {more} more were asked", limit=most
-            )
-
-    def check_waiting(self, held: int, retry_delay_s: float) -> None:
-        """Raises Overloaded while `held` requests wait and one more is too many, LimitExceeded where none ever may."""
-        most = self.limits.max_waiting
-        if not most:
-            self.check_count("max_waiting", held)
-        elif held >= most:
-            self.usage.refusals["max_waiting"] += 1
-            raise Overloaded(f"max_waiting: {held} requests of your tenant wait, at most {most}", retry_delay_s, most)
+        if most is None or held + more <= most:
+            return
+        self.usage.refusals[limit] += 1
+        words = f"{limit}: your tenant has {held} of at most {most}, {more} more were asked"
+        if retry_delay_s and most:
+            raise Overloaded(words, retry_delay_s, most)
+        raise LimitExceeded(words, limit=most)
 
     def _check_rate(self, limit: str, bucket: TokenBucket, rate: int | None) -> None:
         wait_s = bucket.wait_s()

@@ -8,6 +8,8 @@ from typing import Any
 from pagekv.kvmanager.access.caller import tenant_of_call
 from pagekv.kvmanager.tenants.accounts import Account, Accounts
 
+RETRY_DELAY_S = 1.0
+
 
 class OpenCalls:
     """Counts the open calls of tenants that have a bound on them, in their accounts."""
@@ -16,8 +18,8 @@ class OpenCalls:
         self._accounts = accounts
 
     def behind(self, admit: Callable[[str, Any], Awaitable[None]]) -> Callable[[str, Any], Coroutine[Any, Any, None]]:
-        """Admits a call as `admit` does, and counts it until it ends. Raises LimitExceeded, too, where its tenant has
-        as many open as it may.
+        """Admits a call as `admit` does, and counts it until it ends. Raises Overloaded, too, while its tenant has as
+        many open as it may.
         """
 
         async def admit_and_count(method: str, context: Any) -> None:
@@ -29,7 +31,8 @@ class OpenCalls:
         return admit_and_count
 
     def _enter(self, account: Account, context: Any) -> None:
-        account.check_count("max_calls", account.calls)
+        # A call that resumes a stream may come before the broken one was missed.
+        account.check_count("max_calls", account.calls, retry_delay_s=RETRY_DELAY_S)
         account.calls += 1
 
         def leave(_: object) -> None:

@@ -121,7 +121,7 @@ def test_limits_of_a_tenant(tmp_path: Path) -> None:
 
     async def body(engine: EngineLoop, bench: Bench) -> None:
         streams = [engine.submit(of(accounts, "few", str(at), [1])) for at in range(2)]
-        with pytest.raises(Overloaded, match="max_waiting: 2 requests of your tenant wait, at most 2") as full:
+        with pytest.raises(Overloaded, match="max_waiting: your tenant has 2 of at most 2, 1 more were asked") as full:
             engine.submit(of(accounts, "few", "more", [1]))
         assert (full.value.retry_delay_s, full.value.limit) == (1, 2)
         slow = engine.submit(of(accounts, "slow", "a", [1] * 10, 6))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pagekv.common.errors import LimitExceeded, PermissionDenied
+from pagekv.common.errors import Overloaded, PermissionDenied
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.identity import Identity
 from pagekv.kvmanager.tenants.accounts import Accounts
@@ -54,8 +54,9 @@ class Entrance:
 def test_a_call_counts_until_it_ends(tmp_path: Path) -> None:
     entrance = Entrance(tmp_path)
     first, _ = entrance.call("alice"), entrance.call("alice")
-    with pytest.raises(LimitExceeded, match="max_calls: your tenant has 2 of at most 2, 1 more were asked"):
+    with pytest.raises(Overloaded, match="max_calls: your tenant has 2 of at most 2, 1 more were asked") as full:
         entrance.call("alice")
+    assert (full.value.retry_delay_s, full.value.limit) == (1.0, 2)
     # Others are not held up by it.
     entrance.call("carol")
     first.end()
