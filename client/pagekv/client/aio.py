@@ -13,7 +13,7 @@ import grpc
 from pagekv.client.calls import ClientCalls, StreamState
 from pagekv.client.errors import FailedPrecondition
 from pagekv.client.generation_types import Chunk, GenerateOptions, Prompt
-from pagekv.client.option_help import with_options_of
+from pagekv.client.options import with_options_of
 from pagekv.client.running_stream import RunningStream
 from pagekv.client.settings import WatchOptions
 from pagekv.client.types import BlockInfo, BlockState, EventBatch, RequestInfo

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, Unpack, cast
 from pagekv.client.connection import Connection, for_both
 from pagekv.client.errors import InvalidRequest, NotFound
 from pagekv.client.generation_types import CacheControls, Chunk, Completion, GenerateOptions, Prompt
-from pagekv.client.option_help import check_known, with_options_of
+from pagekv.client.options import check_known, with_options_of
 from pagekv.client.resumable_generation import MOST_SEQUENCES, ResumableGeneration
 from pagekv.client.resumable_watch import ResumableWatch
 from pagekv.client.running_stream import RunningStream

@@ -13,7 +13,7 @@ import grpc
 from pagekv.client.channel import channel_options, target_or_default
 from pagekv.client.errors import from_rpc_error
 from pagekv.client.identity import FilePath, authorization, for_tenant, tls_credentials
-from pagekv.client.option_help import with_options_of
+from pagekv.client.options import with_options_of
 from pagekv.client.settings import CallOptions, CallSettings
 from pagekv.client.wire import flat
 from pagekv.common.errors import FailedPrecondition, InvalidRequest

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypedDict
 
-from pagekv.client.option_help import described
+from pagekv.client.options import described
 
 __all__ = [
     "CacheControls", "ChatMessage", "Chunk", "Completion", "FinishReason", "GenerateOptions", "MediaHash",

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Self, TypeAlias, TypedDict, TypeGuard
 
-from pagekv.client.option_help import check_known, described
+from pagekv.client.options import check_known, described
 from pagekv.common.errors import InvalidRequest
 
 __all__ = ["CallOptions", "WatchOptions"]

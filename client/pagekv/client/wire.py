@@ -16,7 +16,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from pagekv.client import generation_types, types
 from pagekv.client.generation_types import CacheControls, ChatMessage, GenerateOptions, Prompt
-from pagekv.client.option_help import check_known
+from pagekv.client.options import check_known
 from pagekv.common.errors import InvalidRequest
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb

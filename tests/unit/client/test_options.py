@@ -10,7 +10,7 @@ from typing import TypedDict
 import pytest
 
 from pagekv.client import AsyncPageKVClient, CallOptions, GenerateOptions, PageKVClient, WatchOptions
-from pagekv.client.option_help import described, with_options_of
+from pagekv.client.options import described, with_options_of
 
 
 class Options(TypedDict, total=False):

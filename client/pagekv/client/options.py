@@ -1,7 +1,8 @@
-"""Options in `help`: Python drops the literals below a class's keys, which only editors read.
+"""Options of a call as the keys of a class: one that the class does not have is refused, since Python does not look at
+the keys, and `help` shows what each means.
 
-`described` puts them into the docstring of the class of options, `with_options_of` into that of a method. An
-option that the class does not have is refused here, too, since Python does not look at the keys.
+Python drops the literals below a class's keys, which only editors read: `described` puts them into the docstring of the
+class, `with_options_of` into that of a method.
 """
 
 from __future__ import annotations
