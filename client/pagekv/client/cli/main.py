@@ -25,12 +25,15 @@ from pagekv.client.cli.commands import (
     completion,
     demo,
     generate,
-    inspect,
     keys,
     plan,
+    pool,
     prefix,
     replay,
+    server,
+    stats,
     tenants,
+    tokenize,
     top,
     up,
 )
@@ -76,7 +79,11 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     commands = parser.add_subparsers(
         prog="pagekv", metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS
     )
-    for module in (demo, up, generate, chat, inspect, top, prefix, tenants, certs, keys, bench, plan, replay):
+    modules = (
+        *(demo, up, generate, chat, tokenize, server, stats, top, pool, prefix, tenants),
+        *(certs, keys, bench, plan, replay),
+    )
+    for module in modules:
         module.add(commands)
     completion.add(commands, parser)
     for each in _parsers(parser):

@@ -1,4 +1,4 @@
-"""`pagekv explain`, `pin`, `pins`, `unpin` and `watch`: the prefix cache in detail."""
+"""`pagekv lookup`, `explain`, `pin`, `pins`, `unpin` and `watch`: the prefix cache in detail."""
 
 from __future__ import annotations
 
@@ -48,6 +48,12 @@ WATCH_EXAMPLES = """\
 def add(commands: Subparsers) -> None:
     """Adds the subcommands."""
     parser = add_query(
+        commands, "lookup", "say how much of a prompt is cached now", lookup,
+        examples='  pagekv lookup "In the beginning God created the heaven"\n',
+    )  # fmt: skip  # laid out as a table
+    add_prompt(parser)
+    add_identity(parser)
+    parser = add_query(
         commands, "explain", "say block by block why a prompt hits the cache or misses", explain,
         examples='  pagekv explain "In the beginning God created the heaven"\n',
     )  # fmt: skip  # laid out as a table
@@ -77,6 +83,21 @@ def add(commands: Subparsers) -> None:
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
     )
+
+
+def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """LookupPrefix."""
+    found = client.lookup_prefix(read_prompt(args), **read_identity(args))
+    cached = found.device_tokens + found.host_tokens
+    lines = [
+        f"{cached} of {found.prompt_tokens} tokens cached ({cached / max(found.prompt_tokens, 1):.0%}): "
+        f"{found.device_tokens} on the device, {found.host_tokens} on the host"
+    ]
+    if found.partial_tokens:
+        lines.append(f"{found.partial_tokens} more begin a cached block, which a copy of it would serve")
+    if found.block_ids:
+        lines.append(f"blocks {' '.join(map(str, found.block_ids))}")
+    return Shown(found, "\n".join(lines))
 
 
 def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -16,6 +16,25 @@ from pagekv.kvmanager.config import parse_config as parse_manager
 from pagekv.v1 import inference_service_pb2 as pb
 
 
+@pytest.mark.parametrize(("status", "code"), [("SERVING", 0), ("NOT_SERVING", 3)])
+def test_health(
+    server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str], status: str, code: int
+) -> None:
+    from grpc_health.v1 import health_pb2
+
+    reply = health_pb2.HealthCheckResponse(status=status)
+    server.expect("Check", reply)
+    assert main(["health"]) == code
+    out, err = capsys.readouterr()
+    assert out == f"{target} {status.lower()}\n"
+    assert err == (f"pagekv: PageKV at {target} is not serving\n" if code else "")
+    server.expect("Check", reply)
+    assert main(["health", "--json"]) == code
+    out, err = capsys.readouterr()
+    assert json.loads(out) == {"target": target, "status": status.lower()}
+    assert [json.loads(line)["error"]["code"] for line in err.splitlines()] == ["UNAVAILABLE"] * bool(code)
+
+
 def test_both_versions(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
     server.expect("GetModelInfo", pb.GetModelInfoResponse(server_version="9.8.7"))
     assert main(["version"]) == 0

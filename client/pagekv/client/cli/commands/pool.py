@@ -1,0 +1,97 @@
+"""`pagekv blocks`, `requests` and `block-table`: the pool and its users; `reset-cache` and `abort` empty it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any, TypeVar, get_args
+
+from pagekv.client.calls import LARGEST_PAGE
+from pagekv.client.cli.parser import Subparsers
+from pagekv.client.cli.query import Shown, add_query
+from pagekv.client.cli.terminal import Terminal, table
+from pagekv.client.client import PageKVClient
+from pagekv.client.types import BlockList, BlockState, RequestList
+from pagekv.common.flags import integer
+
+Page = TypeVar("Page", BlockList, RequestList)
+BLOCKS_EXAMPLES = "  pagekv blocks --state cached --limit 20\n"
+
+
+def add(commands: Subparsers) -> None:
+    """Adds the subcommands."""
+    parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
+    parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
+    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
+    parser = add_query(commands, "requests", "list the live requests, those that run first", requests)
+    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="requests at most [100]")
+    parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
+    parser.add_argument("request_id", metavar="REQUEST_ID")
+    parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)
+    parser.add_argument(
+        "--force", action="store_true", help="preempt running requests, which go on by themselves, and end pins"
+    )
+    parser = add_query(commands, "abort", "end running requests", abort)
+    parser.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")
+
+
+def _pages(limit: int, field: str, ask: Callable[[int, str], Page]) -> Page:
+    """As many pages as it takes, as one; `ask` gives one of a size, behind a token."""
+    page = ask(min(limit, LARGEST_PAGE), "")
+    found = list(getattr(page, field))
+    while page.next_page_token and (left := limit - len(found)) > 0:
+        page = ask(min(left, LARGEST_PAGE), page.next_page_token)
+        found += getattr(page, field)
+    entries: Any = tuple(found)
+    return replace(page, **{field: entries})
+
+
+def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ListBlocks."""
+    found = _pages(
+        args.limit, "blocks", lambda size, token: client.list_blocks(args.state, page_size=size, page_token=token)
+    )
+    rows = [
+        (b.block_id, b.state, b.ref_count, b.pins, b.block_hash[:16] or "-", b.parent_hash[:16] or "-")
+        for b in found.blocks
+    ]
+    text = table(rows, ("block", "state", "refs", "pins", "hash", "parent")) if rows else "no such blocks"
+    return Shown(found, text, note="there are more: raise --limit" if found.next_page_token else "")
+
+
+def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ListRequests."""
+    found = _pages(args.limit, "requests", client.list_requests)
+    rows = [
+        (r.request_id, r.state, r.priority, r.prompt_tokens, r.cached_tokens, r.generated_tokens, r.num_blocks,
+         r.preemptions, r.namespace or "-")
+        for r in found.requests
+    ]  # fmt: skip  # laid out as a table
+    heads = ("request", "state", "priority", "prompt", "cached", "generated", "blocks", "preempted", "namespace")
+    text = table(rows, heads) if rows else "no live requests"
+    return Shown(found, text, note=f"{found.total} in all: raise --limit" if found.next_page_token else "")
+
+
+def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """GetBlockTable."""
+    sequences = client.block_table(args.request_id)
+    lines = [
+        f"sequence {s.index}: {s.state}, {s.num_tokens} tokens, {s.computed_tokens} computed; "
+        f"blocks {' '.join(map(str, s.block_ids)) or '-'}"
+        for s in sequences
+    ]
+    return Shown({"sequences": list(map(asdict, sequences))}, "\n".join(lines))
+
+
+def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """ResetPrefixCache."""
+    reset = client.reset_prefix_cache(force=args.force)
+    also = f"; {reset.preempted_sequences} sequences preempted, {reset.ended_pins} pins ended" if args.force else ""
+    return Shown(reset, f"{reset.removed_blocks} blocks removed{also}")
+
+
+def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
+    """Abort; that none of the requests was live is no failure."""
+    aborted = client.abort(*args.request_ids)
+    return Shown({"aborted": aborted}, f"aborted: {' '.join(aborted) or 'none was running'}")
