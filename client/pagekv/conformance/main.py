@@ -16,9 +16,9 @@ from collections.abc import Sequence
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.flags import FlagParser, add_version, address
+from pagekv.conformance.judge import judge
 from pagekv.conformance.keepalive import IdleConnection
 from pagekv.conformance.link import Link
-from pagekv.conformance.run import judge
 from pagekv.conformance.target import FEATURES, Target, Untestable, describe
 from pagekv.conformance.verdict import Verdict
 

@@ -22,9 +22,9 @@ import grpc
 
 from pagekv.common.server import GrpcServer
 from pagekv.conformance import link
+from pagekv.conformance.judge import RULES, verdict_of
 from pagekv.conformance.kit import Kit
 from pagekv.conformance.link import Link
-from pagekv.conformance.run import RULES, verdict_of
 from pagekv.conformance.target import describe
 from pagekv.conformance.verdict import Verdict
 from pagekv.executor.backend.interface import Backend

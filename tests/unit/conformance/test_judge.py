@@ -12,9 +12,9 @@ import pytest
 from support.executor.judged import BACKEND, Edit, broken, kit_of, served_backend, toy, verdicts
 
 from pagekv.conformance import link
+from pagekv.conformance.judge import RULES, judge, verdict_of
 from pagekv.conformance.keepalive import IdleConnection
 from pagekv.conformance.kit import Kit
-from pagekv.conformance.run import RULES, judge, verdict_of
 from pagekv.conformance.target import Untestable
 from pagekv.conformance.verdict import BrokenRule, Rule
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
