@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable
@@ -82,6 +83,12 @@ MODELS: dict[str, Callable[[], PreTrainedConfig]] = {
         pad_token_id=0,
     ),
 }
+
+
+def edit_config(directory: Path, **fields: Any) -> None:
+    """Sets fields of a saved model's config.json."""
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | fields))
 
 
 def save_model(name: str, directory: Path, seed: int = 0) -> Any:
