@@ -23,7 +23,8 @@ from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone
 from pagekv.kvmanager.kvcache.events.batch import Diff, OptionalNames, Removed, Stored, Tier
-from pagekv.kvmanager.kvcache.events.subscription import Snapshot, TableWatch, host_block, take_snapshot
+from pagekv.kvmanager.kvcache.events.snapshot import Snapshot, host_block, take_snapshot
+from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTable
 

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from itertools import chain, islice
-
-import numpy as np
-from numpy.typing import NDArray
+from collections.abc import Callable
+from itertools import islice
 
 from pagekv.common.errors import FellBehind
-from pagekv.kvmanager.kvcache.block_hash import Root
-from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier
-from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.kvcache.prefix_table import Names, PrefixTable
-from pagekv.kvmanager.kvcache.table_columns import TableColumns
+from pagekv.kvmanager.kvcache.events.batch import Diff, Stored
+from pagekv.kvmanager.kvcache.events.snapshot import Snapshot
 
 # Changes that a reader may leave unread, including changes that cancel out: some tens of megabytes.
 MAX_UNREAD = 131_072
-
-# Every block in the tables at the step boundary where the watch began, one by one: first the device's, parents before
-# children, then the host's.
-Snapshot = Iterator[Stored]
 
 
 class TableWatch:
@@ -95,42 +85,3 @@ class TableWatch:
         if self._on_end is not None:
             self._on_end(self)
             self._on_end = None
-
-
-def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
-    """Every block in the tables now: first the device's, parents before children, then the host's, where a block's
-    parent may come later, or not at all.
-
-    Only the copy of the columns is made here; blocks are put together one by one as the iterator is read.
-    """
-    device = _device_blocks(table.columns())
-    return device if host is None or not host.num_cached else chain(device, _host_blocks(host))
-
-
-def _device_blocks(columns: TableColumns) -> Snapshot:
-    parents = columns.parents.data
-    for block in columns.parents_first():
-        first = parents[block] < 0
-        digest, parent = columns.digests[block], columns.roots[block] if first else columns.digests[parents[block]]
-        assert digest is not None
-        assert parent is not None
-        names = [columns.names[block]] if block in columns.names else None
-        tokens, text = columns.tokens[block].tobytes(), block not in columns.media
-        yield Stored(Tier.DEVICE, [digest], [parent], tokens, text, first, names)
-
-
-def _host_blocks(host: HostPool) -> Snapshot:
-    entries, tokens, names = host.columns()
-    return (host_block(digest, parent, tokens[block], names.get(block)) for block, digest, parent in entries)
-
-
-def host_block(digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None) -> Stored:
-    """A block of the host pool with these tokens, [block_size]; `names` as in `PrefixTable.names`."""
-    return Stored(
-        Tier.HOST,
-        [digest],
-        [parent],
-        tokens.tobytes(),
-        first=isinstance(parent, Root),
-        names=[names] if names is not None else None,
-    )

@@ -19,7 +19,7 @@ from pagekv.kvmanager.kvcache.block_hash import (
     token_bytes,
 )
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier
-from pagekv.kvmanager.kvcache.events.subscription import take_snapshot
+from pagekv.kvmanager.kvcache.events.snapshot import take_snapshot
 from pagekv.kvmanager.observe.kv_events import vllm_format
 from pagekv.kvmanager.observe.kv_events.vllm_format import MAX_BATCH_TOKENS, Events, KvEventFormat, MediaKeysOf, pack
 
