@@ -17,8 +17,8 @@ from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
 from pagekv.kvmanager.kvcache.eviction_policy import EvictionOrder
 from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.scheduling.encoded_sizes import IdBytes, id_bytes
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
-from pagekv.kvmanager.scheduling.step_bytes import IdBytes, id_bytes
 
 if TYPE_CHECKING:
     from pagekv.steps.v1.executor_service_pb2 import DescribeResponse

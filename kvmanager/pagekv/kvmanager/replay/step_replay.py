@@ -27,12 +27,12 @@ from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.logprobs import TokenLogprobs
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.request.tenant import Tenant
+from pagekv.kvmanager.scheduling.encoded_sizes import IdBytes
 from pagekv.kvmanager.scheduling.fairness.step_bound import StepBound
 from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_request
-from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 

@@ -1,4 +1,6 @@
-"""Bytes of a step: upper bounds of what protobuf writes, so that none is larger than executors take (rule P13)."""
+"""Sizes of an encoded step's parts: upper bounds of what protobuf writes, so that no step is larger than executors take
+(rule P13). `engine.executor_wire` encodes.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from pagekv.common.flags import flag, flag_metadata, integer, number
 from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
-from pagekv.kvmanager.scheduling.step_bytes import IdBytes
+from pagekv.kvmanager.scheduling.encoded_sizes import IdBytes
 from pagekv.kvmanager.scheduling.swapping import MODES, SwapPolicy
 
 

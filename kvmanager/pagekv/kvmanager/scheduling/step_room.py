@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, IdBytes
+from pagekv.kvmanager.scheduling.encoded_sizes import COLUMNS_BYTES, IdBytes
 from pagekv.kvmanager.scheduling.step_plan import CopyList
 
 

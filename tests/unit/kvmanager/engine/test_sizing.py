@@ -16,7 +16,7 @@ from pagekv.kvmanager.engine.executor_client import AttachRefused
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.engine.sizing import size_limits, size_model
 from pagekv.kvmanager.kvcache.host_pool import HostPool
-from pagekv.kvmanager.scheduling.step_bytes import IdBytes
+from pagekv.kvmanager.scheduling.encoded_sizes import IdBytes
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 from pagekv.steps.v1 import executor_service_pb2 as pb
 

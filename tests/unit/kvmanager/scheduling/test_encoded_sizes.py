@@ -13,9 +13,9 @@ from pagekv.common.message_sizes import MAX_RECEIVE_BYTES, MAX_RESULT_BYTES
 from pagekv.kvmanager.engine.executor_wire import pack_token_ids, step_bytes, step_request
 from pagekv.kvmanager.kvcache.block_hash import root_digest
 from pagekv.kvmanager.kvcache.prefix_table import PrefixTable
+from pagekv.kvmanager.scheduling.encoded_sizes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes, id_bytes
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes, id_bytes
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind, CopyList, NewSeq, StepPlan
 from pagekv.steps.v1 import executor_service_pb2 as pb
 

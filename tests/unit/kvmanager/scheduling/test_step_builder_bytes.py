@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from support.engine.scheduler_driver import VOCAB, Driver, expect, finished, output
 
+from pagekv.kvmanager.scheduling.encoded_sizes import COLUMNS_BYTES, LISTS_BYTES, SEQUENCE_BYTES
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, LISTS_BYTES, SEQUENCE_BYTES
 
 # Of ids whose bytes nobody has told.
 ID_BYTES = 5

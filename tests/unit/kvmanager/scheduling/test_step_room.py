@@ -11,8 +11,8 @@ from support.engine.tables_alone import cache, sequence_of, tables_of
 from pagekv.kvmanager.engine.executor_wire import step_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.scheduling.block_tables import Arrival
+from pagekv.kvmanager.scheduling.encoded_sizes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes
 from pagekv.kvmanager.scheduling.sequence import HOLDING
-from pagekv.kvmanager.scheduling.step_bytes import COLUMNS_BYTES, SEQUENCE_BYTES, IdBytes
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan
 from pagekv.kvmanager.scheduling.step_room import StepRoom
 

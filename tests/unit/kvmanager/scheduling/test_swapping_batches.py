@@ -19,8 +19,8 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
 from pagekv.kvmanager.request.stream import RequestStream
 from pagekv.kvmanager.scheduling.counters import SchedulerCounters
+from pagekv.kvmanager.scheduling.encoded_sizes import IdBytes
 from pagekv.kvmanager.scheduling.sequence import Seq, Swapped, live_request
-from pagekv.kvmanager.scheduling.step_bytes import IdBytes
 from pagekv.kvmanager.scheduling.step_plan import BlockCopy, CopyKind
 from pagekv.kvmanager.scheduling.step_room import StepRoom
 from pagekv.kvmanager.scheduling.swapping import Swapper
