@@ -1,4 +1,4 @@
-"""Lookups, explanations, pins, resets and watches of the prefix cache, all made between two steps."""
+"""The prefix cache between two steps: roots, pins, resets, and what is counted of admissions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import numpy as np
 
 from pagekv.common.errors import LimitExceeded
 from pagekv.kvmanager.engine.capacity import blocks_needed, total_tokens
-from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
+from pagekv.kvmanager.engine.explain import KnownAdapters
 from pagekv.kvmanager.engine.observer import Observer
-from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.prefix_match import PrefixMatch, match_prefix
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, root_digest
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
-from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK, HostPool
+from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.pins import PinLease, Pins
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
@@ -27,9 +26,6 @@ from pagekv.kvmanager.scheduling.step_plan import Admitted
 from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
-
-# Blocks looked up in the host pool together.
-_HOST_BLOCKS = 256
 
 
 class CacheAdmin:
@@ -66,7 +62,7 @@ class CacheAdmin:
         is told of pins.
         """
         self.pool = pool
-        self._host = host
+        self.host = host
         self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
         self._fingerprint = fingerprint
         self._arm()
@@ -130,69 +126,20 @@ class CacheAdmin:
                 totals.misses_diverged_total += bool(each.shared_tokens)
                 totals.misses_never_seen_total += not each.shared_tokens
 
-    # -- prefixes; `prepared` as in `match_prefix`
+    # -- prompts
 
-    def lookup(
-        self,
-        token_ids: Sequence[int],
-        identity: CacheIdentity,
-        partial_hits: bool,
-        prepared: PreparedPrompt | None = None,
-    ) -> pb.LookupPrefixResponse:
-        """The cached part of a prompt; changes nothing. `partial_hits`: with the start of another block, by copying."""
-        size, root = self.pool.block_size, self.root(identity)
-        match = self._match(token_ids, identity, prepared)
-        tokens, hits = match.tokens, match.hits
-        found = len(hits) * size
-        kept = self._kept_behind(match, root) * size
-        partial = 0
-        if partial_hits and not kept and not identity.media and found < len(tokens):
-            before = int(hits[-1]) if len(hits) else root
-            _, partial = self.pool.table.longest_run(before, tokens[found : found + size])
-        answer = pb.LookupPrefixResponse(
-            prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, partial_tokens=partial
-        )
-        answer.MergeFromString(packed_field(pb.LookupPrefixResponse.BLOCK_IDS_FIELD_NUMBER, hits))
-        return answer
-
-    def _kept_behind(self, match: PrefixMatch, root: bytes) -> int:
-        """How many blocks behind the hits the host pool has, up to the first that it has not."""
-        table, host, begin = self.pool.table, self._host, len(match.hits)
-        parent = table.digests(match.hits[-1:].tolist())[0] if begin else root
-        kept = 0
-        while host.num_blocks and begin < len(match.digests):
-            part = slice(begin, begin + _HOST_BLOCKS)
-            digests = match.digests[part]
-            blocks = host.find(digests, match.chunks[part], [parent, *digests], hashed_anew=True)
-            found = [*blocks, NO_BLOCK].index(NO_BLOCK)
-            kept += found
-            if found < len(digests):
-                break
-            # The object by which the host pool knows what the next block follows.
-            parent = host.key(blocks[-1]) or digests[-1]
-            begin += found
-        return kept
-
-    def _match(self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None) -> PrefixMatch:
+    def match(self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None) -> PrefixMatch:
+        """The cached part of a prompt now; `prepared` as in `match_prefix`."""
         return match_prefix(self.pool, self.root(identity), token_ids, identity.media, prepared)
-
-    def explainer(
-        self,
-        token_ids: Sequence[int],
-        identity: CacheIdentity,
-        prepared: PreparedPrompt | None = None,
-        *,
-        numbers: bool = True,
-    ) -> PrefixExplainer:
-        """An explainer of why each of a prompt's blocks hits or misses now; changes nothing."""
-        others = self.adapters.others(identity.namespace, identity.adapter_id)
-        roots = [(adapter, self._root(identity, adapter)) for adapter in others]
-        root, media = self.root(identity), identity.media
-        return PrefixExplainer(self.pool, self.log, root, token_ids, media, roots, prepared, numbers=numbers)
 
     def root(self, identity: CacheIdentity) -> bytes:
         """Parent digest of the first block of this identity's prompts."""
         return self._root(identity, identity.adapter_id)
+
+    def other_roots(self, identity: CacheIdentity) -> list[tuple[str, bytes]]:
+        """The roots of this identity's prompts under the other adapters that accepted requests have named."""
+        others = self.adapters.others(identity.namespace, identity.adapter_id)
+        return [(adapter, self._root(identity, adapter)) for adapter in others]
 
     def _root(self, identity: CacheIdentity, adapter_id: str) -> bytes:
         return root_digest(self._fingerprint, identity.namespace, adapter_id, self._secret, identity.tenant)
@@ -216,7 +163,7 @@ class CacheAdmin:
         LimitExceeded, also where the owner's pins would hold too much.
         """
         self.pins.check_id(pin_id, identity, owner)
-        blocks = self._match(token_ids, identity, prepared).hits
+        blocks = self.match(token_ids, identity, prepared).hits
         if not len(blocks):
             self.unpin(pin_id, owner)
             return pb.PinPrefixResponse()

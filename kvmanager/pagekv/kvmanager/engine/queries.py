@@ -12,11 +12,15 @@ from collections.abc import Sequence
 
 from pagekv.common.errors import Overloaded
 from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.explain import PrefixExplainer
 from pagekv.kvmanager.engine.long_prompts import LongPrompts
+from pagekv.kvmanager.engine.packed import packed_field
 from pagekv.kvmanager.engine.paging import page_in_slices
+from pagekv.kvmanager.engine.prefix_match import PrefixMatch
 from pagekv.kvmanager.engine.state import RETRY_DELAY_S, EngineState, draining
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.kvmanager.kvcache.host_pool import NO_BLOCK
 from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
@@ -25,6 +29,8 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 # Tokens of the prompts that wait to be looked up, some 12 bytes each; a prompt counts as this many at least. One prompt
 # alone may have more.
 MAX_ASKED_TOKENS, LEAST_COUNTED = 16 * 2**20, 1024
+# Blocks looked up in the host pool together.
+_HOST_BLOCKS = 256
 
 
 class EngineQueries:
@@ -73,9 +79,38 @@ class EngineQueries:
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
     ) -> pb.LookupPrefixResponse:
-        """The cached part of a prompt; changes nothing."""
-        limits = self._state.serving().limits
-        return self._state.cache.lookup(token_ids, identity, limits.prefix_cache and limits.partial_hits, prepared)
+        """The cached part of a prompt, with the start of another block where a copy would serve; changes nothing."""
+        limits, cache = self._state.serving().limits, self._state.cache
+        pool, root, match = cache.pool, cache.root(identity), cache.match(token_ids, identity, prepared)
+        tokens, hits = match.tokens, match.hits
+        found, kept = len(hits) * pool.block_size, self._kept_behind(match, root) * pool.block_size
+        partial = 0
+        if limits.prefix_cache and limits.partial_hits and not kept and not identity.media and found < len(tokens):
+            before = int(hits[-1]) if len(hits) else root
+            _, partial = pool.table.longest_run(before, tokens[found : found + pool.block_size])
+        answer = pb.LookupPrefixResponse(
+            prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, partial_tokens=partial
+        )
+        answer.MergeFromString(packed_field(pb.LookupPrefixResponse.BLOCK_IDS_FIELD_NUMBER, hits))
+        return answer
+
+    def _kept_behind(self, match: PrefixMatch, root: bytes) -> int:
+        """How many blocks behind the hits the host pool has, up to the first that it has not."""
+        table, host, begin = self.cache.pool.table, self.cache.host, len(match.hits)
+        parent = table.digests(match.hits[-1:].tolist())[0] if begin else root
+        kept = 0
+        while host.num_blocks and begin < len(match.digests):
+            part = slice(begin, begin + _HOST_BLOCKS)
+            digests = match.digests[part]
+            blocks = host.find(digests, match.chunks[part], [parent, *digests], hashed_anew=True)
+            found = [*blocks, NO_BLOCK].index(NO_BLOCK)
+            kept += found
+            if found < len(digests):
+                break
+            # The object by which the host pool knows what the next block follows.
+            parent = host.key(blocks[-1]) or digests[-1]
+            begin += found
+        return kept
 
     async def explain_prefix(
         self,
@@ -91,7 +126,11 @@ class EngineQueries:
         made in slices, with a turn of the event loop between two. `numbers`: as in PrefixExplainer. Raises
         InvalidRequest.
         """
-        explainer = self.cache.explainer(token_ids, identity, prepared, numbers=numbers)
+        cache, root = self.cache, self.cache.root(identity)
+        explainer = PrefixExplainer(
+            *(cache.pool, cache.log, root, token_ids, identity.media, cache.other_roots(identity), prepared),
+            numbers=numbers,
+        )
         return await page_in_slices(explainer.page, page_size, token)
 
     def pin_prefix(

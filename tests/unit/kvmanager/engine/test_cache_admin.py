@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 import pytest
 from support.clients.table_reader import Reader, table_of
 from support.clock import Clock
@@ -20,7 +19,7 @@ from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.capacity import blocks_needed
 from pagekv.kvmanager.engine.observer import Observer
 from pagekv.kvmanager.kvcache import block_pool
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.request.command import GenerateCommand, SamplingParams
@@ -29,7 +28,6 @@ from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.kvmanager.tenants.limits import TenantLimits
-from pagekv.v1 import cache_service_pb2 as pb
 
 BLOCKS, SIZE = 16, 4
 ANY = CacheIdentity()
@@ -121,8 +119,7 @@ class History:
             return
         if pin.pin_id:
             self.pins.append(pin.pin_id)
-            cached = [block.outcome for block in admin.explainer(prompt, ANY).page(99).blocks]
-            assert cached[: pin.pinned_tokens // SIZE] == [pb.BLOCK_OUTCOME_HIT] * (pin.pinned_tokens // SIZE)
+            assert len(admin.match(prompt, ANY, None).hits) >= pin.pinned_tokens // SIZE
 
     def clock_goes_on(self, seconds: int) -> None:
         self.driver.clock.now += seconds
@@ -175,26 +172,6 @@ async def test_readers_hold_the_table_at_every_step_boundary_and_every_request_f
     assert driver.admin.pins.end_all() == left
     assert len(driver.admin.pins) == driver.admin.pins.num_blocks == 0
     assert driver.pool.num_active == 0
-
-
-def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
-    """Tokens are counted by tier; a gap ends both, and a block of another content is a miss."""
-    pool, host = BlockPool(4, 2), HostPool(4, 2)
-    admin = CacheAdmin(True, 0.5, lambda: None)
-    admin.adopt(pool, host, "model", Observer())
-    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    digests = chain_digests(root_digest("model", "", ""), token_bytes(tokens), 2)
-    rows = np.array(tokens[:8], np.uint32).reshape(-1, 2)
-    blocks = pool.allocate(1)
-    assert blocks is not None
-    pool.publish_chain(blocks, digests[:1], root_digest("model", "", ""), rows[:1], first=True, media=False)
-    host.keep([digests[1], digests[3]], rows[[1, 3]], [digests[0], digests[2]])
-    match = admin.lookup(tokens, CacheIdentity(), partial_hits=True)
-    assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (2, 2, 0)
-    host.keep(digests[2:3], rows[2:3], digests[1:2])
-    assert admin.lookup(tokens, CacheIdentity(), partial_hits=True).host_tokens == 6
-    assert admin.lookup([*tokens[:4], 0, 0], CacheIdentity(), partial_hits=True).host_tokens == 2
-    assert admin.lookup(tokens, CacheIdentity(namespace="other"), partial_hits=True).host_tokens == 0
 
 
 def test_a_request_that_floors_leave_no_room_for_is_refused_with_the_reason() -> None:

@@ -84,12 +84,13 @@ async def test_a_question_about_a_long_prompt_is_prepared_in_slices(
     hashed: list[Any] = []
     monkeypatch.setattr(prepared_prompt, "chain_digests", lambda *args: hashed.append(args))
     monkeypatch.setattr(prefix_match, "PreparedPrompt", None)
-    ask = {
-        "lookup": lambda: engine.queries.lookup_prefix(LONG, ANY, prepared).device_tokens,
-        "explain": lambda: engine._state.cache.explainer(LONG, ANY, prepared).page(99).cached_tokens,
-        "pin": lambda: engine.queries.pin_prefix(LONG, ANY, 60, prepared=prepared).pinned_tokens,
-    }
-    assert ask[question]() == 40
+    if question == "lookup":
+        found = engine.queries.lookup_prefix(LONG, ANY, prepared).device_tokens
+    elif question == "explain":
+        found = (await engine.queries.explain_prefix(LONG, ANY, 99, prepared=prepared)).cached_tokens
+    else:
+        found = engine.queries.pin_prefix(LONG, ANY, 60, prepared=prepared).pinned_tokens
+    assert found == 40
     assert hashed == []
     engine.queries.reset_prefix_cache(force=True)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import numpy as np
 import pytest
 from support.engine.engine_harness import Bench, Link, command, config, expect, identified, read, run, until
 from support.engine.integrity import check_engine
@@ -11,9 +12,18 @@ from support.event_loop import in_event_loop, run_by
 
 from pagekv.common.errors import AlreadyExists, Draining, LimitExceeded, Unavailable
 from pagekv.kvmanager.engine import loop as engine_loop
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
+from pagekv.kvmanager.engine.live_requests import LiveRequests
 from pagekv.kvmanager.engine.loop import EngineLoop
-from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
+from pagekv.kvmanager.engine.observer import Observer
+from pagekv.kvmanager.engine.queries import EngineQueries
+from pagekv.kvmanager.engine.state import EngineState
+from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, chain_digests, root_digest, token_bytes
+from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
+from pagekv.kvmanager.kvcache.host_pool import HostPool
+from pagekv.kvmanager.scheduling.limits import SchedulerLimits
+from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
@@ -242,3 +252,25 @@ async def test_looking_a_prompt_up_counts_its_full_blocks(engine: EngineLoop) ->
     assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity(namespace="other")).device_tokens == 0
     assert engine.queries.reset_prefix_cache(force=False) == operator_pb.ResetPrefixCacheResponse(removed_blocks=3)
     assert engine.queries.lookup_prefix(list(range(8)), CacheIdentity()).device_tokens == 0
+
+
+def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
+    """Tokens are counted by tier; a gap ends both, and a block of another content is a miss."""
+    pool, host = BlockPool(4, 2), HostPool(4, 2)
+    admin = CacheAdmin(True, 0.5, lambda: None)
+    admin.adopt(pool, host, "model", Observer())
+    scheduler = Scheduler(pool, SchedulerLimits(), (), host)
+    queries = EngineQueries(EngineState(config(), admin, LiveRequests(0), scheduler=scheduler))
+    tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    digests = chain_digests(root_digest("model", "", ""), token_bytes(tokens), 2)
+    rows = np.array(tokens[:8], np.uint32).reshape(-1, 2)
+    blocks = pool.allocate(1)
+    assert blocks is not None
+    pool.publish_chain(blocks, digests[:1], root_digest("model", "", ""), rows[:1], first=True, media=False)
+    host.keep([digests[1], digests[3]], rows[[1, 3]], [digests[0], digests[2]])
+    match = queries.lookup_prefix(tokens, CacheIdentity())
+    assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (2, 2, 0)
+    host.keep(digests[2:3], rows[2:3], digests[1:2])
+    assert queries.lookup_prefix(tokens, CacheIdentity()).host_tokens == 6
+    assert queries.lookup_prefix([*tokens[:4], 0, 0], CacheIdentity()).host_tokens == 2
+    assert queries.lookup_prefix(tokens, CacheIdentity(namespace="other")).host_tokens == 0
