@@ -80,18 +80,18 @@ class ExecutorConfig:
     )
     insecure: bool = flag(INSECURE_HELP, default=False)
     backend: str = flag(
-        "cuda: runs the model on a GPU; cpu: with torch alone; oracle: no model, checks every KV decision; auto: cuda "
-        "where torch finds a GPU and CuPy is installed, else cpu",
+        "cuda: the model on a GPU; cpu: the model on CPUs; oracle: no model, checks every KV decision; auto: cuda "
+        "if torch finds a GPU and CuPy is installed, else cpu",
         default="auto",
         choices=("auto", "cpu", "cuda", "oracle"),
     )
     # Empty: no model (oracle only).
     model: str = flag(
-        "a model directory, demo, or a hub id; default: demo, with the oracle none", default="", metavar="NAME"
+        "a model directory, demo, or a hub id; default: demo, or no model with the oracle", default="", metavar="NAME"
     )
     dtype: str = flag(
-        "element type of weights and KV memory; auto: float32 (cpu), as the weights are stored (cuda); float16 is for "
-        "cuda, float64 for cpu",
+        "element type of weights and KV memory; auto: float32 (cpu), that of the stored weights (cuda); float16 is "
+        "for cuda, float64 for cpu",
         default="auto",
         choices=("auto", "float32", "float16", "bfloat16", "float64"),
     )
@@ -100,8 +100,8 @@ class ExecutorConfig:
     )
     cuda_graphs: bool = flag("record decode steps as CUDA graphs (cuda)", default=True)
     fused: bool = flag(
-        "compute steps by loops compiled here (cpu; within transformers' model where they do not know its layers) or "
-        "in fused layers (cuda), where the logits agree with those of transformers",
+        "compute steps with compiled loops (cpu; of families that they do not know, parts) or fused layers (cuda), if "
+        "their logits agree with transformers'",
         default=True,
     )
     wgmma_prefill: bool = flag(
@@ -110,7 +110,7 @@ class ExecutorConfig:
         default=False,
     )
     threads: int = flag(
-        "compute threads, 0 to 1024 (cpu); 0: up to one per core, chosen while serving by what steps take",
+        "compute threads, 0 to 1024 (cpu); 0: up to one per core, chosen by measured step times",
         default=0,
         type=integer(0, 1024),
         metavar="N",
@@ -123,13 +123,12 @@ class ExecutorConfig:
     )
     # None: as the backend thinks best.
     memory_share: float | None = flag(
-        "share, 0.05 to 0.9, of the memory still available after profiling that the KV pool takes; default: 0.4 (cpu), "
-        "0.9 (cuda)",
+        "share of the memory left after profiling, 0.05 to 0.9, for the KV pool; default: 0.4 (cpu), 0.9 (cuda)",
         default=None,
         type=number(0.05, 0.9),
         metavar="SHARE",
     )
-    max_sequences: int = flag("live sequences at most, 1 to 65536", default=1024, type=integer(1, 65536), metavar="N")
+    max_sequences: int = flag("most live sequences, 1 to 65536", default=1024, type=integer(1, 65536), metavar="N")
     join_timeout_s: float = flag(
         "seconds, 1 to 3600, for the ranks of a group (torchrun) to come together",
         default=300.0,
@@ -137,8 +136,8 @@ class ExecutorConfig:
         metavar="SECONDS",
     )
     rank_timeout_s: float = flag(
-        "seconds, 0.5 to 3600, after which a rank of a group counts as lost that says nothing, takes nothing or lets "
-        "others wait in a step; less than the manager's --step-timeout-s",
+        "seconds, 0.5 to 3600, after which a rank that is silent, takes nothing in or keeps others waiting in a "
+        "step counts as lost; must be less than the manager's --step-timeout-s",
         default=30.0,
         type=number(0.5, 3600),
         metavar="SECONDS",
@@ -149,19 +148,19 @@ class ExecutorConfig:
         type=number(0, 3600),
         metavar="SECONDS",
     )
-    log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
-    log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
+    log_level: str = flag("lowest level to log", default="info", choices=LOG_LEVELS)
+    log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
     # Empty: none is written.
     port_file: str = flag(
-        "file for a JSON line: the bound address once listening, `phase` of a start that takes long, `cannot_start` "
-        "with the reason",
+        "file to write one JSON line to: the address once the process listens, before that `phase` while a start "
+        "takes long, or `cannot_start` with the reason",
         default="",
         metavar="PATH",
     )
     reflection: bool = flag("let tools such as grpcurl list the services", default=True)
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     manager_name: str = flag(
-        "name that the manager's certificate has to bear, as its common name or a DNS name, with --tls-client-ca",
+        "common name or DNS name that the manager's certificate must have, with --tls-client-ca",
         default="pagekv-manager",
         metavar="NAME",
     )

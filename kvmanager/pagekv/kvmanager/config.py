@@ -36,8 +36,8 @@ class ManagerConfig:
     insecure: bool = flag(INSECURE_HELP, default=False)
     # A directory, "demo", a hub id, FROM_EXECUTOR or NO_TOKENIZER.
     tokenizer: str = flag(
-        "where the tokenizer is: a directory with tokenizer.json, demo, or a hub id; auto: where the executor's model "
-        "is; none: clients send token ids",
+        "tokenizer: a directory with tokenizer.json, demo, or a hub id; auto: that of the executor's model; none: "
+        "clients send token ids",
         default=FROM_EXECUTOR,
         type=lambda text: text or FROM_EXECUTOR,
         metavar="WHERE",
@@ -48,12 +48,12 @@ class ManagerConfig:
         type=number(0, 3600),
         metavar="SECONDS",
     )
-    log_level: str = flag("what to log at least", default="info", choices=LOG_LEVELS)
-    log_format: str = flag("how to log", default="text", choices=LOG_FORMATS)
+    log_level: str = flag("lowest level to log", default="info", choices=LOG_LEVELS)
+    log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
     # Empty: none is written.
     port_file: str = flag(
-        "file for a JSON line: the bound addresses once listening, `phase` of a start that takes long, `cannot_start` "
-        "with the reason",
+        "file to write one JSON line to: the addresses once the process listens, before that `phase` while a start "
+        "takes long, or `cannot_start` with the reason",
         default="",
         metavar="PATH",
     )

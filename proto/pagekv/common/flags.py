@@ -4,7 +4,7 @@ A process declares its flags once, as fields of the dataclass that holds their v
 
     @dataclass(frozen=True, slots=True)
     class EngineConfig:
-        max_queue: int = flag("sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6))
+        max_queue: int = flag("most sequences that may wait", default=1024, type=integer(1, 10**6))
 
 `add_flags` adds them to a parser, `from_args` makes the dataclass of what was parsed, and docs/flags.md is written from
 `declarations`.

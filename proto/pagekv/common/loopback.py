@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 # Help of every flag --insecure.
 INSECURE_HELP = (
-    "listen where other machines can connect, too, without TLS or a login; without it only addresses of loopback and "
-    "Unix sockets are taken"
+    "also listen where other machines can connect without TLS or a login; by default only loopback addresses and Unix "
+    "sockets are accepted"
 )
 
 

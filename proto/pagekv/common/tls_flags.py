@@ -12,13 +12,13 @@ class TlsConfig:
     """Files in PEM, read again when they change; empty: none."""
 
     tls_cert: str = flag(
-        "certificate to serve TLS with, and those between it and its authority (PEM); read again when it changes",
+        "certificate to serve TLS with, followed by its intermediate certificates (PEM); read again when it changes",
         default="",
         metavar="FILE",
     )
-    tls_key: str = flag("its private key, without a passphrase", default="", metavar="FILE")
+    tls_key: str = flag("private key of --tls-cert, without a passphrase", default="", metavar="FILE")
     tls_client_ca: str = flag(
-        "authorities whose certificates clients have to show (PEM): mutual TLS",
+        "authorities of client certificates (PEM): every client must show a certificate (mutual TLS)",
         default="",
         metavar="FILE",
     )

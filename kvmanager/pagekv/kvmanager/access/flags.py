@@ -16,48 +16,51 @@ class AccessConfig:
 
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     executor_ca: str = flag(
-        "authorities that sign the executor's certificate (PEM): the link is then encrypted, with --executor-cert, or "
-        "else --tls-cert, as this manager's certificate there",
+        "authorities of the executor's certificate (PEM): encrypts the link, on which this manager shows "
+        "--executor-cert, or else --tls-cert",
         default="",
         metavar="FILE",
     )
     executor_cert: str = flag(
-        "certificate to show the executor (PEM), where it is not that of --tls-cert",
+        "certificate to show to the executor (PEM); default: that of --tls-cert",
         default="",
         metavar="FILE",
         needs="executor-ca",
     )
-    executor_key: str = flag("its private key, without a passphrase", default="", metavar="FILE", needs="executor-cert")
+    executor_key: str = flag(
+        "private key of --executor-cert, without a passphrase", default="", metavar="FILE", needs="executor-cert"
+    )
     identities: str = flag(
-        "API keys, client certificates and the issuer of tokens that are let in, and what each may do (TOML); whatever "
-        "is not in it is refused; read again when it changes",
+        "callers (TOML): API keys, client certificates and the issuer of tokens, each with what it may do; all "
+        "others are refused; read again when it changes",
         default="",
         metavar="FILE",
     )
     audit_log: str = flag(
-        "file for a JSON line of every call that was refused and every call of an operator",
+        "file to write a JSON line to for every refused call and every call of an operator",
         default="",
         metavar="FILE",
         needs="identities",
     )
 
     gateway_listen: str = flag(
-        "address of loopback, or unix:/path, to serve vllm.grpc.engine.VllmEngine at for a gateway that passes no "
-        "identity on: whoever connects there and shows none is the [gateway] of the file (needs pagekv[gateway])",
+        "loopback address, or unix:/path, for a gateway that passes no identity on: serves "
+        "vllm.grpc.engine.VllmEngine, where callers without an identity are the [gateway] of --identities (needs "
+        "pagekv[gateway])",
         default="",
         type=optional_address,
         metavar="HOST:PORT",
         needs="identities",
     )
     tenants: str = flag(
-        "limits of each tenant, and namespaces that several share (TOML); tenants that are not in it, nor in its "
-        "[default], are refused; read again when it changes",
+        "limits of each tenant, and namespaces that several share (TOML); a tenant without an entry is refused, "
+        "unless the file has [default]; read again when it changes",
         default="",
         metavar="FILE",
         needs="identities",
     )
     cluster_secret: str = flag(
-        "file with 32 random bytes or more, from which the digests of tenants' blocks are made: the same one for all "
+        "file with 32 random bytes or more, from which the digests of tenants' blocks are made: the same for all "
         "managers behind a gateway; without it each start draws its own",
         default="",
         metavar="FILE",

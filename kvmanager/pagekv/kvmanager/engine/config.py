@@ -20,33 +20,34 @@ class EngineConfig:
         "tokens in one block: a power of two from 1 to 256", default=16, type=power_of_two(1, 256), metavar="TOKENS"
     )
     num_device_blocks: int = flag(
-        "blocks in the device pool; 0: as many as fit what the executor measured",
+        "blocks in the device pool; 0: as many as fit the memory that the executor measured",
         default=0,
         type=integer(0, 2**31 - 1),
         metavar="N",
     )
     num_host_blocks: int = flag(
-        "blocks in the host pool, which takes what preempted sequences had; 0: as many as the executor allows",
+        "blocks in the host pool, which keeps the keys and values of preempted sequences; 0: as many as the "
+        "executor allows",
         default=0,
         type=integer(0, 2**31 - 1),
         metavar="N",
     )
     max_model_len: int = flag(
-        "tokens of prompt and output together, up to what the model has; 0: as the model and the bytes of a step allow",
+        "most tokens of a prompt and its output together; 0: as many as the model and the size of a step allow",
         default=0,
         type=integer(0, 2**31 - 1),
         metavar="TOKENS",
     )
     # Preempted sequences wait too.
     max_queue: int = flag(
-        "sequences that wait at most; more are refused", default=1024, type=integer(1, 10**6), metavar="N"
+        "most sequences that may wait; further requests are refused", default=1024, type=integer(1, 10**6), metavar="N"
     )
     # Sequences that have ended and whose readers have not gone, beyond which requests are refused: four times as many
     # as may wait, so that only clients that do not read meet this bound.
     max_unread: int = 4096
     priority_aging: int = flag(
-        "0 to 1000000: fewer later requests than this pass a waiting one for each level of priority they are ahead; "
-        "0: any number",
+        "0 to 1000000: a waiting request is overtaken by fewer than this many later ones for each level of "
+        "priority; 0: by any number",
         default=256,
         type=integer(0, 10**6),
         metavar="N",
@@ -61,10 +62,10 @@ class EngineConfig:
     # Epochs that a request's step may fail in, with no token in between, before the request ends with an error: a
     # request that breaks the executor must not do so for ever, and one that was merely beside it must survive.
     step_attempts: int = 3
-    take_over: bool = flag("attach even while another manager drives the executor", default=False)
+    take_over: bool = flag("attach even if another manager drives the executor", default=False)
     eviction_policy: str = flag(
-        "which cached blocks go first; lru: the least recently used; slru: the same, but those that were hit after "
-        "those that were not",
+        "order in which cached blocks are evicted; lru: least recently used first; slru: the same, but blocks that "
+        "were hit come last",
         default=DEFAULT_POLICY,
         choices=POLICIES,
     )

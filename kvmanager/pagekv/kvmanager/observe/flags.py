@@ -57,47 +57,47 @@ class ObserveConfig:
     )
     # Against DNS rebinding a request has to name this host as its own: behind another name the page needs this flag.
     http_names: tuple[str, ...] = flag(
-        "names that the HTTP port answers to besides this machine's, with commas between them",
+        "further names of this machine that requests to the HTTP port may use, separated by commas",
         default="",
         type=_names,
         needs="http-listen",
         metavar="NAME,...",
     )
     page_text: bool = flag(
-        "the live page shows what blocks hold, which is what others sent", default=False, needs="http-listen"
+        "show the text in blocks on the live page, which is what others sent", default=False, needs="http-listen"
     )
     gateway_api: bool = flag(
         "also serve vllm.grpc.engine.VllmEngine, for an OpenAI gateway in front (needs pagekv[gateway])",
         default=False,
     )
     kv_events: bool = flag(
-        "publish what enters and leaves the prefix tables over ZeroMQ as vLLM's KV events; every namespace's, with "
-        "token ids (needs pagekv[observe])",
+        "publish changes of the prefix tables over ZeroMQ as vLLM's KV events: of all namespaces, with token ids "
+        "(needs pagekv[observe])",
         default=False,
     )
     kv_events_endpoint: str = flag(
-        "where to publish them; port 0 takes a free one",
+        "address to publish KV events at; port 0 takes a free one",
         default="tcp://127.0.0.1:5557",
         type=zmq_endpoint,
         metavar="tcp://HOST:PORT",
         needs="kv-events",
     )
     kv_events_replay_endpoint: str = flag(
-        "where subscribers ask for events that they missed; empty: nowhere",
+        "address where subscribers ask for events that they missed; empty: none",
         default="",
         type=zmq_endpoint,
         metavar="tcp://HOST:PORT",
         needs="kv-events",
     )
     record: str = flag(
-        "file to write a workload trace to, as JSONL in Mooncake's format, with salted hashes in place of "
-        "prompts; a file that is there is kept, and this one gets a number behind its name",
+        "file to write a workload trace to, as JSONL in Mooncake's format, with salted hashes instead of prompts; "
+        "an existing file is kept, and the new one gets a number",
         default="",
         metavar="FILE",
     )
     record_steps: str = flag(
         "file to write every decision to, for `pagekv replay --steps`; it holds the token ids of all prompts and "
-        "outputs; as with --record a file that is there is kept",
+        "outputs; an existing file is kept, as with --record",
         default="",
         metavar="FILE",
     )

@@ -15,11 +15,9 @@ class SchedulerLimits:
     """Bounds of a step and of admission."""
 
     max_batch_tokens: int = flag(
-        "tokens computed in one step at most", default=2048, type=integer(1, 65536), metavar="TOKENS"
+        "most tokens that one step computes", default=2048, type=integer(1, 65536), metavar="TOKENS"
     )
-    max_running: int = flag(
-        "sequences that take part in steps at most", default=256, type=integer(1, 65536), metavar="N"
-    )
+    max_running: int = flag("most sequences that run at a time", default=256, type=integer(1, 65536), metavar="N")
     watermark: float = flag(
         "share of the pool, 0 to 0.5, that new requests leave free for running ones to grow",
         default=0.01,
@@ -28,10 +26,10 @@ class SchedulerLimits:
     )
     prefix_cache: bool = flag("reuse the blocks of equal prompt prefixes", default=True)
     partial_hits: bool = flag(
-        "also reuse the beginning of a cached block, by copying it (with --prefix-cache)", default=True
+        "also reuse the beginning of a cached block, by copying the block (with --prefix-cache)", default=True
     )
     fork_sharing: bool = flag(
-        "the sequences of one request (n, beam_width) share blocks, whatever --prefix-cache says of other requests",
+        "share blocks among the sequences of one request (n, beam_width), with or without --prefix-cache",
         default=True,
     )
     swap: SwapPolicy = field(
@@ -46,7 +44,7 @@ class SchedulerLimits:
         ),
     )
     write_back: bool = flag(
-        "blocks that the device evicts go to the host pool and serve later hits from there (with --prefix-cache)",
+        "copy blocks that the device evicts to the host pool, where later prompts find them (with --prefix-cache)",
         default=False,
     )
     # Preemptions after which a request is passed over as a victim, as long as another one can be found: few enough that

@@ -115,7 +115,7 @@ def add_stack_flags(parser: CommandParser) -> None:
         ("block-size", str, None, "N", "tokens in one block"),
         ("num-device-blocks", str, None, "N", "blocks in the device pool"),
         ("max-model-len", str, None, "N", "tokens of prompt and output together"),
-        ("max-queue", str, None, "N", "sequences that wait at most"),
+        ("max-queue", str, None, "N", "most sequences that may wait"),
         ("tokenizer", str, None, "NAME", "where the tokenizer is, if not with the model"),
         ("executor-args", _words, [], "ARGS", "any other flags of the executor, quoted"),
         ("manager-args", _words, [], "ARGS", "any other flags of the KV-manager, quoted"),
