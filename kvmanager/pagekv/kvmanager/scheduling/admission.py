@@ -86,12 +86,10 @@ class Admission:
             if parent.state is SeqStatus.RUNNING and not running.batch.decoding[parent.seq_id]:
                 continue  # its prompt is under way
             children = self._waiting.take_children(request)
-            room = min(step.room, self._tables.limits.max_running - len(running.order))
-            fits = len(children) <= room and tables.pool.num_free_for(request.tenant) - len(
-                children
-            ) >= self._watermark(request)
-            fits = fits and step.takes(parent, len(children))
-            may = children and parent.state in HOLDING and fits and self._tables.limits.fork_sharing
+            slots = tables.limits.max_running - len(running.order)
+            blocks = tables.pool.num_free_for(request.tenant) - self._watermark(request)
+            fits = len(children) <= min(step.room, slots, blocks) and step.takes(parent, len(children))
+            may = children and parent.state in HOLDING and fits and tables.limits.fork_sharing
             # Each computes the last prompt position for itself.
             if may and tables.fork([parent] * len(children), children, recomputed=1):
                 for child in children:
@@ -144,12 +142,10 @@ class Admission:
                 return
             if not step.room_for(head.tenant):
                 return
-            if not step.takes(head):
+            fits = step.takes(head)
+            if not fits:
                 self.goes_first = not went_first
-                self._ended = True
-                step.give_up(head.tenant)
-                return
-            arrivals = self._admit(head, step)
+            arrivals = self._admit(head, step) if fits else []
             if not arrivals:
                 self._ended = True
                 step.give_up(head.tenant)

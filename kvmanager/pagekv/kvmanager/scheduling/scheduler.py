@@ -118,11 +118,8 @@ class Scheduler:
         """As `BlockPool.set_tenants`, for later epochs, too; without a prefix cache there is nothing that floors could
         keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
         """
-        if sum(floors.values()) > self.pool.num_blocks and self._tenants[1] == dict(floors):
-            # The floors were set for a larger pool.
-            fitted = fitted_floors(floors, self.pool.num_blocks)
-        else:
-            fitted = dict(floors)
+        # Floors that are in force may have been set for a larger pool.
+        fitted = fitted_floors(floors, self.pool.num_blocks) if floors == self._tenants[1] else floors
         self.pool.set_tenants(weights, fitted if self.limits.prefix_cache else {})
         self.waiting.served.set_weights(weights)
         self.waiting.caps = dict(caps or {})
@@ -222,12 +219,11 @@ class Scheduler:
             for sequence in batch.sequences(exhausted):
                 self._running.drain(sequence)
             rows = batch.decoding_rows()
-            full = batch.full(rows)
-            filled = batch.sequences(full)
         passed = rows[:0]
         if bound is not None:
             passed = self._share.passed_over(rows, bound, newcomer=newcomer is not None)
             rows = np.setdiff1d(rows, passed, assume_unique=True)
+        if bound is not None or len(exhausted):
             full = batch.full(rows)
             filled = batch.sequences(full)
         if filled and self._allocate_slots(step, full, filled):
