@@ -92,34 +92,36 @@ class Connection:
         """
         self.target = target_or_default(target)
         self._settings = CallSettings().changed(type(self).__name__, options)
-        if credentials is not None and not isinstance(credentials, grpc.ChannelCredentials):
-            problem = f"must be grpc.ChannelCredentials, is {type(credentials).__name__}"
-            raise InvalidRequest("credentials", problem)
-        self._owns_channel = channel is None
-        if channel is not None:
-            if not isinstance(channel, self._library.Channel):
-                raise InvalidRequest("channel", f"must be a {self._library.__name__}.Channel, is {type(channel)!r:.80}")
-            if credentials is not None:
-                raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
+        self._check_own(credentials, channel)
         beside = "channel" if channel is not None else "credentials" if credentials is not None else ""
         tls = tls_credentials(ca=ca, client_cert=client_cert, client_key=client_key, beside=beside)
-        encrypted = bool(beside) or tls is not None
+        credentials = credentials or tls
+        encrypted = channel is not None or credentials is not None
         entries = authorization(api_key, self._settings.metadata, self.target, encrypted=encrypted)
         entries = for_tenant(act_for, entries)
         self._settings = self._settings.changed(type(self).__name__, {"metadata": entries})
-        credentials = credentials or tls
         self._loop = self._running_loop()
-        if channel is None:
-            limits = channel_options(self.target)
-            if credentials is None:
-                channel = self._library.insecure_channel(self.target, options=limits)
-            else:
-                channel = self._library.secure_channel(self.target, credentials, options=limits)
-        self._channel = channel
+        self._owns_channel = channel is None
+        self._channel = channel = self._open_channel(credentials) if channel is None else channel
         # At run time one stub class serves both kinds of channel.
         self._inference = inference_service_pb2_grpc.InferenceServiceStub(channel)
         self._cache = cache_service_pb2_grpc.CacheServiceStub(channel)
         self._operator = operator_service_pb2_grpc.OperatorServiceStub(channel)
+
+    def _check_own(self, credentials: Any, channel: Any) -> None:
+        """Credentials and channel that the caller has made."""
+        if credentials is not None and not isinstance(credentials, grpc.ChannelCredentials):
+            raise InvalidRequest("credentials", f"must be grpc.ChannelCredentials, is {type(credentials).__name__}")
+        if channel is not None and not isinstance(channel, self._library.Channel):
+            raise InvalidRequest("channel", f"must be a {self._library.__name__}.Channel, is {type(channel)!r:.80}")
+        if channel is not None and credentials is not None:
+            raise InvalidRequest("credentials", "must be left out beside channel, which has its own")
+
+    def _open_channel(self, credentials: grpc.ChannelCredentials | None) -> Any:
+        limits = channel_options(self.target)
+        if credentials is None:
+            return self._library.insecure_channel(self.target, options=limits)
+        return self._library.secure_channel(self.target, credentials, options=limits)
 
     @with_options_of(CallOptions)
     def with_options(self, **options: Unpack[CallOptions]) -> Self:
