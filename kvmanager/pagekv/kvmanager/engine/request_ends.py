@@ -25,8 +25,8 @@ class RequestEnds:
     """Every request passes through `remove_if_finished`:
 
         FINISHED  every sequence ended, or the reader found a stop string
-        ABORTED   the reader has gone or Abort: `abort`; the end of the grace time, for the reader an error, since the
-                  next manager can go on: `end`
+        ABORTED   the reader has gone (its deadline is gRPC's, which ends its call) or Abort: `abort`; the end of the
+                  grace time, for the reader an error, since the next manager can go on: `end`
         FAILED    another executor cannot continue it: `fail_misfits`; the executor gave it up: `give_up`; its step
                   failed too often: `fail`
 
