@@ -12,7 +12,8 @@ from support.engine.scheduler_driver import small_driver
 from pagekv.kvmanager.kvcache import block_pool, digest_map
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_digests, token_bytes
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
-from pagekv.kvmanager.kvcache.events.log import Removal, TableLog
+from pagekv.kvmanager.kvcache.events.log import TableLog
+from pagekv.kvmanager.kvcache.events.removal_history import Removal
 from pagekv.kvmanager.observe.recording.step_recorder import plan_columns
 
 

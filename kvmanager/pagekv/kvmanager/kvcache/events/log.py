@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice, repeat
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagekv.common.errors import InvalidRequest, LimitExceeded, RevisionGone
 from pagekv.kvmanager.kvcache.events.batch import Diff, OptionalNames, Removed, Stored, Tier
+from pagekv.kvmanager.kvcache.events.removal_history import Removal, RemovalHistory, RemovalNote
 from pagekv.kvmanager.kvcache.events.snapshot import Snapshot, host_block, take_snapshot
 from pagekv.kvmanager.kvcache.events.subscription import TableWatch
 from pagekv.kvmanager.kvcache.host_pool import HostPool
@@ -31,16 +30,6 @@ from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTabl
 MAX_WATCHES = 16
 # Changes that are held for readers that come back: some tens of megabytes, and less than a watch may leave unread.
 MAX_HELD = 65_536
-
-
-class Removal(NamedTuple):
-    """Whether a digest left the table with all others (`cleared`) or because its memory was needed, and when: after how
-    many steps and at which second of the clock; or how many steps and seconds ago.
-    """
-
-    cleared: bool
-    steps: int
-    seconds: float
 
 
 class TableLog:
@@ -194,46 +183,3 @@ class TableLog:
         """Ends every watch with an error for its reader."""
         for watch in list(self._watches):
             watch.fail(error)
-
-
-# Digests in one generation: as many as the device has blocks, within these bounds. Two generations are kept: at least
-# one of the newest digests, at most two. More would be memory that a small pool takes hours to fill.
-MIN_GENERATION, MAX_GENERATION = 4096, 32_768
-
-
-@dataclass(frozen=True, slots=True)
-class RemovalNote:
-    """A removal that the history gets to know by and by."""
-
-    history: RemovalHistory
-    removal: Removal
-
-    def __call__(self, digests: Sequence[bytes]) -> None:
-        self.history.add(digests, self.removal)
-
-
-class RemovalHistory:
-    """Digest to its latest removal, in bounded memory; adding and finding take constant time."""
-
-    def __init__(self, generation: int = MAX_GENERATION) -> None:
-        self._generation = generation
-        # Whole generations are dropped: dropping single digests would need a second structure that knows the oldest.
-        self._young: dict[bytes, Removal] = {}
-        self._old: dict[bytes, Removal] = {}
-
-    def __len__(self) -> int:
-        return len(self._young) + len(self._old)
-
-    def size_for(self, num_blocks: int) -> None:
-        """Makes room for the content of a device's pool. Nothing is forgotten by it at once."""
-        self._generation = min(max(num_blocks, MIN_GENERATION), MAX_GENERATION)
-
-    def add(self, digests: Iterable[bytes], removal: Removal) -> None:
-        """Remembers up to a generation of these digests."""
-        self._young.update(zip(islice(digests, self._generation), repeat(removal), strict=False))
-        if len(self._young) >= self._generation:
-            self._old, self._young = self._young, {}
-
-    def find(self, digest: bytes) -> Removal | None:
-        """The digest's latest removal that is remembered."""
-        return self._young.get(digest) or self._old.get(digest)

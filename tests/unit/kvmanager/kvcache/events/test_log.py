@@ -17,7 +17,8 @@ from pagekv.kvmanager.kvcache.block_hash import CacheIdentity, MediaSpan, chain_
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events import log as log_module
 from pagekv.kvmanager.kvcache.events.batch import Tier
-from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, Removal, TableLog
+from pagekv.kvmanager.kvcache.events.log import MAX_WATCHES, TableLog
+from pagekv.kvmanager.kvcache.events.removal_history import Removal
 from pagekv.kvmanager.kvcache.host_pool import HostPool
 
 SIZE = 4

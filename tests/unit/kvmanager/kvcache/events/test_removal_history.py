@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pagekv.kvmanager.kvcache.events.log import MAX_GENERATION, MIN_GENERATION, Removal, RemovalHistory
+from pagekv.kvmanager.kvcache.events.removal_history import MAX_GENERATION, MIN_GENERATION, Removal, RemovalHistory
 
 
 def digest(number: int) -> bytes:
