@@ -30,6 +30,7 @@ from pagekv.client.errors import (
     Unavailable,
 )
 from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, PositionLogprobs, Prompt
+from pagekv.client.outage import FIRST_PAUSE_S, Outage
 from pagekv.client.settings import CallSettings, check_resume_timeout, check_timeout, check_whole
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
@@ -40,17 +41,8 @@ _log.addHandler(logging.NullHandler())
 
 # SamplingParams.n at most, as the contract has it.
 MOST_SEQUENCES = 64
-FIRST_PAUSE_S = 0.1
-# Where no server answers, which costs nobody anything; and where one refuses, as most often it asks for.
-LONGEST_PAUSE_UNANSWERED_S = 0.5
-LONGEST_PAUSE_S = 1.0
 # A server that asks for more patience than this is the caller's to know.
 LONGEST_RETRY_S = 60.0
-
-
-def next_pause_s(pause_s: float, error: PageKVError) -> float:
-    """The pause behind one of `pause_s` that this error began: twice as long, within bounds."""
-    return min(pause_s * 2, LONGEST_PAUSE_UNANSWERED_S if isinstance(error, ConnectionError) else LONGEST_PAUSE_S)
 
 
 @dataclass(slots=True)
@@ -191,11 +183,12 @@ class ResumableGeneration:
         check_whole("n", n, 1, MOST_SEQUENCES)
         self._clock = clock
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
-        self._resume_timeout_s = settings.resume_timeout if resume_timeout is None else resume_timeout
-        check_resume_timeout(self._resume_timeout_s)
+        resume_timeout = settings.resume_timeout if resume_timeout is None else resume_timeout
+        check_resume_timeout(resume_timeout)
+        self._outage = Outage(resume_timeout, clock, _log)
         check_timeout(timeout)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
-        only_complete = only_complete and (n > 1 or self._resume_timeout_s <= 0)
+        only_complete = only_complete and (n > 1 or resume_timeout <= 0)
         self._request = generate_request(prompt, n, options, only_complete=only_complete)
         # Fixed here and not left to the server, so that every connection of this generation means the same one.
         sampling = self._request.sampling_params
@@ -212,8 +205,6 @@ class ResumableGeneration:
         self._begun = False
         # Fingerprint of the model that generated the tokens received.
         self._model_fingerprint = ""
-        self._interrupted_at: float | None = None
-        self._pause_s = FIRST_PAUSE_S
         self._resumes = 0
         self._retries_left = settings.max_retries
         self.request_id = self._request.request_id
@@ -230,7 +221,7 @@ class ResumableGeneration:
             return None
         left = self._deadline - self._clock()
         if left <= 0:
-            outage = f": {self._outage()}, and was not back" if self._interrupted_at is not None else ""
+            outage = f": {self._words_of_loss()}, and was not back" if self._outage.under_way else ""
             raise DeadlineExceeded(
                 f"the generation did not finish in time{outage}; allow more with --timeout (timeout= in Python)"
             )
@@ -251,7 +242,7 @@ class ResumableGeneration:
         Raises ServerError where a replay differs from what was received, DataLoss where messages are missing or the
         sequence is none that was asked for.
         """
-        self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
+        self._outage.end()
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
         self._begun = True
         event = response.WhichOneof("event")
@@ -288,41 +279,32 @@ class ResumableGeneration:
         """
         if self._is_refused(error):
             return self._retry_in(error)
-        now = self._clock()
         if not self._may_go_on(error):
             self._give_up(error)
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-            self._resumes += 1
-            _log.warning("connection lost, trying again for up to %g s", self._resume_timeout_s)
+        self._resumes += not self._outage.under_way
         for sequence in self._sequences:
             sequence.interrupted()
-        left = self._interrupted_at + self._resume_timeout_s - now
-        if left <= 0:
+        pause = self._outage.pause_s(error, error.retry_delay_s if isinstance(error, (Draining, Overloaded)) else 0.0)
+        if pause is None:
             self._give_up(error)
-        # Half of the pause is random, so that the clients of a restarted server do not come all at once.
-        pause = self._pause_s * (0.5 + random.random() / 2)
-        self._pause_s = next_pause_s(self._pause_s, error)
-        if isinstance(error, (Draining, Overloaded)):
-            pause = max(pause, error.retry_delay_s)
         remaining = self.remaining_s()
-        return min(pause, left, left if remaining is None else remaining)
+        return pause if remaining is None else min(pause, remaining)
 
     def _give_up(self, error: PageKVError) -> NoReturn:
         """Raises the error, with its class and its facts. Its message tells of the outage, if there is one."""
-        if self._interrupted_at is not None:
+        if self._outage.under_way:
             is_gone = isinstance(error, Unavailable)
-            why = f"did not come back within {self._resume_timeout_s:g} s" if is_gone else "the stream could not go on"
-            error.args = (f"{self._outage()}, and {why}: {error}",)
+            why = f"did not come back within {self._outage.timeout_s:g} s" if is_gone else "the stream could not go on"
+            error.args = (f"{self._words_of_loss()}, and {why}: {error}",)
         raise error
 
-    def _outage(self) -> str:
+    def _words_of_loss(self) -> str:
         received = sum(len(sequence.token_ids) for sequence in self._sequences)
         return f"the connection was lost after {received} token{'s' * (received != 1)}"
 
     def _is_refused(self, error: PageKVError) -> bool:
         """Nothing has begun, and the server, if there is one, does not take the request now."""
-        if self._begun or self._interrupted_at is not None or self._may_go_on(error):
+        if self._begun or self._outage.under_way or self._may_go_on(error):
             return False
         return isinstance(error, (Overloaded, Unavailable)) and not isinstance(error, ConnectionLost)
 
@@ -337,7 +319,7 @@ class ResumableGeneration:
         return asked_for * (1 + random.random() / 4)
 
     def _may_go_on(self, error: PageKVError) -> bool:
-        if self._resume_timeout_s <= 0:
+        if self._outage.timeout_s <= 0:
             return False
         # A manager that shuts down is followed by another one, also for calls that it never took.
         if isinstance(error, (ConnectionLost, Draining)):
@@ -345,6 +327,4 @@ class ResumableGeneration:
         # A first call that finds no server, or a server that refuses it, is retried or the caller's to know. In the
         # middle of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed
         # the broken call of this request_id.
-        return (self._begun or self._interrupted_at is not None) and isinstance(
-            error, (Unavailable, Overloaded, AlreadyExists)
-        )
+        return (self._begun or self._outage.under_way) and isinstance(error, (Unavailable, Overloaded, AlreadyExists))

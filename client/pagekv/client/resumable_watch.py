@@ -8,13 +8,12 @@ parts of a snapshot are passed on as they come, and a connection that breaks amo
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from pagekv.client.errors import PageKVError, Unavailable
-from pagekv.client.resumable_generation import FIRST_PAUSE_S, next_pause_s
+from pagekv.client.outage import Outage
 from pagekv.client.settings import check_seconds
 from pagekv.client.types import EventBatch
 from pagekv.client.wire import filled, flat
@@ -56,15 +55,12 @@ class ResumableWatch:
         if progress_interval is not None:
             check_seconds("progress_interval", progress_interval, LEAST_PROGRESS_S, MOST_PROGRESS_S)
             self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))
-        self._resume_timeout = resume_timeout
-        self._clock = clock
+        self._outage = Outage(resume_timeout, clock, _log)
         self._instance_id = instance_id
         # Messages given to the caller, and those of earlier connections.
         self._given = self._before = 0
         # Parts of a batch that is not whole.
         self._parts: list[EventBatch] = []
-        self._interrupted_at: float | None = None
-        self._pause_s = FIRST_PAUSE_S
         # The server has told all that was asked for.
         self.done = False
 
@@ -78,7 +74,7 @@ class ResumableWatch:
 
     def take(self, message: pb.WatchEventsResponse) -> Iterator[EventBatch]:
         """The batches that the caller gets now: none while a batch of changes is not whole."""
-        self._interrupted_at, self._pause_s = None, FIRST_PAUSE_S
+        self._outage.end()
         self._instance_id = message.instance_id or self._instance_id
         batch = flat(EventBatch, message)
         # Numbered through all connections; a gap in one of them stays a gap.
@@ -103,15 +99,7 @@ class ResumableWatch:
         """
         if not isinstance(error, Unavailable) or not self._request.start_revision or self._request.snapshot_only:
             raise error
-        now = self._clock()
-        if self._interrupted_at is None:
-            self._interrupted_at = now
-            if self._resume_timeout > 0:
-                _log.warning("connection lost, trying again for up to %g s", self._resume_timeout)
-        left = self._interrupted_at + self._resume_timeout - now
-        if left <= 0:
+        pause = self._outage.pause_s(error)
+        if pause is None:
             raise error
-        # Half of the pause is random, so that the readers of a restarted server do not come all at once.
-        pause = self._pause_s * (0.5 + random.random() / 2)
-        self._pause_s = next_pause_s(self._pause_s, error)
-        return min(pause, left)
+        return pause

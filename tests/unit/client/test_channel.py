@@ -10,14 +10,9 @@ import grpc
 import pytest
 from support.clients.scripted_server import LOST, Fails, ScriptedServer
 
-from pagekv.client import (
-    ConnectionLost,
-    PageKVClient,
-    calls,
-    channel,
-    resumable_generation,
-)
+from pagekv.client import ConnectionLost, PageKVClient, calls, channel
 from pagekv.client.channel import channel_options
+from pagekv.client.outage import LONGEST_PAUSE_UNANSWERED_S
 from pagekv.common import errors
 from pagekv.v1 import cache_service_pb2, inference_service_pb2, inference_service_pb2_grpc, operator_service_pb2
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -55,7 +50,7 @@ def test_a_stream_waits_for_a_server_that_is_back_by_known_bounds() -> None:
     assert options["grpc.min_reconnect_backoff_ms"] == 2_000
     assert options["grpc.initial_reconnect_backoff_ms"] < options["grpc.max_reconnect_backoff_ms"] == 500
     # gRPC lengthens its pauses by up to a fifth.
-    bound = 2.0 + 1.2 * 0.5 + resumable_generation.LONGEST_PAUSE_UNANSWERED_S
+    bound = 2.0 + 1.2 * 0.5 + LONGEST_PAUSE_UNANSWERED_S
     assert bound == pytest.approx(3.1)
 
 
