@@ -151,10 +151,15 @@ class CpuBackend:
         way = self._chooser.choose(tokens, context)
         # Not counted: to change how threads wait takes time only once where the way stays.
         self._use(way)
-        begin, waited_s = time.perf_counter(), 0.0 if self._shards is None else self._shards.waited_s
+        begin, waited_s = time.perf_counter(), self._waited_s
         sampled = run_step(self._forward, self.cache, scheduled, self._shards)
         self._chooser.took(time.perf_counter() - begin)
-        return Finished(sampled, way.threads, 0.0 if self._shards is None else self._shards.waited_s - waited_s)
+        return Finished(sampled, way.threads, self._waited_s - waited_s)
+
+    @property
+    def _waited_s(self) -> float:
+        """Seconds in which this rank has waited for others."""
+        return 0.0 if self._shards is None else self._shards.waited_s
 
     def prepare(self) -> bool:
         """Memory of a full step, then for blocks that will be written next, a piece at a time."""

@@ -42,45 +42,21 @@ def load_forward(
     that is split, whose ranks compute it all in one way. Raises as `load_model`.
     """
     loaded = load_model(model_path, dtype, shards=shards)
-    if fused:
-        reason = _why_not(loaded, dtype, shards)
-        if shards is not None:
-            reason = shards.why_not_all(reason, LOOPS.remedy, failed=False)
-        if not reason:
-            found = _checked(loaded, dtype, shards, LOOPS)
+    for way in (LOOPS, PACKED_LAYERS) if fused else (PACKED_LAYERS,):
+        if dtype not in TOLERANCE:
+            reason = f"they compute in float32 and bfloat16, not in {dtype}"
+        elif not (reason := way.why_not(loaded, shards)):
+            found = _checked(loaded, dtype, shards, way)
             if not isinstance(found, str):
                 within = " within transformers' model" if isinstance(found, ModuleForward) else ""
-                log.info(f"steps are computed by compiled loops{within}", model_type=loaded.model.config.model_type)
+                log.info(f"steps are computed by {way.name}{within}", model_type=loaded.model.config.model_type)
                 return loaded, found
             reason = found
-            # The other way took the weights.
+            # The way took the weights.
             del loaded
             loaded = load_model(model_path, dtype, shards=shards)
-        log.info("steps are computed by transformers' model", reason=reason)
-    if dtype not in TOLERANCE:
-        return loaded, ModuleForward(loaded.model, pack=False)
-    found = _checked(loaded, dtype, shards, PACKED_LAYERS)
-    if not isinstance(found, str):
-        return loaded, found
-    log.info("linear layers stay as they are", reason=found)
-    del loaded
-    loaded = load_model(model_path, dtype, shards=shards)
+        log.info(f"steps are not computed by {way.name}", reason=reason)
     return loaded, ModuleForward(loaded.model, pack=False)
-
-
-def _why_not(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None) -> str:
-    """Why compiled loops cannot compute anything of this model; empty where they may."""
-    if dtype not in TOLERANCE:
-        return f"compiled loops compute in float32 and bfloat16, not in {dtype}"
-    if find_spec("numba") is None:
-        return "numba is not installed"
-    if shards is None:
-        return ""
-    if read_decoder(loaded.model) is None:
-        return f"compiled loops do not know models of type {loaded.model.config.model_type}"
-    if not keeps_heads(loaded.model):
-        return f"ranks of models of type {loaded.model.config.model_type} gather the heads of a layer"
-    return ""
 
 
 def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way: _Way) -> StepForward | str:
@@ -123,16 +99,30 @@ def _by_packed_layers(loaded: LoadedModel, _: Shards | None) -> Iterator[StepFor
         yield ModuleForward(loaded.model)
 
 
+def _why_no_loops(loaded: LoadedModel, shards: Shards | None) -> str:
+    reason, kind = "", loaded.model.config.model_type
+    if find_spec("numba") is None:
+        reason = "numba is not installed"
+    elif shards is not None and read_decoder(loaded.model) is None:
+        reason = f"compiled loops do not know models of type {kind}"
+    elif shards is not None and not keeps_heads(loaded.model):
+        reason = f"ranks of models of type {kind} gather the heads of a layer"
+    return reason if shards is None else shards.why_not_all(reason, LOOPS.remedy, failed=False)
+
+
 class _Way(NamedTuple):
-    """A way to compute steps; `remedy`: for ranks of which one alone fails in it."""
+    """A way to compute steps. `why_not`: why it can compute nothing of a model, on one rank or another; empty where it
+    may. `remedy`: for ranks of which one alone fails in it.
+    """
 
     name: str
+    why_not: Callable[[LoadedModel, Shards | None], str]
     made: Callable[[LoadedModel, Shards | None], AbstractContextManager[StepForward]]
     remedy: str
 
 
-LOOPS = _Way("the compiled loops", _by_loops, "start with --no-fused")
-PACKED_LAYERS = _Way("linear layers laid out anew", _by_packed_layers, "please report this model")
+LOOPS = _Way("the compiled loops", _why_no_loops, _by_loops, "start with --no-fused")
+PACKED_LAYERS = _Way("linear layers laid out anew", lambda *_: "", _by_packed_layers, "please report this model")
 
 
 def _loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
