@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from dataclasses import fields
 from operator import attrgetter
+from typing import Any
 
 from pagekv.kvmanager.engine.state import EngineState
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
@@ -14,17 +16,8 @@ from pagekv.v1 import operator_service_pb2 as pb
 
 # Tenants that are written at once: more than a millisecond's work.
 TENANTS_AT_ONCE = 256
-# Limits that are called the same in the contract, where one that is None is absent.
-_COUNTS = (
-    "max_running",
-    "max_waiting",
-    "tokens_per_minute",
-    "max_blocks",
-    "max_pinned_blocks",
-    "max_watchers",
-    "max_calls",
-    "tokenized_bytes_per_second",
-)
+# Limits are called the same in the contract, where one that is None is absent, but for these.
+_NAMED_OTHERWISE = ("adapters", "priorities")
 
 
 def tenant_blocks(state: EngineState) -> list[tuple[Account, int]]:
@@ -64,10 +57,8 @@ def _info(account: Account, blocks: int, running: int, waiting: int) -> pb.Tenan
     limits, usage = account.limits, account.usage
     info = pb.TenantInfo(
         name=account.tenant.name,
-        weight=limits.weight,
         any_adapter=limits.adapters is None,
         adapters=sorted(limits.adapters or ()),
-        floor_blocks=limits.floor_blocks,
         running_requests=running,
         waiting_requests=waiting,
         blocks=blocks,
@@ -78,12 +69,13 @@ def _info(account: Account, blocks: int, running: int, waiting: int) -> pb.Tenan
         output_tokens_total=usage.output_tokens,
         block_seconds_total=usage.block_seconds,
         refusals_total=usage.refusals,
-        **_counts(limits),
+        **_same_names(limits),
     )
     if limits.priorities is not None:
         info.min_priority, info.max_priority = limits.priorities
     return info
 
 
-def _counts(limits: TenantLimits) -> dict[str, int]:
-    return {name: most for name in _COUNTS if (most := getattr(limits, name)) is not None}
+def _same_names(limits: TenantLimits) -> dict[str, Any]:
+    values = {each.name: getattr(limits, each.name) for each in fields(limits) if each.name not in _NAMED_OTHERWISE}
+    return {name: value for name, value in values.items() if value is not None}
