@@ -60,7 +60,9 @@ class WaitingQueue:
         """Makes a sequence that holds nothing wait for admission: a new one, or one that was preempted."""
         sequence.state = SeqStatus.WAITING
         if sequence.tenant not in self._orders:
-            self.served.joined(sequence.tenant, self._orders.keys() - self._held_back)
+            self.served.joined(sequence.tenant)
+            if sequence.tenant in self._held_back:
+                self.served.allow([sequence.tenant], False)
         insort(self._orders.setdefault(sequence.tenant, []), sequence, key=key)
 
     def __iter__(self) -> Iterator[Seq]:
@@ -78,8 +80,7 @@ class WaitingQueue:
             for order in self._orders.values():
                 return order[0]
             return None
-        heads = (order[0] for tenant, order in self._orders.items() if tenant not in self._held_back)
-        return min(heads, key=lambda head: (self.served.place(head.tenant), head.key), default=None)
+        return min((self._orders[tenant][0] for tenant in self.served.next()), key=key, default=None)
 
     def hold_back(self, running: RunningRequests) -> None:
         """Looks which tenants are at their caps with these requests. For the time that it was, none has a credit."""
@@ -87,15 +88,20 @@ class WaitingQueue:
         if self.caps:
             heads = {tenant: order[0].request for tenant, order in self._orders.items()}
             self._held_back = held_back(self.caps, heads, running)
-        for tenant in before - self._held_back:
-            if tenant in self._orders:
-                self.served.joined(tenant, self._orders.keys() - self._held_back - {tenant})
+        if not before and not self._held_back:
+            return
+        self.served.allow(self._held_back, False)
+        released = [tenant for tenant in before - self._held_back if tenant in self._orders]
+        self.served.allow(released, True)
+        for tenant in released:
+            self.served.joined(tenant)
 
     def hold_back_behind(self, tenant: int, running: RunningRequests) -> None:
         """`hold_back` after a head of this tenant was admitted, which changes nothing for others."""
         cap, order = self.caps.get(tenant), self._orders.get(tenant)
         if cap is not None and order is not None and running.are_above(cap, order[0].request):
             self._held_back.add(tenant)
+            self.served.allow([tenant], False)
 
     def take(self, sequence: Seq) -> None:
         """A sequence that waits is admitted."""

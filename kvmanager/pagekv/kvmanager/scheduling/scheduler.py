@@ -185,7 +185,7 @@ class Scheduler:
         if self._bound is not None and several:
             served.greet(running, self.waiting.tenants, self.limits.max_batch_tokens)
         else:
-            served.newcomers, served.credit = frozenset(), 0.0
+            served.welcome_nobody()
         self._visitors.see(running.keys() | self.waiting.tenants, served.newcomers)
 
     def _make_room(self) -> None:

@@ -9,7 +9,7 @@ counter is lowered never, so a burst is paid for.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,8 +45,11 @@ class VirtualTokens:
         # Tenants that have less than their share of what runs, and the tokens by which these may come early.
         self.newcomers: frozenset[int] = frozenset()
         self.credit = 0.0
-        # Tokens of the longest prompt that each tenant has sent.
-        self._longest: dict[int, int] = {}
+        # By tenant: the credit of newcomers, tokens of the longest prompt sent, and whether it may be served next:
+        # something of it waits, and no cap holds it back.
+        self._credits = np.zeros(1)
+        self._longest = np.zeros(1, np.int64)
+        self._waiting = np.zeros(1, np.bool_)
 
     def know(self, tenant: int, weight: float = 1.0) -> None:
         """Gives a tenant its weight, above 0; from then on it is counted."""
@@ -55,6 +58,9 @@ class VirtualTokens:
             self._counters = np.append(self._counters, np.zeros(more))
             self.weights = np.append(self.weights, np.ones(more))
             self.outputs = np.append(self.outputs, np.zeros(more, np.int64))
+            self._credits = np.append(self._credits, np.zeros(more))
+            self._longest = np.append(self._longest, np.zeros(more, np.int64))
+            self._waiting = np.append(self._waiting, np.zeros(more, np.bool_))
         self.weights[tenant] = weight
         self.several = self.several or tenant > 0
 
@@ -82,11 +88,20 @@ class VirtualTokens:
         takes as much whatever it holds. So a tenant of long prompts and short answers stays a newcomer for good; others
         decode beside it in the turns that `StepShare` leaves them.
         """
-        present = running.keys() | waiting
-        share = sum(running.values()) / sum(map(self.weight, present))
-        few = {each for each in present if (running.get(each, 0) + 1) / self.weight(each) < share}
-        costs = (INPUT_COST * self._longest.get(each, 0) / self.weight(each) for each in few)
-        self.newcomers, self.credit = frozenset(few), max([credit, *costs]) if few else 0.0
+        present, counts = np.zeros(len(self.weights), np.bool_), np.zeros(len(self.weights))
+        present[[*running, *waiting]] = True
+        counts[[*running]] = [*running.values()]
+        few = np.flatnonzero(present & ((counts + 1) / self.weights < counts.sum() / self.weights[present].sum()))
+        self.welcome_nobody()
+        if len(few):
+            self.newcomers = frozenset(few.tolist())
+            self.credit = max(credit, float((INPUT_COST * self._longest[few] / self.weights[few]).max()))
+            self._credits[few] = self.credit
+
+    def welcome_nobody(self) -> None:
+        """There are no newcomers."""
+        self.newcomers, self.credit = frozenset(), 0.0
+        self._credits[:] = 0
 
     def place(self, tenant: int) -> float:
         """The order in which tenants are served: their counters, a newcomer's less its credit."""
@@ -96,27 +111,39 @@ class VirtualTokens:
         """Whether another tenant's request goes before what is under way of this `other`."""
         return tenant != other and self.place(tenant) <= self.place(other)
 
-    def joined(self, tenant: int, waiting: Iterable[int]) -> None:
-        """A tenant of which nothing waited has a request that does, a new one or one that was preempted; `waiting` are
-        the tenants of which something does.
-        """
+    def next(self) -> list[int]:
+        """Tenants that were served least, of those that may be served; none where there are none."""
+        places = np.where(self._waiting, self._counters - self._credits, np.inf)
+        least = places.min()
+        return (places == least).nonzero()[0].tolist() if least < np.inf else []
+
+    def joined(self, tenant: int) -> None:
+        """A tenant may be served of which nothing waited before, or which was held back: it is lifted to the others."""
         if tenant > 0 and tenant >= len(self._counters):
             self.know(tenant)
+        self._waiting[tenant] = False
         if self.several:
-            others = [(self.of(other), self.place(other)) for other in waiting] or [self._left]
-            self._level = max(self._level, min(counter for counter, _ in others))
-            least = max(min(place for _, place in others), self._level - self.credit)
-            self._counters[tenant] = max(self._counters[tenant], least)
+            counters, (counter, place) = self._counters[self._waiting], self._left
+            if len(counters):
+                counter, place = float(counters.min()), float((counters - self._credits[self._waiting]).min())
+            self._level = max(self._level, counter)
+            self._counters[tenant] = max(self._counters[tenant], place, self._level - self.credit)
+        self._waiting[tenant] = True
+
+    def allow(self, tenants: Collection[int], may: bool) -> None:
+        """Whether these tenants, of which something waits, may be served."""
+        self._waiting[[*tenants]] = may
+
+    def left(self, tenant: int) -> None:
+        """Nothing of a tenant waits any more."""
+        self._waiting[tenant] = False
+        if self.several:
+            self._left = self.of(tenant), self.place(tenant)
 
     def sent(self, tenant: int, prompt_tokens: int) -> None:
         """A tenant has sent a prompt of so many tokens."""
         if self.several:
-            self._longest[tenant] = max(prompt_tokens, self._longest.get(tenant, 0))
-
-    def left(self, tenant: int) -> None:
-        """Nothing of a tenant waits any more."""
-        if self.several:
-            self._left = self.of(tenant), self.place(tenant)
+            self._longest[tenant] = max(prompt_tokens, self._longest[tenant])
 
     def charge_prompt(self, tenant: int, tokens: int) -> None:
         """So many tokens of a tenant's prompt are being computed, for the first time."""

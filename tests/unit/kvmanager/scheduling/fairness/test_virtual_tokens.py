@@ -17,7 +17,7 @@ A, B, C = (Tenant(name, number) for number, name in enumerate("abc", 1))
 
 def test_one_tenant_is_not_counted() -> None:
     served = VirtualTokens()
-    served.joined(0, [])
+    served.joined(0)
     served.charge_prompt(0, 100)
     served.charge_output(0, 100)
     assert (served.several, served.of(0)) == (False, 0)
@@ -36,25 +36,25 @@ def test_tokens_count_by_their_cost_and_the_weight() -> None:
 
 def test_an_idle_time_is_no_credit_and_a_burst_is_no_loss_for_good() -> None:
     served = VirtualTokens()
-    served.joined(1, [])
+    served.joined(1)
     served.charge_prompt(1, 50)
-    served.joined(2, [1])
+    served.joined(2)
     assert served.of(2) == 50
     served.charge_prompt(2, 30)
     # The last one that had nothing left tells where a lonely newcomer begins.
     served.left(1)
     served.left(2)
-    served.joined(3, [])
+    served.joined(3)
     assert served.of(3) == 80
     # Coming back lowers nothing.
     served.charge_prompt(1, 100)
-    served.joined(1, [3])
+    served.joined(1)
     assert served.of(1) == 150
 
 
 def test_tenants_whose_weight_nobody_named_have_one() -> None:
     served = VirtualTokens()
-    served.joined(40, [])
+    served.joined(40)
     served.charge_prompt(40, 5)
     assert (served.weight(40), served.of(40), served.of(41), served.weight(1000)) == (1, 5, 0, 1)
 
@@ -98,22 +98,51 @@ def test_newcomers_have_less_than_their_share_and_go_before_their_turn() -> None
 
 def test_who_comes_is_not_behind_the_credit_of_those_that_wait() -> None:
     served = VirtualTokens()
-    served.know(1)
+    served.know(2)
+    served.joined(1)
     served.charge_prompt(1, 100)
     served.greet({2: 8}, {1}, credit=30)
     assert served.newcomers == {1}
-    served.joined(2, [1])
-    served.joined(3, [1, 2])
+    served.joined(2)
+    served.joined(3)
     assert [served.of(number) for number in (2, 3)] == [70, 70]
     # Now that one is a newcomer, too; those that come after it come no lower.
     served.greet({2: 8}, {1, 2, 3}, credit=30)
     assert served.newcomers == {1, 3}
-    served.joined(4, [1, 2, 3])
+    served.joined(4)
     assert (served.of(4), served.place(3)) == (70, 40)
     # The same after the last one.
-    served.left(1)
-    served.joined(5, [])
+    for number in (2, 3, 4, 1):
+        served.left(number)
+    served.joined(5)
     assert served.of(5) == 70
+
+
+def test_next_are_those_that_wait_and_were_served_least() -> None:
+    served = VirtualTokens()
+    assert served.next() == []
+    served.joined(0)
+    assert served.next() == [0]
+    served.left(0)
+    for number in (2, 3, 5, 70):
+        served.joined(number)
+    # Of four that were served as much all are next, of others the least.
+    assert served.next() == [2, 3, 5, 70]
+    for number, tokens in ((2, 10), (3, 4), (5, 4), (70, 30)):
+        served.charge_prompt(number, tokens)
+    assert served.next() == [3, 5]
+    served.allow([3, 5], False)
+    assert served.next() == [2]
+    # A newcomer has its credit; a tenant that was held back has none for that time.
+    served.greet({2: 6, 3: 6, 5: 6}, {2, 3, 5, 70}, credit=25)
+    assert served.newcomers == {70}
+    assert served.next() == [70]
+    served.welcome_nobody()
+    served.joined(3)
+    assert (served.of(3), served.next()) == (10, [2, 3])
+    for number in (2, 3, 5, 70):
+        served.left(number)
+    assert served.next() == []
 
 
 def prompts_waiting(driver: Driver, tenant: Tenant) -> None:
