@@ -364,12 +364,16 @@ class PrefixTable:
         return removed, digests
 
     def retire(self, blocks: Blocks, note: Note) -> Blocks | None:
-        """`remove` for many blocks, in vector operations alone: their digests are cleared later, and given to `note`
-        then. Returns all that left the table; None, and nothing changed, where each needs a look at more than that.
+        """`remove` for many blocks that nobody holds, in vector operations alone: their digests are cleared later, and
+        given to `note` then. Returns all that left the table; None, and nothing changed, where each needs a look at
+        more than that.
         """
-        if self._twins or self._media:
+        if self._media:
             return None
         removed = self._take_out(blocks)
+        # Of a content that is held the entry is with a block that is held, so only blocks that followed have twins.
+        for block in removed[len(blocks) :].tolist() if self.has_twins else ():
+            self._twins.pop_all(self.map.digests([block])[0])
         self._retired.add(removed, note)
         return removed
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.cached_prefixes import ROOT, hold
 from support.engine.scheduler_driver import small_driver
@@ -42,6 +43,42 @@ def test_a_large_eviction_leaves_the_work_for_each_block_to_later_steps(monkeypa
         assert [log.removed_ago(digest) for digest in digests] == [Removal(False, 2, 0.0)] * 5
         pool.table.map.sweep()
     assert pool.table.map.block_of == {}
+
+
+def test_twins_of_other_blocks_do_not_hold_up_a_large_eviction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A held block that follows an evicted one leaves the table with it, and is found under no twin of it either."""
+    monkeypatch.setattr(block_pool, "RETIRED_TOGETHER", 2)
+    pool = BlockPool(8, 1)
+
+    def publish(block: int, token: int, parent: bytes, first: bool) -> bytes:
+        (digest,) = chain_digests(parent, token_bytes([token]), 1)
+        row = np.array([[token]], np.uint32)
+        pool.publish_chain(np.array([block], np.int32), [digest], parent, row, first=first, media=False)
+        return digest
+
+    held = pool.allocate(6)
+    assert held is not None
+    a, twin_of_a, parent, spare, child, twin_of_child = held.tolist()
+    kept = publish(a, 1, ROOT, True)
+    publish(twin_of_a, 1, ROOT, True)
+    before = publish(parent, 2, ROOT, True)
+    publish(spare, 3, ROOT, True)
+    gone = publish(child, 4, before, False)
+    publish(twin_of_child, 4, before, False)
+    pool.free(np.array([parent, spare], np.int32))
+    assert (len(pool.table._twins), pool.num_published) == (2, 4)
+    taken = pool.allocate(4)
+    assert taken is not None
+    # The parent, the spare one and, with its parent, the child.
+    assert pool.table.map.retired.count == 3
+    assert pool.num_published == 1
+    assert (pool.table.lookup(kept), pool.table.lookup(gone)) == (a, None)
+    assert [pool.table.is_entered(block) for block in (twin_of_a, child, twin_of_child)] == [True, False, False]
+    # The copies of either content are freed as ever.
+    pool.free(np.array([child, a], np.int32))
+    assert (pool.table.lookup(kept), pool.table.lookup(gone)) == (twin_of_a, None)
+    pool.free(np.array([twin_of_child, twin_of_a], np.int32))
+    assert not pool.table.has_twins
 
 
 @pytest.mark.parametrize("seed", range(12))
