@@ -65,7 +65,28 @@ def test_a_rank_may_collect_a_step_before_or_after_it_launches_the_next() -> Non
     assert found == other
 
 
-@pytest.mark.parametrize(("step", "shows"), [(WHOLE_EVERY - 1, False), (WHOLE_EVERY, True)])
-def test_a_table_that_drifted_shows_in_the_digest_of_whole_tables(step: int, shows: bool) -> None:
-    right, wrong = new_sequence(1, [1, 2, 3], [1, 5]), new_sequence(1, [1, 2, 3], [1, 6])
-    assert (digest_of(Step(9, step), {1: right}) != digest_of(Step(9, step), {1: wrong})) is shows
+@pytest.mark.parametrize("seq_id", [0, 1, 63, 64, 1000])
+def test_a_table_that_drifted_shows_once_in_so_many_steps(seq_id: int) -> None:
+    """However many other sequences come and go."""
+    right, wrong = new_sequence(seq_id, [1, 2, 3], [1, 5]), new_sequence(seq_id, [1, 2, 3], [1, 6])
+    shown = []
+    for step in range(1, 3 * WHOLE_EVERY + 1):
+        others = {other: new_sequence(other, [4], [other]) for other in range(2000, 2000 + step % 7)}
+        ours, theirs = ({**others, seq_id: own} for own in (right, wrong))
+        if digest_of(Step(9, step), ours) != digest_of(Step(9, step), theirs):
+            shown.append(step)
+    assert len(shown) == 3
+    assert {step % WHOLE_EVERY for step in shown} == {seq_id % WHOLE_EVERY}
+
+
+def test_each_step_has_its_share_of_the_tables() -> None:
+    """One in so many of the sequences of a step, never all of them at once."""
+    right = {seq_id: new_sequence(seq_id, [1], [seq_id]) for seq_id in range(2 * WHOLE_EVERY)}
+    for step in (1, WHOLE_EVERY - 1, WHOLE_EVERY):
+        drifted = [
+            seq_id
+            for seq_id in right
+            if digest_of(Step(9, step), right)
+            != digest_of(Step(9, step), {**right, seq_id: new_sequence(seq_id, [1], [seq_id + 1])})
+        ]
+        assert drifted == [step % WHOLE_EVERY, step % WHOLE_EVERY + WHOLE_EVERY]
