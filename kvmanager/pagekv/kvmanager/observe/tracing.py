@@ -28,7 +28,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.engine.views import EngineInfo
-from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
+from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, NewSeq, StepPlan, StepResult
 
 # Spans of one request at most; more are counted and dropped.
@@ -97,7 +97,8 @@ class _Progress:
     # Name of the span under way, and when it began.
     doing: str
     since: int
-    # Tokens that the sequence had when it entered the executor.
+    # The sequence's number at the executor, and tokens that it had when it entered.
+    seq_id: int = NO_SEQ_ID
     had: int = 0
     # Known tokens of this stay at the executor that are not planned yet.
     left: int = 0
@@ -180,7 +181,7 @@ class Tracing(Observer):
             return
         progress.turn(_PREFILL, now)
         progress.left = len(new.token_ids) - new.computed_tokens
-        progress.had = len(new.token_ids)
+        progress.seq_id, progress.had = new.seq_id, len(new.token_ids)
         progress.stays += 1
         self._prefilling[new.seq_id] = progress
 
@@ -245,9 +246,8 @@ class Tracing(Observer):
         progress = self._of(sequence)
         if progress is None or progress.doing in (doing, _OVER):
             return
-        for seq_id, other in list(self._prefilling.items()):
-            if other is progress:
-                del self._prefilling[seq_id]
+        if self._prefilling.get(progress.seq_id) is progress:
+            del self._prefilling[progress.seq_id]
         decoded = sequence.num_tokens - progress.had if progress.doing == _DECODE else 0
         progress.turn(doing, now, decoded)
 

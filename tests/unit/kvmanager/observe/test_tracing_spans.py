@@ -104,6 +104,24 @@ def test_preemptions_are_named_by_what_became_of_the_blocks(mode: str, name: str
         assert names(trace)[at + 1] == "prefill chunk"
 
 
+def test_preempted_before_their_prompts_are_computed() -> None:
+    """One of two has the number that a request before them had at the executor."""
+
+    async def body(engine: EngineLoop, bench: Bench) -> None:
+        await read(engine.submit(command("before", PROMPT[:4], max_tokens=1)))
+        streams = [engine.submit(command(name, [token, *PROMPT], max_tokens=2)) for name, token in (("a", 8), ("b", 9))]
+        while len(engine._state.serving().running) < 2:  # noqa: ASYNC110  # both may be over a millisecond later
+            await asyncio.sleep(0)
+        engine._state.serving().preempt_all()
+        await asyncio.gather(*map(read, streams))
+
+    traces = run(body, limits=replace(LIMITS, max_batch_tokens=16))
+    for name in "ab":
+        phases = names(traces[name])
+        assert phases.count("preempted") == 1
+        assert phases[-2:] == ["prefill chunk", "decode"]
+
+
 def test_a_lost_executor_is_a_wait() -> None:
     async def body(engine: EngineLoop, bench: Bench) -> None:
         bench.step_s = 0.001
