@@ -54,7 +54,8 @@ class CudaDevice:
             "gpu": torch.cuda.get_device_name(self.torch_device),
         }
         # Graphs run one after the other and their results are used before the next runs, so all share one memory pool.
-        # The first graph after all were discarded begins a new pool, since torch frees the old one.
+        # The first graph after all were discarded begins a new pool, since torch frees the old one; so does the first
+        # after a recording that failed.
         self._graph_pool: Any = None
         self._replays: weakref.WeakSet[Callable[[], torch.Tensor]] = weakref.WeakSet()
         self._held_before = 0
@@ -164,7 +165,7 @@ class CudaDevice:
             function()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        if not self._replays:
+        if self._graph_pool is None or not self._replays:
             self._graph_pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.torch_device)
@@ -174,6 +175,8 @@ class CudaDevice:
                 result = function()
         except RuntimeError as error:
             end_failed_recording(self.torch_device.index, self._graph_pool)
+            # torch's allocator of pinned memory still takes it to be under way, and refuses another one into this pool.
+            self._graph_pool = None
             # Ending a recording that ran out of memory may fail too, with an error that hides the first one.
             if (short := _out_of_memory(error.__context__) or _out_of_memory(error)) is not None:
                 raise short from None

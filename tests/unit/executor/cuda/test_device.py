@@ -17,13 +17,14 @@ from pagekv.executor.cuda.device import CudaDevice
 
 class FakeGraphs:
     """Stands for torch's graphs: keeps the pool of each recording, the pools that its allocator takes to be recorded
-    into, and the number of graphs that hold each. Only where CUDA ends a recording does torch 2.13 end it for its
-    allocator. `end_fails`: ending a failed one raises too.
+    into, and the number of graphs that hold each. Only where CUDA ends a recording does torch 2.11 end it for its
+    allocators, of which that of pinned memory has no other way to end it. `end_fails`: ending a failed one raises too.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[int] = []
         self.under_way: list[int] = []
+        self.pinned_under_way: list[int] = []
         self.holders: dict[int, int] = {}
         self.streams_set: list[str] = []
         self.sync_modes: list[str] = []
@@ -46,6 +47,9 @@ class FakeGraphs:
     def _graph(self, graph: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
         self.pools.append(pool)
         self.under_way.append(pool)
+        if pool in self.pinned_under_way:
+            raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
+        self.pinned_under_way.append(pool)
         self.holders[pool] = self.holders.get(pool, 0) + 1
         try:
             yield
@@ -53,10 +57,12 @@ class FakeGraphs:
             if self.end_fails:
                 raise RuntimeError("capture_end: the recording is invalid") from error
             self._end(0, pool)
+            self.pinned_under_way.remove(pool)
             # The graph's destructor.
             self._release(0, pool)
             raise
         self._end(0, pool)
+        self.pinned_under_way.remove(pool)
 
     def _set_sync_debug_mode(self, mode: str) -> None:
         if mode != "default":
@@ -140,6 +146,8 @@ def test_a_recording_that_fails_is_over_for_the_allocator(monkeypatch: pytest.Mo
         device.capture(waits)
     assert (graphs.under_way, graphs.holders) == ([], {1: 1})
     assert held().item() == 1
+    device.capture(lambda: torch.ones(1))
+    assert graphs.pools == [1, 1, 2]
 
 
 def test_memory_that_only_cuda_misses_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
