@@ -237,12 +237,17 @@ def end_all_of(folder: Path) -> None:
 
 
 def copy_results(folder: Path, copies: Path) -> None:
-    """Copies page, JSON and records, and one archive of all other files but the models."""
+    """Copies page, JSON and records, and one archive of all other files but the models. A runner that is killed
+    meanwhile leaves the copies of the step before.
+    """
     copies.mkdir(parents=True, exist_ok=True)
+    partial = copies / "partial"
     raw = [path for kind in ("*.log", "*.csv", "*.jsonl") for path in sorted(folder.glob(kind))]
-    with tarfile.open(copies / "raw.tar.gz", "w:gz") as archive:
+    with tarfile.open(partial, "w:gz") as archive:
         for path in raw:
             archive.add(path, path.name)
+    partial.replace(copies / "raw.tar.gz")
     for name in (page.PAGE, page.JSON, *(f"part{part}.jsonl" for part in PARTS)):
         if (folder / name).is_file():
-            shutil.copyfile(folder / name, copies / name)
+            shutil.copyfile(folder / name, partial)
+            partial.replace(copies / name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -16,7 +17,7 @@ from gpu_first import page, runner
 from gpu_first.parts import SHORT, steps_of
 from gpu_first.records import ABSENT, FAILED, LATE, PASSED, Records, of_step, status_of
 from gpu_first.rehearsal import SOURCES
-from gpu_first.runner import code_digest, versions
+from gpu_first.runner import code_digest, copy_results, versions
 from support.executor.one_step_part import rehearse, run_with
 
 
@@ -201,3 +202,25 @@ def test_results_are_copied_after_every_step(tmp_path: Path, monkeypatch: pytest
     assert sorted(os.listdir(tmp_path / "out")) == [page.JSON, page.PAGE, "part1.jsonl", "raw.tar.gz"]
     with tarfile.open(tmp_path / "out" / "raw.tar.gz") as archive:
         assert set(archive.getnames()) == {"ncu.csv", "part1.jsonl", "part1.log"}
+
+
+def test_copies_that_end_early_leave_those_of_the_step_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is lent ends a command at its limit, whatever it is doing."""
+    folder, copies = tmp_path / "results", tmp_path / "out"
+    folder.mkdir()
+    for name in ("part1.jsonl", "part1.log"):
+        (folder / name).write_text("whole")
+    copy_results(folder, copies)
+    (folder / "part1.jsonl").write_text("whole again")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for module, call in ((tarfile.TarFile, "add"), (shutil, "copyfile")):
+        with monkeypatch.context() as patched:
+            patched.setattr(module, call, killed)
+            with pytest.raises(KeyboardInterrupt):
+                copy_results(folder, copies)
+        assert (copies / "part1.jsonl").read_text() == "whole"
+        with tarfile.open(copies / "raw.tar.gz") as archive:
+            assert set(archive.getnames()) == {"part1.jsonl", "part1.log"}
