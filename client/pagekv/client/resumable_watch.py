@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from pagekv.client.errors import PageKVError, Unavailable
+from pagekv.client.errors import Overloaded, PageKVError, Unavailable
 from pagekv.client.outage import Outage
 from pagekv.client.settings import check_seconds
 from pagekv.client.types import EventBatch
@@ -97,9 +97,13 @@ class ResumableWatch:
         """The connection failed; seconds to wait before the next one. An outage that begins is a warning of this
         module's logger. Raises the error when there is to be no next connection.
         """
-        if not isinstance(error, Unavailable) or not self._request.start_revision or self._request.snapshot_only:
+        # The server may not have noticed yet that the connection broke, and count its call beside the new one.
+        is_full = self._outage.under_way and isinstance(error, Overloaded)
+        if not (is_full or isinstance(error, Unavailable)):
             raise error
-        pause = self._outage.pause_s(error)
+        if not self._request.start_revision or self._request.snapshot_only:
+            raise error
+        pause = self._outage.pause_s(error, error.retry_delay_s if isinstance(error, Overloaded) else 0.0)
         if pause is None:
             raise error
         return pause

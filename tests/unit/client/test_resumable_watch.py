@@ -92,7 +92,22 @@ def test_trying_ends_after_a_while_that_a_message_begins_anew() -> None:
         going.failed(lost)
 
 
-@pytest.mark.parametrize("error", [errors.FellBehind("slow"), errors.InvalidRequest("f", "bad")])
+def test_a_server_that_still_counts_the_broken_call_is_asked_again_when_it_says() -> None:
+    now = 0.0
+    going = watch(clock=lambda: now)
+    full = errors.Overloaded("max_calls: your tenant has 1 of at most 1, 1 more were asked", 1.0)
+    going.failed(errors.ConnectionLost("lost"))
+    assert going.failed(full) == 1.0
+    now = 9.5
+    assert going.failed(full) == 0.5
+    now = 10.0
+    with pytest.raises(errors.Overloaded):
+        going.failed(full)
+
+
+@pytest.mark.parametrize(
+    "error", [errors.FellBehind("slow"), errors.InvalidRequest("f", "bad"), errors.Overloaded("full", 1.0)]
+)
 def test_what_another_connection_cannot_mend_ends_a_watch(error: errors.PageKVError) -> None:
     with pytest.raises(type(error)):
         watch().failed(error)
