@@ -80,14 +80,14 @@ class Account:
 
     def check_count(self, limit: str, held: int, more: int = 1, retry_delay_s: float = 0.0) -> None:
         """Raises LimitExceeded where `held` things of a kind and so many more are above the limit of this name. For
-        things that end by themselves, which have a delay, raises Overloaded instead, unless none ever may be.
+        things that end by themselves, which have a delay, raises Overloaded instead.
         """
         most = getattr(self.limits, limit)
         if most is None or held + more <= most:
             return
         self.usage.refusals[limit] += 1
         words = f"{limit}: your tenant has {held} of at most {most}, {more} more were asked"
-        if retry_delay_s and most:
+        if retry_delay_s:
             raise Overloaded(words, retry_delay_s, most)
         raise LimitExceeded(words, limit=most)
 
