@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan
+from pagekv.executor.cpu.experts import pack_experts
 from pagekv.executor.cpu.gathered_attention import GatheredStepAttention
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.linear import pack_linears
@@ -42,6 +43,7 @@ class ModuleForward:
             make = fastest_product(model.dtype)
         if pack:
             pack_linears(model, make)
+            pack_experts(model, make)
         self._model = model
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""A decoder of the Llama family in four matrix products a layer, and one pass over the rows between two of them."""
+"""A decoder of the Llama family in four matrix products a layer, and one pass over the rows between two of them. A
+mixture of experts is computed by transformers' module, with weights that are laid out anew as well.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,12 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 
 from pagekv.executor.cpu.attention_plan import CpuAttentionPlan, StepRows
+from pagekv.executor.cpu.experts import pack_experts
 from pagekv.executor.cpu.kv_cache import KvCache
+from pagekv.executor.cpu.linear import pack_linears
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.program import Program
 from pagekv.executor.cpu.native.rows import add_norm, rotate
@@ -19,7 +24,7 @@ from pagekv.executor.cpu.paged_reads import PagedReads, paged_reads
 from pagekv.executor.cpu.products import TorchProduct, fastest_product
 from pagekv.executor.cpu.rotations import Rotations
 from pagekv.executor.model.attention_interface import Scores
-from pagekv.executor.model.decoder import Decoder, DecoderNorms
+from pagekv.executor.model.decoder import Decoder, DecoderNorms, GatedProducts, Linear
 
 # Steps of at most so many rows, all of them decodes, are recorded, and so many kinds of them kept.
 RECORDED_ROWS, MOST_PROGRAMS = 64, 16
@@ -27,15 +32,14 @@ RECORDED_ROWS, MOST_PROGRAMS = 64, 16
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer, its weights laid out anew. `gate_up` gives what is gated, half as many columns as its weights have."""
+    """A layer, its weights laid out anew."""
 
     norms: DecoderNorms
     rope: str | None
     scores: Scores
     qkv: Product | TorchProduct
     out: Callable[[torch.Tensor], torch.Tensor]
-    gate_up: Product | TorchProduct
-    down: Callable[[torch.Tensor], torch.Tensor]
+    feed_forward: Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +88,37 @@ class FusedDecoder:
         self._decoder, self._rotations = decoder, Rotations(decoder)
         self._num_heads = (num_heads, num_kv_heads)
         self._layers = []
+        self._recordable = True
         head = decoder.take_head()
         product = fastest_product(head.weight.dtype)
         self._head = self._whole(product(head.weight, head.bias))
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
-            qkv, out, down = (product(part.weight, part.bias) for part in (layer.qkv, layer.out, layer.gated.down))
-            gate_up = product(layer.gated.gate_up.weight, layer.gated.gate_up.bias, decoder.activation)
-            self._layers.append(
-                _Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), gate_up, self._summed(down))
-            )
-        self._recordable = all(
-            isinstance(each, Product) and not each.pads_rows
-            for layer in self._layers
-            for each in (layer.qkv, layer.out, layer.gate_up, layer.down)
-        )
+            qkv, out = (self._product(part) for part in (layer.qkv, layer.out))
+            fed = self._feed_forward(layer.feed_forward)
+            self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), fed))
         # By pools, which nothing here may keep, and shape of a step, those least recently used first.
         self._programs: WeakKeyDictionary[KvCache, OrderedDict[object, tuple[Program, _Inputs]]] = WeakKeyDictionary()
+
+    def _product(self, part: Linear, activation: str | None = None) -> Product | TorchProduct:
+        found = fastest_product(part.weight.dtype)(part.weight, part.bias, activation)
+        self._recordable = self._recordable and isinstance(found, Product) and not found.pads_rows
+        return found
+
+    def _feed_forward(self, part: GatedProducts | nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        if isinstance(part, GatedProducts):
+            gate_up, down = (
+                self._product(part.gate_up, self._decoder.activation),
+                self._summed(self._product(part.down)),
+            )
+            return lambda rows: down(gate_up(rows))
+        # Operators of torch cannot be recorded.
+        self._recordable, module = False, part
+        make = fastest_product(next(module.parameters()).dtype)
+        pack_linears(module, make)
+        pack_experts(module, make)
+        return lambda rows: module(rows[None])[0]
 
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         """The product behind attention or gating, over all that was split."""
@@ -180,8 +197,7 @@ class FusedDecoder:
             normed = add_norm(
                 stream, layer.out(attended), factor, layer.norms.after_attention, layer.norms.before_feed_forward
             )
-            fed = layer.down(layer.gate_up(normed))
-            normed = add_norm(stream, fed, factor, layer.norms.after_feed_forward, following)
+            normed = add_norm(stream, layer.feed_forward(normed), factor, layer.norms.after_feed_forward, following)
         return stream
 
     def _queries(self, index: int, qkv: torch.Tensor, inputs: _Inputs, cache: KvCache) -> torch.Tensor:

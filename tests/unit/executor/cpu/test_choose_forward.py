@@ -22,7 +22,7 @@ from pagekv.executor.cpu.linear import PackedLinear
 from pagekv.executor.cpu.native.step_attention import LoopStepAttention
 from pagekv.executor.cpu.products import TorchProduct
 from pagekv.executor.machine import TooLittleMemory
-from pagekv.executor.model.decoder import Decoder, DecoderLayer, read_decoder
+from pagekv.executor.model.decoder import EXPERT_FAMILIES, Decoder, DecoderLayer, read_decoder
 from pagekv.executor.model.loading import LoadedModel, load_model
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
@@ -39,6 +39,18 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_family_that_is_known_is_fused(llama: Path, dtype: torch.dtype) -> None:
     _, forward = load_forward(llama, dtype, fused=True)
     assert isinstance(forward, FusedDecoder)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", sorted(EXPERT_FAMILIES))
+def test_a_family_with_experts_is_fused_and_its_experts_are_packed(
+    tmp_path: Path, family: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    save_config(family_config(family), tmp_path)
+    loaded, forward = load_forward(tmp_path, dtype, fused=True)
+    assert isinstance(forward, FusedDecoder)
+    assert not [name for name, _ in loaded.model.named_parameters() if "expert" in name]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -247,3 +259,16 @@ def test_a_model_is_not_there_twice(llama: Path, monkeypatch: pytest.MonkeyPatch
     _, forward = load_forward(llama, torch.float32, fused=True)
     assert isinstance(forward, ModuleForward)
     assert len(models) == 2
+
+
+@pytest.mark.parametrize(("wrong", "agrees"), [((0,), True), ((0, 1), True), ((0, 1, 2), False)])
+def test_a_row_may_differ_with_some_prompts_but_not_with_each(wrong: tuple[int, ...], agrees: bool) -> None:
+    expected = torch.randn(3, 4, 8)
+    found = expected.clone()
+    for prompt in wrong:
+        found[prompt, 2] *= -1
+    assert choose_forward._agree(found, expected, 1e-3) == agrees
+    # Another row at each prompt.
+    for prompt in range(3):
+        found[prompt, 3] = torch.nan
+    assert not choose_forward._agree(found, expected, 1e-3)
