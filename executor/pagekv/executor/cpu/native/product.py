@@ -20,6 +20,7 @@ to 1.0 of the time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -107,17 +108,40 @@ class Product:
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation."""
+        count, panels, threads = len(rows), len(self._panels), self._threads(len(rows))
+        # With fewer panels than keep all threads busy, rows are divided too.
+        chunks = max(-(-count // self._chunk_rows), min(-(-count // self._most), 2 * threads // panels))
+        return self._multiply(rows, chunks, threads)
+
+    @staticmethod
+    def each(products: Sequence[Product], rows: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
+        """`[S, out]` of rows `[S, in]`: of each product those within its bounds, in one call. Products have weights of
+        one shape; bounds follow each other and leave no row out.
+        """
+        first, parts = products[0], list[int]()
+        for product, (begin, end) in zip(products, bounds, strict=True):
+            chunks = -(-(end - begin) // first._chunk_rows)
+            for chunk in range(chunks):
+                low, high = (begin + (end - begin) * at // chunks for at in (chunk, chunk + 1))
+                parts += product._part(low, high)
+        return first._multiply(rows, len(parts) // 4, first._threads(len(rows)), parts)
+
+    def _threads(self, count: int) -> int:
+        """Threads that compute so many rows."""
+        return 1 if count * self._panels.numel() <= ALONE else torch.get_num_threads()
+
+    def _part(self, begin: int, end: int) -> list[int]:
+        """Rows from one to another, as the compiled function reads them for chunks that have weights of their own."""
+        return [begin, end - begin, self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()]
+
+    def _multiply(self, rows: torch.Tensor, chunks: int, threads: int, parts: Sequence[int] = ()) -> torch.Tensor:
+        """`parts`: of each chunk, where chunks have weights of their own."""
         count = len(rows)
         out = empty(count, self._columns, dtype=self._dtype)
         if not count:
             return out
         padding = self._depth * self._paired - rows.shape[1]
         rows = torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
-        panels, threads = len(self._panels), torch.get_num_threads()
-        if count * self._panels.numel() <= ALONE:
-            threads = 1
-        # With fewer panels than keep all threads busy, rows are divided too.
-        chunks = max(-(-count // self._chunk_rows), min(-(-count // self._most), 2 * threads // panels))
         # Of each thread the sums of a tile, which torch aligns to 64 bytes, and the rows that it widens.
         own = self._tile_numbers
         if self._widens:
@@ -126,10 +150,11 @@ class Product:
         run(
             self._function,
             (
-                *(count, self._columns, self._depth, chunks, panels, threads),
+                *(count, self._columns, self._depth, chunks, len(self._panels), threads),
                 *(rows.data_ptr(), self._panels.data_ptr(), out.data_ptr()),
                 0 if self._bias is None else self._bias.data_ptr(),
-                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows),
+                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows, len(parts)),
+                *parts,
             ),
             alone=threads == 1,
             held=(rows, self._panels, out, scratch),
@@ -147,7 +172,7 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
     outer, inner = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 
     def work(raw: Any) -> None:
-        args = carray(raw, 15, np.int64)
+        args = carray(raw, 16, np.int64)
         count, columns, depth, chunks, panels, threads = args[1], args[2], args[3], args[4], args[5], args[6]
         finish = args[13]
         kept = wide if finish == plain else half
@@ -155,6 +180,8 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
         scratch = args[11] + take_ticket(args[0] + 8) * args[12]
         panel_bytes = depth * wide * 4
         row_bytes = depth * (8 if widens else 4)
+        # Just before the tickets.
+        parts = carray(pointer(args[0] - 8 * args[15]), (args[15] // 4, 4), np.int64)
         shapes, shaped = scratch + most * wide * 4, 0
         steps_at = shapes + 2 * SHAPES_BYTES
         sums_at = steps_at + 2 * WIDENED_STEPS * wide * 4
@@ -168,6 +195,9 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
             chunk, panel = item // panels, item % panels
             begin = count * chunk // chunks
             members = count * (chunk + 1) // chunks - begin
+            weights, biases = args[8], args[10]
+            if args[15] != 0:
+                begin, members, weights, biases = parts[chunk, 0], parts[chunk, 1], parts[chunk, 2], parts[chunk, 3]
             height = most
             if matrix:
                 height = most if members >= most and depth % PAIRS == 0 else min(members, ROWS)
@@ -183,7 +213,7 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
                     target = carray(pointer(left), members * depth * 2, np.float32)
                     for i in range(members * depth * 2):
                         target[i] = widen(source[i])
-            at = args[8] + panel * panel_bytes
+            at = weights + panel * panel_bytes
             tiles = (members + height - 1) // height
             # Each tile fetches its share of the next panel; a single one, which waits for memory and not for sums,
             # what it reads soon itself.
@@ -225,11 +255,11 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
                             continue
                     else:
                         tile(lanes, sums, rows, depth, row_at, row_bytes, at, found_at, ahead, share, 0)
-                    if args[10] != 0 or finish != plain:
+                    if biases != 0 or finish != plain:
                         for row in range(rows):
                             found = carray(pointer(found_at + row * wide * 4), wide, np.float32)
-                            if args[10] != 0:
-                                bias = carray(pointer(args[10] + panel * wide * 4), wide, np.float32)
+                            if biases != 0:
+                                bias = carray(pointer(biases + panel * wide * 4), wide, np.float32)
                                 for i in range(wide):
                                     found[i] += bias[i]
                             if finish != plain:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -160,3 +161,19 @@ def test_what_is_no_number_is_told_and_stays_in_its_row(dtype: torch.dtype, lane
 def test_weights_take_little_more_than_they_did() -> None:
     multiply = Product(torch.ones(1030, 512), None)
     assert multiply._panels.numel() <= 1.1 * 1030 * 512
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize(("inner", "columns"), [(96, 64), (37, 18)])
+def test_each_of_several_products_has_its_own_rows(
+    threads: int, dtype: torch.dtype, lanes: int | None, inner: int, columns: int, activation: str | None
+) -> None:
+    """Also none, and more than a chunk of them."""
+    products = [Product(*weights(inner, columns, dtype), activation) for _ in range(5)]
+    ends = [3, 3, 4, 20, 20 + 2 * CHUNK_ROWS + 1]
+    bounds = list(pairwise([0, *ends]))
+    rows = torch.randn(ends[-1], inner).to(dtype)
+    alone = torch.cat([product(rows[low:high]) for product, (low, high) in zip(products, bounds, strict=True)])
+    assert torch.equal(Product.each(products, rows, bounds), alone)
+    few = bounds[:3]
+    assert torch.equal(Product.each(products[:3], rows[:4], few), alone[:4])
