@@ -21,7 +21,7 @@ to 1.0 of the time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -104,7 +104,8 @@ class Product:
             # Sums of a chunk, and steps of a panel.
             self._tile_numbers += (self._chunk_rows + 2 * WIDENED_STEPS) * wide
         self._finish = _FINISHES[activation]
-        self._function = _compiled(STORED[weight.dtype], lanes, sums)
+        self._function = _compiled(STORED[weight.dtype], lanes, sums, False)
+        self._of_several = partial(_compiled, STORED[weight.dtype], lanes, sums, True)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation."""
@@ -148,12 +149,12 @@ class Product:
             own += -(-min(count, self._chunk_rows) * 2 * self._depth // 16) * 16
         scratch = empty(threads * own)
         run(
-            self._function,
+            self._of_several() if parts else self._function,
             (
                 *(count, self._columns, self._depth, chunks, len(self._panels), threads),
                 *(rows.data_ptr(), self._panels.data_ptr(), out.data_ptr()),
                 0 if self._bias is None else self._bias.data_ptr(),
-                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows, len(parts)),
+                *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows),
                 *parts,
             ),
             alone=threads == 1,
@@ -163,7 +164,8 @@ class Product:
 
 
 @cache
-def _compiled(stored: Any, lanes: int, sums: int) -> int:
+def _compiled(stored: Any, lanes: int, sums: int, several: bool) -> int:
+    """`several`: each chunk has weights of its own."""
     width = np.dtype(stored).itemsize
     most, wide = most_rows(lanes, sums), panel_vectors(lanes) * lanes
     half, plain, silu = wide // 2, _PLAIN, _SILU
@@ -172,7 +174,7 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
     outer, inner = np.float32(2 * np.sqrt(2 / np.pi)), np.float32(0.044715)
 
     def work(raw: Any) -> None:
-        args = carray(raw, 16, np.int64)
+        args = carray(raw, 15, np.int64)
         count, columns, depth, chunks, panels, threads = args[1], args[2], args[3], args[4], args[5], args[6]
         finish = args[13]
         kept = wide if finish == plain else half
@@ -180,8 +182,9 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
         scratch = args[11] + take_ticket(args[0] + 8) * args[12]
         panel_bytes = depth * wide * 4
         row_bytes = depth * (8 if widens else 4)
-        # Just before the tickets.
-        parts = carray(pointer(args[0] - 8 * args[15]), (args[15] // 4, 4), np.int64)
+        if several:
+            # Just before the tickets.
+            parts = carray(pointer(args[0] - 32 * chunks), (chunks, 4), np.int64)
         shapes, shaped = scratch + most * wide * 4, 0
         steps_at = shapes + 2 * SHAPES_BYTES
         sums_at = steps_at + 2 * WIDENED_STEPS * wide * 4
@@ -196,7 +199,7 @@ def _compiled(stored: Any, lanes: int, sums: int) -> int:
             begin = count * chunk // chunks
             members = count * (chunk + 1) // chunks - begin
             weights, biases = args[8], args[10]
-            if args[15] != 0:
+            if several:
                 begin, members, weights, biases = parts[chunk, 0], parts[chunk, 1], parts[chunk, 2], parts[chunk, 3]
             height = most
             if matrix:
