@@ -18,9 +18,10 @@ from pagekv.executor.cpu.linear import PackedLinear, is_packable
 
 MakeProduct = Callable[[torch.Tensor, torch.Tensor | None], Callable[[torch.Tensor], torch.Tensor]]
 
-# The fields by which transformers describes experts whose products others may compute, and those not known here.
-_SAID = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel", "_apply_gate")
-_UNKNOWN = ("has_post_expert_norm", "_is_expert_parallel")
+# The fields by which transformers describes experts whose products others may compute, and those of newer versions that
+# tell of more than is computed here.
+_SAID = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+_MORE = ("has_post_expert_norm", "_is_expert_parallel")
 
 
 class PackedExperts(nn.Module):
@@ -58,9 +59,10 @@ def pack_experts(model: nn.Module, make: MakeProduct | None = None) -> None:
         make = PackedLinear
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            said = all(hasattr(child, each) for each in _SAID) and not any(getattr(child, each) for each in _UNKNOWN)
+            said = all(hasattr(child, each) for each in _SAID)
+            more = any(getattr(child, each, False) for each in _MORE)
             # Hooks join what ranks have computed.
-            if said and not (child._forward_pre_hooks or child._forward_hooks):
+            if said and not (more or child._forward_pre_hooks or child._forward_hooks):
                 setattr(parent, name, PackedExperts(child, make))
 
 
