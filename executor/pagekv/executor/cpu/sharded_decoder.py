@@ -27,6 +27,8 @@ class ShardedDecoder(FusedDecoder):
         """Heads are those of this rank; `num_logits` those of the model."""
         self._shards, self._num_logits = shards, num_logits
         super().__init__(decoder, scores, num_heads, num_kv_heads)
+        # Collectives between the products cannot be recorded.
+        self._recordable = False
 
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda rows: self._shards.sum(product(rows))
