@@ -191,26 +191,65 @@ def load(text: str, kernel: str, macros: tuple[str, ...] = ()) -> ctypes.CDLL:
 
 def build(text: str, kernel: str, macros: tuple[str, ...] = ()) -> Path:
     """The file behind `load`."""
-    path, version = compiler()
-    flags = [*FLAGS, *(SANITIZER_FLAGS if SANITIZE else ()), f"-I{HERE}", *macros]
-    whole = f'#include "host_cuda.h"\n{text}\n#line 1 "end of {kernel}"\nPAGEKV_HOST_KERNEL({kernel})\n'
-    headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
-    key = hashlib.sha256("\0".join([version, *flags, *headers, whole]).encode()).hexdigest()[:32]
-    library = CACHE / f"{kernel}-{key}.so"
+    flags, key = common()
+    whole = f'#include "host_kernel.h"\n{text}\n#line 1 "end of {kernel}"\nPAGEKV_HOST_KERNEL({kernel})\n'
+    library = CACHE / f"{kernel}-{digest(key, *macros, whole)}.so"
     if not library.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
-            source = Path(folder) / f"{kernel}.cc"
+        with making(library) as (folder, made):
+            source = folder / f"{kernel}.cc"
             source.write_text(whole, encoding="utf-8")
-            made = Path(folder) / "library.so"
-            # Not with the sanitizer preloaded, which would watch the compiler.
-            environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-            command = [path, *flags, "-o", made, source]
-            result = subprocess.run(command, env=environment, capture_output=True, text=True)
-            if result.returncode:
-                raise HostBuildError(f"{kernel} does not compile with g++:\n{result.stderr}")
-            made.replace(library)  # at once, so that a test beside this one never loads half a file
+            compile_to(made, [*flags, *macros, f"-I{precompiled()}", source], kernel)
     return library
+
+
+@cache
+def common() -> tuple[list[str], str]:
+    """Flags of every kernel, and a text of all that they and the headers decide."""
+    flags = [*FLAGS, *(SANITIZER_FLAGS if SANITIZE else ()), f"-I{HERE}"]
+    headers = [(HERE / name).read_text(encoding="utf-8") for name in HEADERS]
+    return flags, "\0".join([compiler()[1], *flags, *headers])
+
+
+@cache
+def precompiled() -> Path:
+    """The folder of `host_kernel.h`, all headers compiled once: they would be a third of a small kernel's time."""
+    flags, key = common()
+    folder = CACHE / f"headers-{digest(key)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    header = folder / "host_kernel.h"
+    for path in (header, header.with_suffix(".h.gch")):
+        if not path.exists():
+            with making(path) as (_, made):
+                if path is header:
+                    made.write_text('#include "host_cuda.h"\n', encoding="utf-8")
+                else:
+                    # -w: functions that no kernel uses here.
+                    compile_to(made, [*flags, "-w", "-x", "c++-header", header], header.name)
+    return folder
+
+
+def digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:32]
+
+
+@contextmanager
+def making(path: Path) -> Iterator[tuple[Path, Path]]:
+    """A folder, and a file in it that is moved to `path` at once, so that a test beside this one never sees half."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        made = Path(folder) / path.name
+        yield Path(folder), made
+        made.replace(path)
+
+
+def compile_to(made: Path, arguments: Sequence[str | Path], what: str) -> None:
+    """Raises HostBuildError with the compiler's words."""
+    # Not with the sanitizer preloaded, which would watch the compiler.
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    command = [compiler()[0], *arguments, "-o", made]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise HostBuildError(f"{what} does not compile with g++:\n{result.stderr}")
 
 
 def sanitizer_environment() -> dict[str, str]:
