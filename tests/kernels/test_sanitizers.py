@@ -1,6 +1,6 @@
 """Kernels under AddressSanitizer, in a process of their own: no access outside of what a launch was given.
 
-In the usual session one test per file starts that process; in it, the file's tests that are marked `sanitize` run.
+In the usual session one test starts that process; in it, the tests of this folder that are marked `sanitize` run.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ if not SANITIZE:
     # Every kernel's own file in each run; nightly those that vary its descriptors and splits.
     NIGHTLY = {"test_decode_faults", "test_decode_wide", "test_prefill_faults", "test_prefill_split"}
     NIGHTLY |= {"test_prefill_split_faults"}
+    MARKED = [path for path in sorted(HERE.glob("test_*.py")) if MARK in path.read_text(encoding="utf-8")]
+    # One process for all: six seconds of each go by before its first test.
     FILES = [
-        pytest.param(path, id=path.stem, marks=pytest.mark.nightly if path.stem in NIGHTLY else ())
-        for path in sorted(HERE.glob("test_*.py"))
-        if MARK in path.read_text(encoding="utf-8")
+        pytest.param([path for path in MARKED if path.stem not in NIGHTLY], id="each run"),
+        pytest.param([path for path in MARKED if path.stem in NIGHTLY], id="nightly", marks=pytest.mark.nightly),
     ]
 
     @pytest.mark.long
     @pytest.mark.timeout(1800)  # every kernel is compiled once more
-    @pytest.mark.parametrize("file", FILES)
-    def test_kernels_touch_nothing_but_their_own(file: Path) -> None:
-        """The file's tests that are marked `sanitize`, under AddressSanitizer."""
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider", str(file)]
+    @pytest.mark.parametrize("files", FILES)
+    def test_kernels_touch_nothing_but_their_own(files: list[Path]) -> None:
+        """The files' tests that are marked `sanitize`, under AddressSanitizer."""
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "sanitize", "-p", "no:cacheprovider", *map(str, files)]
         environment = sanitizer_environment()
         result = subprocess.run(command, env=environment, cwd=HERE.parents[1], capture_output=True, text=True)
         assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-4000:]
