@@ -43,14 +43,16 @@ SANITIZE = os.environ.get("PAGEKV_HOST_SANITIZE") == "1"
 
 # Headers of every kernel; the library depends on them.
 HEADERS = ("host_cuda.h", "host_fibers.h", "host_builtins.h", "host_sm90a.h")
+# Lines of the kernel's text for messages: a sixth of a compilation, and so for a kernel that has failed alone.
+LINES = "-g1"
 FLAGS = [
-    *("-std=c++17", "-O1", "-g1", "-shared", "-fPIC", "-fno-strict-aliasing"),
+    *("-std=c++17", "-O1", "-shared", "-fPIC", "-fno-strict-aliasing"),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-psabi"),
     "-ffp-contract=off",  # one rounding per operation, as the twins assume; kernels that want a fused one say fmaf
     *("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error", "-ftrivial-auto-var-init=pattern"),
 ]
 SANITIZER_FLAGS = [
-    *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer"),
+    *("-fsanitize=address", "-fsanitize-recover=address", "-fno-omit-frame-pointer", LINES),
     *("--param", "asan-instrumentation-with-call-threshold=1000000"),  # checks in line: their reports are host_cuda.h's
 ]
 
@@ -132,7 +134,9 @@ class HostLauncher:
             error = library.pagekv_host_launch(ctypes.byref(launch))
             self.copied_bytes += library.pagekv_host_copied() - before
         if error:
-            raise HostKernelError(f"{kernel}: {_with_line(error.decode(errors='replace'), library._name)}")
+            words = error.decode(errors="replace")
+            # Nobody reads by what words a planted fault is noticed.
+            raise HostKernelError(f"{kernel}: {words if self.edit else _with_line(words, text, kernel, tuple(macros))}")
 
     @contextmanager
     def forbidden(self, *arrays: npt.NDArray[Any]) -> Iterator[None]:
@@ -157,10 +161,12 @@ class HostLauncher:
             yield
 
 
-def _with_line(error: str, library: str) -> str:
+def _with_line(error: str, text: str, kernel: str, macros: tuple[str, ...]) -> str:
     """Adds the line of the kernel's text where an error names an offset in the library."""
     offset = re.search(r"at offset (0x[0-9a-f]+)|\.so\+(0x[0-9a-f]+)", error)
     if offset and (tool := shutil.which("addr2line")):
+        # The same code at the same places.
+        library = build(text, kernel, macros if SANITIZE else (*macros, LINES))
         command = [tool, "-Cipfse", library, offset[1] or offset[2]]
         return f"{error}\n{subprocess.run(command, capture_output=True, text=True).stdout.strip()}"
     return error
