@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import random
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
@@ -16,8 +15,6 @@ from support.engine.radix_tree import RadixTree, SegmentedTree
 from support.engine.scheduler_driver import Driver, output
 
 from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, EvictionOrder
-from pagekv.kvmanager.scheduling.sequence import Seq
-from pagekv.kvmanager.scheduling.step_plan import CopyList
 
 # Two tokens only, so prefixes collide all the time.
 VOCAB = 2
@@ -176,43 +173,3 @@ def test_eviction_costs_hits_and_no_token(
     for turn in played:
         most = tree.serve(*turn) + (block_size - 1 if partial else 0)
         assert cached_tokens(driver, *turn) <= most
-
-
-def plain(value: Any) -> Any:
-    """A step plan without identities: equal decisions become equal values."""
-    if isinstance(value, Seq):
-        return value.request.command.request_id, value.index
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, dict):
-        return {key: plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple | CopyList):
-        return [plain(entry) for entry in value]
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
-@pytest.mark.long
-@quick
-@given(
-    history=turns,
-    steps=st.lists(st.integers(0, 4), min_size=12, max_size=12),
-    spare=st.integers(0, 6),
-    share=shares,
-)
-def test_the_same_history_gives_the_same_steps(
-    history: list[Turn], steps: list[int], spare: int, share: float | None
-) -> None:
-    """Nothing in a decision depends on when or where it is taken, preemptions included."""
-    played = prompts(history, one_of_its_own=False)
-    capacity = max(blocks_of(*turn, 2) for turn in played) + spare
-
-    def decisions() -> list[Any]:
-        driver = Driver(capacity, 2, 16, 4, vocab=VOCAB, protected_share=share)
-        for number, (prompt, answer) in enumerate(played):
-            driver.submit(prompt, max_tokens=len(answer), priority=number % 2)
-            for _ in range(steps[number]):
-                driver.step()
-        driver.drain()
-        return [plain(plan) for plan in driver.plans]
-
-    assert decisions() == decisions()

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from support.engine.engine_harness import Bench, Link, command, config, expect, identified, read, run, until
+from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
 from support.engine.integrity import check_engine
 from support.event_loop import in_event_loop, run_by
 
@@ -208,14 +208,6 @@ async def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(Draining, match="shutting down"):
         engine.queries.watch_events()
     await task
-
-
-@run_by(run)
-async def test_adapters_of_a_namespace_are_explained_to_it_alone(engine: EngineLoop) -> None:
-    await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
-    other = pb.BLOCK_OUTCOME_OTHER_IDENTITY
-    assert await outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
-    assert await outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
 
 
 @run_by(run)

@@ -57,112 +57,6 @@ def test_allocate_takes_all_or_nothing() -> None:
     check_pool(pool, [[0, 1, 2]])
 
 
-def test_longest_hit_stops_at_the_first_miss() -> None:
-    pool = BlockPool(8, 2)
-    blocks = held(pool, 3)
-    publish(pool, blocks, [1, 2, 3, 4, 5, 6])
-    assert match(pool, [1, 2, 3, 4, 9, 9]) == blocks[:2]
-    assert match(pool, [9, 9, 3, 4, 5, 6]) == []
-    assert match(pool, [1, 2, 3]) == blocks[:1]
-
-
-def test_the_match_rounds_down_to_whole_blocks() -> None:
-    """Seven common tokens at block size 4 hit four."""
-    pool = BlockPool(4, 4)
-    blocks = held(pool, 2)
-    publish(pool, blocks, [1, 2, 3, 4, 5, 6, 7, 8])
-    assert match(pool, [1, 2, 3, 4, 5, 6, 7, 0]) == blocks[:1]
-
-
-def test_evictable_is_not_evicted() -> None:
-    """A block nobody holds stays hittable until its memory is taken."""
-    pool = BlockPool(2, 2)
-    blocks = held(pool, 1)
-    publish(pool, blocks, [1, 2])
-    pool.free(ids(blocks))
-    assert (pool.num_free, pool.num_cached_free) == (2, 1)
-    assert match(pool, [1, 2]) == blocks
-    assert pool.evictions == 0
-    assert held(pool, 2) == [1, 0]
-    assert match(pool, [1, 2]) == []
-    assert pool.evictions == 1
-
-
-def test_deepest_block_of_a_chain_is_evicted_first() -> None:
-    """A chain never has a hole before its tail."""
-    pool = BlockPool(3, 1)
-    blocks = held(pool, 3)
-    publish(pool, blocks, [1, 2, 3])
-    pool.free(ids(blocks))
-    for left in ([0, 1], [0], []):
-        taken = held(pool, 1)
-        assert match(pool, [1, 2, 3]) == left
-        assert taken[0] not in left
-
-
-def test_least_recently_used_chain_goes_first_and_a_held_one_never() -> None:
-    """Freed in the order A, B, C with D held, A goes."""
-    pool = BlockPool(4, 1)
-    a, b, c, d = ([block] for block in held(pool, 4))
-    for token, blocks in enumerate((a, b, c, d)):
-        publish(pool, blocks, [token])
-    for blocks in (a, b, c):
-        pool.free(ids(blocks))
-    assert held(pool, 1) == a
-    assert held(pool, 2) == b + c
-    assert pool.allocate(1) is None
-    assert match(pool, [3]) == d
-
-
-def test_touch_saves_a_hit_from_eviction() -> None:
-    """Touched before anything is allocated."""
-    pool = BlockPool(2, 1)
-    blocks = held(pool, 1)
-    publish(pool, blocks, [7])
-    pool.free(ids(blocks))
-    pool.touch(ids(blocks))
-    assert pool.num_cached_free == 0
-    assert pool.allocate(2) is None
-    assert pool.ref_count(blocks[0]) == 1
-
-
-def test_vllm_worked_example() -> None:
-    """vLLM's worked example: the free queue after two requests, then a third that shares twelve tokens."""
-    order = EvictionOrder(10)
-    pool = BlockPool(10, 4, order)
-    shared = list(range(1, 13))
-    first = held(pool, 4)
-    publish(pool, first, [*shared, 13, 14, 15])
-    first += held(pool, 1)
-    publish(pool, first, [*shared, 13, 14, 15, 16])
-    second_tokens = [*shared[:8], 90, 91, 92, 93, 94, 95]
-    hits = match(pool, second_tokens)
-    assert hits == [0, 1]
-    pool.touch(ids(hits))
-    second = hits + held(pool, 2)
-    publish(pool, second, second_tokens)
-    assert second == [0, 1, 5, 6]
-    pool.free(ids(first))
-    pool.free(ids(second))
-    assert list(order) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
-    hits = match(pool, [*shared, *range(200, 217)])
-    assert hits == [0, 1, 2]
-    pool.touch(ids(hits))
-    assert list(order) == [7, 8, 9, 4, 3, 6, 5]
-    assert held(pool, 5) == [7, 8, 9, 4, 3]
-    assert pool.evictions == 1
-
-
-def test_duplicates_are_not_merged() -> None:
-    pool = BlockPool(2, 1)
-    first, second = ([block] for block in held(pool, 2))
-    publish(pool, first, [5])
-    publish(pool, second, [5])
-    assert match(pool, [5]) == first
-    assert pool.table.digest(second[0]) is None
-    check_pool(pool, [first, second])
-
-
 def test_a_content_that_somebody_holds_is_never_evicted() -> None:
     """The duplicate has the entry once the first copy is let go, and the memory of that one is free for anything."""
     pool = BlockPool(4, 1)
@@ -198,16 +92,6 @@ def test_a_copy_that_takes_an_entry_over_is_as_proven_as_the_block_before(held_f
     check_pool(pool, [])
     assert match(pool, [5, 6]) == [*copy, chain[1]]
     assert list(pool._free)[-1] == copy[0]
-
-
-def test_hash_collision_is_a_miss_and_an_alarm() -> None:
-    """With a constant hash, token comparison is what keeps outputs right."""
-    pool = BlockPool(4, 2)
-    constant = b"\0" * 32
-    pool.publish_chain(ids(held(pool, 1)), [constant], ROOT, rows_of([1, 2], 2), first=True, media=False)
-    assert pool.match(ROOT, [constant], rows_of([1, 2], 2)) == [0]
-    assert pool.match(ROOT, [constant], rows_of([3, 4], 2)) == []
-    assert pool.hash_alarms == 1
 
 
 def test_clear_forgets_and_keeps_what_is_held() -> None:

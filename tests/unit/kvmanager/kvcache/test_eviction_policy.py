@@ -119,18 +119,6 @@ class Words:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_least_recently_used_goes_first_and_a_held_one_never(policy: str) -> None:
-    """Last used 10, 3, 1 and 15 seconds ago, the oldest held: the first goes."""
-    cache = Cache(policy, 4)
-    d, _ = cache.hold([3])
-    for word in (0, 1, 2):
-        cache.read([word])
-    cache.read([9])
-    assert [cache.cached([word]) for word in (0, 1, 2, 3, 9)] == [0, 1, 1, 1, 1]
-    cache.pool.free(d)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_chain_is_never_cached_behind_a_hole(policy: str, seed: int) -> None:
     """Deepest first, whatever is proven, held or fallen back."""
@@ -255,13 +243,3 @@ def test_without_a_share_slru_is_lru(seed: int) -> None:
         words = [chance.randrange(3) for _ in range(chance.randint(1, 8))]
         assert plain.read(words) == segmented.read(words)
     assert list(plain.order) == list(segmented.order)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_equal_histories_evict_equally(policy: str) -> None:
-    def history() -> list[object]:
-        cache, chance = Cache(policy, 40), random.Random(5)
-        hits = [cache.read([chance.randrange(3) for _ in range(chance.randint(1, 9))]) for _ in range(300)]
-        return [hits, list(cache.order), cache.pool.evictions]
-
-    assert history() == history()

@@ -168,30 +168,6 @@ def test_outputs_do_not_know_of_the_cache(partial: bool) -> None:
 # -- sharing
 
 
-def test_a_second_request_that_shares_a_block_takes_one_less() -> None:
-    """A has 8 tokens, two full blocks of 4; B shares 4, hits one and starts a block of its own."""
-    driver = Driver(block_size=4, depth=1)
-    a = driver.submit([1, 2, 3, 4, 5, 6, 7, 8], max_tokens=9)
-    driver.step()
-    b = driver.submit([1, 2, 3, 4, 9, 9], max_tokens=9)
-    driver.plan()
-    assert cached(b) == 4
-    assert table(b)[0] == table(a)[0]
-    assert (len(table(b)), table(b)[1] in table(a)) == (2, False)
-    assert driver.pool.num_published == 2
-
-
-@pytest.mark.parametrize(("prefix_cache", "blocks"), [(False, 4), (True, 3)])
-def test_a_common_beginning_is_stored_once(prefix_cache: bool, blocks: int) -> None:
-    """ "I like to eat" is one block of four; two requests that begin with it hold it once, or twice."""
-    driver = Driver(block_size=4, prefix_cache=prefix_cache)
-    eat = [1, 2, 3, 4]
-    driver.submit([*eat, 5], max_tokens=3)
-    driver.submit([*eat, 6], max_tokens=3)
-    driver.plan()
-    assert driver.pool.num_active == blocks
-
-
 @pytest.mark.parametrize(("prefix_cache", "blocks"), [(False, 6300), (True, 62 + 100)])
 def test_a_hundred_requests_share_62_of_63_blocks(prefix_cache: bool, blocks: int) -> None:
     """100 prompts with the same first 1,000 tokens, blocks of 16. Only full blocks are shared, so

@@ -9,17 +9,6 @@ from pagekv.kvmanager.scheduling.sequence import HOLDING, SeqStatus
 WAITING, RUNNING = SeqStatus.WAITING, SeqStatus.RUNNING
 
 
-def test_preemption_takes_the_latest_and_loses_nothing() -> None:
-    driver = Driver(num_blocks=8)
-    prompts = [[r * 10 + i for i in range(8)] for r in range(4)]
-    requests = [driver.submit(prompt, max_tokens=12) for prompt in prompts]
-    driver.drain()
-    assert [output(request) for request in requests] == [expect(prompt, 12) for prompt in prompts]
-    assert driver.scheduler.counters.preemptions > 0
-    assert requests[0].sequences[0].preemptions == 0
-    assert driver.pool.num_active == 0
-
-
 def test_higher_priority_runs_first_and_is_preempted_last() -> None:
     driver = Driver(num_blocks=8, max_running=16)
     low = driver.submit([1] * 8, max_tokens=12, priority=5)

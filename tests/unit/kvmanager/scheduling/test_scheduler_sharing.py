@@ -5,26 +5,11 @@ import zlib
 
 import pytest
 from support.engine.fake_executor import expected_output
-from support.engine.scheduler_driver import VOCAB, Driver, copies, expect, output
+from support.engine.scheduler_driver import Driver, copies, expect, output
 
 from pagekv.kvmanager.kvcache import block_hash
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 from pagekv.kvmanager.scheduling import publishing
-
-
-def test_second_request_hits_what_the_first_left() -> None:
-    driver = Driver()
-    prompt = list(range(20))
-    first = driver.submit(prompt, max_tokens=4)
-    driver.drain()
-    before = driver.executor.computed_tokens
-    second = driver.submit(prompt, max_tokens=4)
-    driver.drain()
-    assert first.sequences[0].cached_tokens == 0
-    # All five blocks are cached, but one token must be computed, so four are used.
-    assert second.sequences[0].cached_tokens == 16
-    assert driver.executor.computed_tokens - before == 4 + 3
-    assert output(first) == output(second) == expect(prompt, 4)
 
 
 def test_generated_blocks_are_hit_by_the_next_turn() -> None:
@@ -78,34 +63,14 @@ def test_blocks_of_a_prompt_that_was_not_computed_to_its_end_are_not_hit() -> No
     assert output(second) == expect(prompt, 3)
 
 
-def test_requests_that_arrive_at_once_share_a_prefix_computed_once() -> None:
-    """The blocks of a chunk can be hit by the next admission of the same step."""
-    driver = Driver(num_blocks=400, block_size=16, max_batch_tokens=2048, max_running=64, vocab=VOCAB)
-    prefix = [i % 90 for i in range(512)]
-    prompts = [[*prefix, *[(r * 7 + i) % 90 for i in range(32)]] for r in range(32)]
-    requests = [driver.submit(prompt, max_tokens=1) for prompt in prompts]
-    driver.drain()
-    assert [r.sequences[0].cached_tokens for r in requests] == [0] + [512] * 31
-    assert driver.executor.computed_tokens == 512 + 32 * 32
-
-
-def test_no_hits_across_namespaces_or_without_the_cache() -> None:
-    prompt = list(range(16))
-    for other in (CacheIdentity(namespace="b"), CacheIdentity(adapter_id="b"), CacheIdentity(read=False)):
-        driver = Driver()
-        driver.submit(prompt, max_tokens=1)
-        driver.drain()
-        second = driver.submit(prompt, max_tokens=1, identity=other)
-        driver.drain()
-        assert second.sequences[0].cached_tokens == 0
+def test_a_request_may_leave_the_cache_unwritten_or_unread() -> None:
     driver = Driver()
-    driver.submit(prompt, max_tokens=1, identity=CacheIdentity(write=False))
-    driver.drain()
-    assert driver.pool.num_published == 0
-    driver = Driver(prefix_cache=False)
-    driver.submit(prompt, max_tokens=1)
-    driver.drain()
-    assert driver.pool.num_published == 0
+    found = []
+    for identity in (CacheIdentity(write=False), CacheIdentity(), CacheIdentity(read=False)):
+        request = driver.submit(list(range(16)), max_tokens=1, identity=identity)
+        driver.drain()
+        found.append((request.sequences[0].cached_tokens, driver.pool.num_published))
+    assert found == [(0, 0), (0, 4), (0, 4)]
 
 
 @pytest.mark.parametrize("length", [8, 9, 10, 12])
@@ -153,15 +118,9 @@ def test_a_hash_with_few_values_costs_hits_and_never_an_output(
     monkeypatch.setattr(publishing, "sha256", Weak)
     chance = random.Random(seed)
     driver = Driver(
-        num_blocks=24,
-        block_size=2,
-        max_running=4,
-        partial_hits=bool(seed % 2),
-        vocab=3,
-        host_blocks=host_blocks,
-        preemption="swap",
-        write_back=True,
-    )
+        num_blocks=24, block_size=2, max_running=4, partial_hits=bool(seed % 2), vocab=3, host_blocks=host_blocks,
+        preemption="swap", write_back=True,
+    )  # fmt: skip  # several a line
     prompts = []
     for _ in range(60):
         prompts.append([chance.randrange(3) for _ in range(chance.randrange(1, 12))])

@@ -32,18 +32,6 @@ def test_decodes_go_first_so_a_long_prompt_never_stalls_them() -> None:
         assert len(output(request)) == produced
 
 
-def test_the_same_history_leads_to_the_same_decisions() -> None:
-    def decisions() -> list[tuple[list[int], list[int], list[int], int]]:
-        driver = Driver(num_blocks=12, max_batch_tokens=10)
-        for r in range(8):
-            driver.submit([r % 3] * (5 + r), max_tokens=6, priority=r % 2)
-            driver.step()
-        driver.drain()
-        return [(p.finished, p.append_blocks, p.scheduled_tokens, p.num_tokens) for p in driver.plans]
-
-    assert decisions() == decisions()
-
-
 def test_a_sequence_that_finds_no_room_pauses() -> None:
     driver = Driver(max_batch_tokens=2, depth=1)
     first = driver.submit([1], max_tokens=9)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from support.engine.scheduler_driver import Driver, finished, moves, right
+from support.engine.scheduler_driver import Driver, moves, right
 from support.engine.tables_alone import cache, drain, tables_of
 
 from pagekv.kvmanager.engine.executor_wire import step_request
@@ -154,18 +154,6 @@ def test_without_a_host_pool_everything_is_recomputed() -> None:
     assert driver.scheduler.counters.swap_preemptions == 0
 
 
-def test_aborting_a_swapped_request_frees_its_host_blocks() -> None:
-    driver = Driver(num_blocks=8, block_size=4, host_blocks=8, preemption="swap", depth=1)
-    request = started(driver, list(range(10)), steps=2)
-    driver.scheduler.preempt_all()
-    assert driver.host.num_held == 3
-    driver.abort(request)
-    assert driver.host.num_held == 0
-    # Under their digests the full ones can still be hit.
-    assert driver.host.num_cached == 2
-    driver.drain()
-
-
 @pytest.mark.parametrize("prefix_cache", [True, False])
 def test_swapping_needs_no_prefix_cache(prefix_cache: bool) -> None:
     driver = Driver(num_blocks=4, block_size=4, host_blocks=4, preemption="swap", depth=1, prefix_cache=prefix_cache)
@@ -262,23 +250,6 @@ def test_a_lost_executor_takes_the_host_pool_with_it() -> None:
     driver.drain()
     assert right(request)
     assert moves(driver, IN) == []
-
-
-def test_a_whole_group_comes_back_with_its_sharing() -> None:
-    """Three sequences of one prompt share its blocks before and after."""
-    driver = Driver(num_blocks=8, block_size=4, host_blocks=16, preemption="swap", depth=1)
-    request = driver.submit(list(range(11)), max_tokens=6, n=3)
-    while any(s.state is not SeqStatus.RUNNING for s in request.sequences):
-        driver.step()
-    driver.step()
-    held = driver.pool.num_active
-    driver.scheduler.preempt_all()
-    assert driver.pool.num_active == 0
-    driver.step()
-    assert driver.pool.num_active == held
-    driver.drain()
-    assert right(request)
-    assert finished(request)
 
 
 @pytest.mark.parametrize(
