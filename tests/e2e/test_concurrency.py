@@ -8,7 +8,7 @@ import random
 import pytest
 from support.clients.calls import Caller, request_for
 from support.clients.gate import at_once
-from support.clients.stack import CPU, ORACLE, Stack, running_executor, running_manager
+from support.clients.stack import ORACLE, Stack, running_executor, running_manager
 
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
@@ -49,14 +49,10 @@ def test_64_concurrent_calls_equal_one_at_a_time(backend: str, request: pytest.F
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
-def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
+def test_32_at_once_compute_a_shared_prefix_once() -> None:
     """One computes the 512-token prefix, 31 report it cached, and the executor's own count agrees."""
     shared = prompts(2, 32, 32, 32, prefix=512)
     requests = [request_for(prompt, max_tokens=8, ignore_eos=True) for prompt in shared]
-    executor = ORACLE if backend == "oracle" else CPU
-    # Computed again without any cache: 544 tokens each, so of a model's 32 every eighth.
-    step = 1 if backend == "oracle" else 8
 
     async def run(target: str) -> tuple[list[list[int]], list[int], int]:
         async with Caller(target) as caller:
@@ -66,26 +62,24 @@ def test_32_at_once_compute_a_shared_prefix_once(backend: str) -> None:
 
     async def cold(target: str) -> list[list[int]]:
         async with Caller(target) as caller:
-            return await one_at_a_time(caller, requests[::step])
+            return await one_at_a_time(caller, requests)
 
-    with running_executor(executor) as process:
+    with running_executor(ORACLE) as process:
         with running_manager(process) as stack:
             together, cached, computed = asyncio.run(run(stack.target))
         with running_manager(process, ["--no-prefix-cache"]) as stack:
-            assert together[::step] == asyncio.run(cold(stack.target))
+            assert together == asyncio.run(cold(stack.target))
     assert sorted(cached) == [0] + [512] * 31
     # Every prompt once, less what was cached, and seven of the eight generated tokens (the last is never computed).
     assert computed == 512 + 32 * 32 + 32 * 7
 
 
-@pytest.mark.parametrize("backend", ["oracle", pytest.param("cpu", marks=pytest.mark.long)])
-def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) -> None:
-    # A model takes its time: half as many for it.
-    many = prompts(3, 24 if backend == "oracle" else 12, 20, 200)
+def test_a_third_of_the_memory_finishes_every_request_unchanged() -> None:
+    """A model's own blocks come back too: tests/model/test_preemption_cpu.py."""
+    many = prompts(3, 24, 20, 200)
     requests = [request_for(prompt, max_tokens=40, ignore_eos=True) for prompt in many]
     # All of them together would hold this many blocks at their ends.
     need = sum(-(-(len(prompt) + 39) // 16) for prompt in many)
-    executor = ORACLE if backend == "oracle" else CPU
 
     async def run(stack: Stack) -> tuple[list[list[int]], operator_pb.GetStatsResponse]:
         async with Caller(stack.target) as caller:
@@ -93,12 +87,11 @@ def test_a_third_of_the_memory_finishes_every_request_unchanged(backend: str) ->
             return [r.tokens for r in results], await caller.idle_stats()
 
     small = ["--num-device-blocks", str(need // 3), "--watermark", "0"]
-    with running_executor(executor, gated=True) as process:
+    with running_executor(ORACLE, gated=True) as process:
         with running_manager(process, ["--num-device-blocks", str(need * 2)]) as stack:
             wanted, stats = asyncio.run(run(stack))
             assert stats.preemptions_total == 0
-        # A model takes its time, and tests/model/test_preemption_cpu.py has every mode with it.
-        for mode in ("recompute", "swap", "auto") if backend == "oracle" else ("swap",):
+        for mode in ("recompute", "swap", "auto"):
             with running_manager(process, [*small, "--preemption", mode, "--write-back"]) as stack:
                 outputs, stats = asyncio.run(run(stack))
             assert outputs == wanted

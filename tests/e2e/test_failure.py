@@ -90,26 +90,6 @@ def test_a_hung_executor_is_fenced_and_work_resumes() -> None:
         assert len(asyncio.run(run())) == 100
 
 
-def test_a_cancelled_or_late_call_gives_its_blocks_back() -> None:
-    with running_stack(ORACLE, gated=True) as stack:
-
-        async def run() -> None:
-            request = request_for([1] * 100, 1000, ignore_eos=True)
-            async with Caller(stack.target) as caller:
-                free = (await caller.idle_stats()).free_blocks
-                async with standing(stack.gate, caller, [caller.generate(request)], steps=4) as (cancelled,):
-                    cancelled.cancel()
-                    await caller.stats_when(lambda stats: stats.aborted_requests_total == 1)
-                assert (await caller.idle_stats()).free_blocks == free
-                with stack.gate.shut():
-                    await caller.run_out_of_time(request)
-                stats = await caller.idle_stats()
-                assert stats.free_blocks == free
-                assert stats.aborted_requests_total == stats.requests_total
-
-        asyncio.run(run())
-
-
 def test_a_full_queue_says_when_to_come_back() -> None:
     with running_stack(ORACLE, ["--max-running", "1", "--max-queue", "2"], gated=True) as stack:
 
