@@ -193,7 +193,8 @@ PATIENT = (*CPU, "--rank-timeout-s", "1000", "--join-timeout-s", "1000")
 
 @pytest.mark.parametrize(
     ("fails", "begin", "end"),
-    [LEFT[0], LEFT[2], *(pytest.param(*LEFT[each], marks=pytest.mark.long) for each in (1, 3, 4))],
+    # The other rank and the other call: test_leader.py has each of both, without processes.
+    [LEFT[0], LEFT[2], *(pytest.param(*LEFT[each], marks=pytest.mark.nightly) for each in (1, 3, 4))],
 )
 def test_a_rank_that_fails_alone_ends_the_start_of_all(
     fails: str, begin: str, end: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -226,7 +227,7 @@ async def answer(stack: Stack) -> Result:
         return await caller.generate(request_for([1, 5, 7], max_tokens=4, ignore_eos=True))
 
 
-@pytest.mark.parametrize("fails", ["1 load", pytest.param("1 describe", marks=pytest.mark.long)])
+@pytest.mark.parametrize("fails", ["1 load", pytest.param("1 describe", marks=pytest.mark.nightly)])
 def test_a_group_that_has_served_is_started_anew_until_it_serves_again(
     fails: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -33,7 +33,10 @@ def family(pid: int) -> dict[int, str]:
 
 
 @pytest.mark.parametrize(
-    "backend", [["--backend", "oracle", "--model", "demo"], ["--threads", "1"]], ids=["oracle", "cpu"]
+    "backend",
+    # test_ranks.py lets two ranks of the other backend answer and end.
+    [["--backend", "oracle", "--model", "demo"], pytest.param(["--threads", "1"], marks=pytest.mark.nightly)],
+    ids=["oracle", "cpu"],
 )
 def test_a_text_over_two_ranks_and_nothing_is_left_after_ctrl_c(backend: list[str]) -> None:
     command = [*CLI, "up", "--json", "--tp", "2", "--kv-memory", "64MiB", *backend]
