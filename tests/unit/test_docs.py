@@ -227,17 +227,10 @@ def check_nothing(args: list[str]) -> None:
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "pagekv": check_pagekv,
-    "pagekv-manager": check_manager,
-    "pagekv-executor": check_executor,
-    "pagekv-conformance": check_conformance,
-    "torchrun": check_torchrun,
-    "make": check_make,
-    "python": check_python,
-    "pip": check_pip,
-    "docker": check_docker,
-    "grpcurl": check_nothing,
-}
+    "pagekv": check_pagekv, "pagekv-manager": check_manager, "pagekv-executor": check_executor,
+    "pagekv-conformance": check_conformance, "torchrun": check_torchrun, "make": check_make, "python": check_python,
+    "pip": check_pip, "docker": check_docker, "grpcurl": check_nothing,
+}  # fmt: skip  # several a line
 
 
 def commands(page: Path) -> list[Command]:

@@ -45,16 +45,9 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     assert count <= key.batch <= max(2 * count, 32 * -(-count // 32))
     # Raises where anything does not fit.
     host = plan_step(
-        batch,
-        num_blocks=count,
-        block_size=block_size,
-        num_heads=num_heads,
-        num_kv_heads=2,
-        variant=variant,
-        window=window,
-        graph=key,
-        work=work,
-    )
+        batch, num_blocks=count, block_size=block_size, num_heads=num_heads, num_kv_heads=2, variant=variant,
+        window=window, graph=key, work=work,
+    )  # fmt: skip  # several a line
 
     dealt = host.words[host.offsets["dealt"] :][:4].reshape(2, 2)
     assert not dealt[:, 0].any()
