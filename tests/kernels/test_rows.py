@@ -135,7 +135,7 @@ def test_rows_that_no_kernel_reads_are_refused() -> None:
         made.gated(rows, torch.empty(3, 40, dtype=torch.bfloat16), "relu")
 
 
-def test_grids() -> None:
+def test_a_row_has_a_thread_block_and_a_gated_row_one_for_4096_dims() -> None:
     assert launch_config.add_norm(7, 8192) == launch_config.LaunchConfig((7, 1, 1), 256, 0)
     assert launch_config.add_norm(7, 160) == launch_config.LaunchConfig((7, 1, 1), 32, 0)
     assert launch_config.gated(7, 4112).grid == (7, 2, 1)

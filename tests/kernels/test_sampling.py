@@ -254,7 +254,7 @@ def test_vocabularies_that_sums_do_not_hold_are_refused() -> None:
         SamplingKernels(HostLauncher(), "float32", 2**19 + 1)
 
 
-def test_grids() -> None:
+def test_a_row_is_sampled_by_one_thread_block_and_adjusted_by_one_for_2048_tokens() -> None:
     assert launch_config.sample(7) == launch_config.LaunchConfig((7, 1, 1), 512, 0)
     assert launch_config.adjust(7, 2049) == launch_config.LaunchConfig((7, 2, 1), 256, 0)
 

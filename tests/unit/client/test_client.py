@@ -215,7 +215,9 @@ def test_closing_a_stream_aborts_the_request(server: ScriptedServer, client: Pag
     assert list(stream) == []
 
 
-def test_deadlines(server: ScriptedServer, make_client: Any) -> None:
+def test_a_calls_own_time_limit_wins_and_a_generation_has_none_by_default(
+    server: ScriptedServer, make_client: Any
+) -> None:
     server.expect("GetStats", operator_pb.GetStatsResponse())
     make_client(server.target, timeout=1000).stats()
     server.expect("Generate", *answer(4))

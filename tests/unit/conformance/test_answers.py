@@ -38,7 +38,7 @@ def test_prompts_differ_and_are_answered_once() -> None:
         call.close()
 
 
-def test_comparing() -> None:
+def test_answers_may_part_at_near_ties_alone() -> None:
     with toy() as address, kit_of(address) as kit:
         answers = kit.answers
         clear, tie = row(-0.5, -1.5), row(-0.5, -0.55)

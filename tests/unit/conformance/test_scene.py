@@ -21,7 +21,7 @@ def test_a_step_that_is_good_is_no_refusal() -> None:
         BadStep("a block", lambda s: s.entering(block_ids=[s.written]), ["new_seqs[0].block_ids"]).check(kit, "R32")
 
 
-def test_needs() -> None:
+def test_a_step_is_not_tried_without_the_feature_or_the_blocks_that_it_needs() -> None:
     with toy() as address, kit_of(address) as kit:
         with pytest.raises(NotTested, match="no host_pool"):
             BadStep("words", {}, [], needs=pb.EXECUTOR_FEATURE_HOST_POOL).check(kit, "R7")

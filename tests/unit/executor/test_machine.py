@@ -52,7 +52,7 @@ def test_a_container_sees_its_group_as_the_root(machine: tuple[Path, Path]) -> N
     assert available_bytes(proc, cgroups) == 200 * MIB
 
 
-def test_version_1(machine: tuple[Path, Path]) -> None:
+def test_a_limit_of_version_1_counts(machine: tuple[Path, Path]) -> None:
     proc, cgroups = machine
     write(proc / "self" / "cgroup", "5:cpu,cpuacct:/x\n4:memory:/x\n0::/\n")
     write(cgroups / "memory" / "x" / "memory.limit_in_bytes", f"{128 * MIB}\n")
@@ -105,7 +105,7 @@ def test_a_quota_of_version_1(machine: tuple[Path, Path], monkeypatch: pytest.Mo
     assert usable_cores(proc, cgroups) == 4
 
 
-def test_this_machine() -> None:
+def test_this_machine_has_cores_and_memory() -> None:
     assert 1 <= usable_cores() <= 4096
     assert available_bytes() > 2**24
 

@@ -13,33 +13,17 @@ from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
 DEFAULTS = ManagerConfig(
-    listen="127.0.0.1:50051",
-    insecure=False,
-    tokenizer="auto",
-    grace_s=30.0,
-    log_level="info",
-    log_format="text",
-    port_file="",
-    reflection=True,
-    observe=ObserveConfig(),
+    listen="127.0.0.1:50051", insecure=False, tokenizer="auto", grace_s=30.0, log_level="info", log_format="text",
+    port_file="", reflection=True, observe=ObserveConfig(),
     engine=EngineConfig(
-        executor="127.0.0.1:50052",
-        block_size=16,
-        num_device_blocks=0,
-        num_host_blocks=0,
-        max_model_len=0,
-        max_queue=1024,
-        priority_aging=256,
-        pipeline_depth=2,
-        step_timeout_s=60.0,
-        take_over=False,
-        eviction_policy="slru",
-        max_pinned_share=0.5,
+        executor="127.0.0.1:50052", block_size=16, num_device_blocks=0, num_host_blocks=0, max_model_len=0,
+        max_queue=1024, priority_aging=256, pipeline_depth=2, step_timeout_s=60.0, take_over=False,
+        eviction_policy="slru", max_pinned_share=0.5,
         limits=SchedulerLimits(
             max_batch_tokens=2048, max_running=256, watermark=0.01, prefix_cache=True, swap=SwapPolicy("auto")
         ),
     ),
-)
+)  # fmt: skip  # several a line
 
 
 def test_defaults() -> None:

@@ -72,7 +72,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize(("command", "method", "reply", "shown"), SMALL)
-def test_small_commands(
+def test_each_small_command_shows_its_answer_and_prints_an_object_as_json(
     server: ScriptedServer,
     target: str,
     capsys: pytest.CaptureFixture[str],

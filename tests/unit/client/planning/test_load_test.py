@@ -60,7 +60,7 @@ def test_prompts_from_a_text_are_cuts_of_it() -> None:
         make_jobs(workload(), 50, text_ids=[1, 2, 3, 4])
 
 
-def test_spread() -> None:
+def test_percentiles_lie_between_neighbours() -> None:
     assert LatencySpread.of([]) is None
     assert LatencySpread.of([2.0]) == LatencySpread(2, 2, 2, 2, 2)
     spread = LatencySpread.of([float(i) for i in range(100, -1, -1)])

@@ -30,7 +30,7 @@ def test_limits_are_those_of_kernels_and_flags() -> None:
         (48, "float32", "", "head size of 48"),
     ],
 )
-def test_why_not(head_size: int, dtype: str, cpu: str, cuda: str) -> None:
+def test_a_model_that_a_backend_cannot_serve_has_a_reason(head_size: int, dtype: str, cpu: str, cuda: str) -> None:
     found = runs_on(KvGeometry(2, 2, head_size, dtype))
     for backend, reason in (("cpu", cpu), ("cuda", cuda)):
         assert reason in found[backend]

@@ -95,21 +95,21 @@ def test_a_failing_sequence_samples_nothing_more_and_its_mate_is_untouched() -> 
 # -- wrong slots
 
 
-def test_unwritten_slot() -> None:
+def test_a_slot_that_nobody_wrote_is_found() -> None:
     """The backend alone: a step that says this is refused before."""
     state = new_sequence(4, PROMPT, [9, 10, 11], computed=9)
     with pytest.raises(SlotError, match=r"sequence 4 position 0 \(block 9 slot 0\).*nothing was ever written there"):
         World().backend.launch([Scheduled(state, 9, 1)])
 
 
-def test_unwritten_tail_of_a_written_block() -> None:
+def test_the_unwritten_tail_of_a_written_block_is_found() -> None:
     world = World()
     world.enter(1, PROMPT[:6], [5, 9])
     with pytest.raises(SlotError, match=r"sequence 4 position 6 \(block 9 slot 2\).*nothing was ever written there"):
         world.backend.launch([Scheduled(new_sequence(4, PROMPT, [5, 9, 11], computed=8), 8, 2)])
 
 
-def test_foreign_slot() -> None:
+def test_a_slot_of_another_sequence_is_found() -> None:
     world = World()
     world.enter(1, [7] * 8, [5, 9])
     with pytest.raises(

@@ -32,7 +32,7 @@ def test_messages_arrive_in_order_whoever_sends_them() -> None:
     assert [other.receive(60).kind for _ in threads] == [Kind.BEAT] * 8
 
 
-def test_losses() -> None:
+def test_a_silent_a_closed_and_a_broken_connection_are_lost() -> None:
     one, other, _ = pair()
     with pytest.raises(LinkLost, match="timed out"):
         other.receive(0.01)

@@ -58,7 +58,7 @@ def test_timed_mode_reports_latencies(capsys: pytest.CaptureFixture[str]) -> Non
     assert 0.9 < timing["utilisation"] <= 1
 
 
-def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_row_for_each_capacity_and_aligned_columns(capsys: pytest.CaptureFixture[str]) -> None:
     argv = [MOONCAKE, "--blocks", "1000,4000", "--block-size", "64", "--limit", "12"]
     assert main(argv) == 0
     out, err = capsys.readouterr()

@@ -38,7 +38,7 @@ def test_azure_sample_counts_seconds_from_its_first_record() -> None:
     assert records[1].arrival_s == pytest.approx(4.314579, abs=1e-5)
 
 
-def test_limit() -> None:
+def test_a_limit_takes_the_first_records() -> None:
     assert read_trace(MOONCAKE, limit=3) == read_trace(MOONCAKE)[:3]
 
 

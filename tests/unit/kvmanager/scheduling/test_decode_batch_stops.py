@@ -32,7 +32,9 @@ EOS = 9
         (7, 2, {"stop_token_ids": (7,), "min_tokens": 2}, Ending(FinishReason.STOP, 7)),
     ],
 )
-def test_one_token(token: int, generated: int, fields: dict[str, Any], ending: Ending | None) -> None:
+def test_a_token_ends_its_sequence_or_not(
+    token: int, generated: int, fields: dict[str, Any], ending: Ending | None
+) -> None:
     """The `generated`th token of four at most, after a prompt of three."""
     (sequence,) = Driver().submit([1, 2, 3], max_tokens=4, **fields).sequences
     sequence.token_ids.extend([5] * (generated - 1))

@@ -222,7 +222,7 @@ def test_a_change_while_the_file_is_read_for_the_first_time_is_noticed(
     assert accounts.files._state() != accounts.files._read
 
 
-def test_shared_namespaces(tmp_path: Path) -> None:
+def test_a_namespace_of_the_file_is_shared_and_no_other(tmp_path: Path) -> None:
     accounts = opened(tmp_path, f'{NAMED}[namespaces.handbook]\nread = ["a"]\n')
     assert accounts.file.namespaces.get("handbook") == SharedNamespace(frozenset("a"), frozenset())
     assert accounts.file.namespaces.get("mine") is None

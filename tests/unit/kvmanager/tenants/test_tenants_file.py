@@ -129,7 +129,7 @@ def test_every_count_is_a_limit_and_every_limit_is_tested() -> None:
 
 
 @pytest.mark.parametrize(("text", "weight"), [("0.001", 0.001), ("1000", 1000.0), ("1000.0", 1000.0), ("3", 3.0)])
-def test_weights(tmp_path: Path, text: str, weight: float) -> None:
+def test_a_weight_is_a_number_within_its_bounds(tmp_path: Path, text: str, weight: float) -> None:
     assert read(tmp_path, f"[tenants.a]\nweight = {text}").tenants["a"].weight == weight
 
 
@@ -143,12 +143,12 @@ HUGE = "9" * 400
         ("-inf", "-inf"), ("true", "True"), ('"1"', "'1'"), (HUGE, f"{HUGE[:64]}..."),
     ],
 )  # fmt: skip  # several a line: one each would fill a screen
-def test_wrong_weights(tmp_path: Path, text: str, shown: str) -> None:
+def test_any_other_weight_is_refused(tmp_path: Path, text: str, shown: str) -> None:
     words = f"tenants.a.weight: must be from 0.001 to 1000, got {shown}"
     assert refusal(tmp_path, f"[tenants.a]\nweight = {text}") == words
 
 
-def test_priorities(tmp_path: Path) -> None:
+def test_priorities_are_the_lowest_and_the_highest(tmp_path: Path) -> None:
     for low, high in ((0, 0), (-MAX_PRIORITY, MAX_PRIORITY)):
         found = read(tmp_path, f"[tenants.a]\npriorities = [{low}, {high}]")
         assert found.tenants["a"].priorities == (low, high)
@@ -166,7 +166,7 @@ def test_priorities(tmp_path: Path) -> None:
         assert refusal(tmp_path, f"[tenants.a]\npriorities = {wrong}") == field + words
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_adapters_are_a_list_of_names(tmp_path: Path) -> None:
     assert read(tmp_path, "[tenants.a]\nadapters = []").tenants["a"].adapters == frozenset()
     assert refusal(tmp_path, '[tenants.a]\nadapters = "x"') == "tenants.a.adapters: must be a list, got a text"
     assert (

@@ -46,7 +46,7 @@ def test_a_lower_limit_of_memory_stays(hard: int, most: int, monkeypatch: pytest
     assert bounds == [(resource.RLIMIT_AS, (most, most))]
 
 
-def test_templates() -> None:
+def test_a_conversation_is_rendered_or_refused() -> None:
     setup = json.dumps(
         {"source": "{{ x }}{{ messages[1].role }}{{ messages[0].content }}", "special_tokens": {"x": "X"}}
     )
@@ -64,7 +64,7 @@ def test_a_template_that_is_broken() -> None:
 
 
 @pytest.mark.parametrize("limit", [2, 99])
-def test_texts(limit: int) -> None:
+def test_a_text_is_encoded_up_to_the_limit_and_decoded(limit: int) -> None:
     backend = small_tokenizers.byte_level()
     tokenizer = Tokenizer(backend)
     setup, text = backend.to_str().encode(), "the earth"

@@ -155,5 +155,5 @@ def test_a_file_that_is_no_config(tmp_path: Path, text: str, message: str, capsy
     [(1023, "1023 B"), (40960, "40 KiB"), (1536, "1.5 KiB"), (2**20, "1.00 MiB"), (5 * 2**28, "1.25 GiB"),
      (2**41, "2.00 TiB"), (2**52, "4,096.00 TiB")],
 )  # fmt: skip  # several entries a line: one each would fill a screen
-def test_sizes(num_bytes: int, text: str) -> None:
+def test_bytes_are_told_in_the_unit_that_fits(num_bytes: int, text: str) -> None:
     assert size_text(num_bytes) == text
