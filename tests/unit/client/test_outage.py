@@ -20,7 +20,7 @@ def whole_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     [(errors.ConnectionLost("lost"), LONGEST_PAUSE_UNANSWERED_S), (errors.Unavailable("not yet"), LONGEST_PAUSE_S)],
 )
 def test_pauses_double_up_to_a_bound_and_begin_again_with_the_next_outage(
-    error: errors.PageKVError, longest: float
+    error: errors.PageKVError, longest: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lasting = Outage(60, lambda: 0.0, logging.getLogger("test"))
     assert not lasting.under_way
@@ -30,6 +30,9 @@ def test_pauses_double_up_to_a_bound_and_begin_again_with_the_next_outage(
     assert lasting.under_way
     lasting.end()
     assert not lasting.under_way
+    assert lasting.pause_s(error) == pytest.approx(0.1)
+    # Half of each is by chance.
+    monkeypatch.setattr("random.random", lambda: 0.0)
     assert lasting.pause_s(error) == pytest.approx(0.1)
 
 

@@ -155,28 +155,6 @@ def test_an_error_without_an_outage_before_it_stays_as_it_is() -> None:
         generation.failed(errors.LimitExceeded("no"))
 
 
-def test_pauses_grow_and_end_with_the_resume_timeout() -> None:
-    now = [0.0]
-    generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=10), clock=lambda: now[0])
-    generation.take(chunk(4))
-    pauses = []
-
-    def wait_out() -> None:
-        while True:
-            pauses.append(generation.failed(LOST_ERROR))
-            now[0] += pauses[-1]
-
-    with pytest.raises(ConnectionLost):
-        wait_out()
-    assert now[0] == pytest.approx(10)
-    assert len(pauses) > 20
-    for pause, whole in zip(pauses[:-1], [0.1, 0.2, 0.4, *[0.5] * len(pauses)], strict=False):
-        assert whole / 2 <= pause <= whole
-    # A message that arrives ends the outage: the next one has the whole time again.
-    generation.take(chunk(5, done=1))
-    assert generation.failed(LOST_ERROR) <= 0.1
-
-
 def test_a_server_that_refuses_is_asked_less_often_than_one_that_is_not_there() -> None:
     """However long it was not there, the first pause of one that is back and has no executor yet is a short one."""
     generation = ResumableGeneration([1], 1, {}, CallSettings(resume_timeout=100))
