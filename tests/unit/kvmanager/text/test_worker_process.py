@@ -147,17 +147,6 @@ def test_an_answer_that_nobody_reads_ends_the_process_without_a_word() -> None:
     assert (process.returncode, words) == (1, b"")
 
 
-@run_by(working, make=partial(worker, max_waiting=2))
-async def test_more_jobs_than_may_wait_are_refused(it: WorkerProcess) -> None:
-    begun = await hanging(it)
-    waits = asyncio.create_task(it.run("render", FINE))
-    await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match=r"2 texts wait .* at most 2"):
-        await it.run("render", FINE)
-    await gone(begun)
-    assert await waits == b"fine"
-
-
 X = _pack([{"role": "user", "content": "x" * 1000}])
 MOST = len(HANG) + len(X) + 10
 
