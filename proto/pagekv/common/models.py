@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,12 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     """
     if name == DEMO:
         return _demo_directory()
-    path = Path(name).expanduser()
-    if name and path.is_dir():
+    # Not by the methods of Path, which raise where nobody may look, as in another user's home, or the user is unknown.
+    path = Path(os.path.expanduser(name))
+    if name and os.path.isdir(path):
         _check_text(path)
         return path
-    if not _HUB_ID.fullmatch(name) or path.exists():
+    if not _HUB_ID.fullmatch(name) or os.path.exists(path):
         raise ModelNotFound(f"{name!r} is neither a model directory, nor '{DEMO}', nor a hub id like 'owner/model'")
     return _from_hub(name, weights)
 

@@ -11,7 +11,9 @@ from pagekv.common.models import ModelNotFound, check_model_files, resolve_model
 from pagekv.common.phases import Phase
 
 
-@pytest.mark.parametrize("name", ["", "no/such/model/dir", "/nowhere", "../x", "bad name"])
+@pytest.mark.parametrize(
+    "name", ["", "no/such/model/dir", "/nowhere", "../x", "bad name", "~no-user/x", "./" + "x" * 300]
+)
 def test_names_that_lead_nowhere_say_what_to_do(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where relative names surely lead nowhere
     with pytest.raises(ModelNotFound, match="neither a model directory, nor 'demo', nor a hub id"):

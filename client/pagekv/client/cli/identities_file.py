@@ -6,6 +6,7 @@ A key itself is nowhere in it, only its SHA-256: a key has 256 random bits, so n
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 import tomllib
 from collections.abc import Iterator, Sequence
@@ -55,7 +56,8 @@ def add_key(
     the caller's calls are, one of its own name where it is empty; `act_for`: tenants that it may name instead. Raises
     PageKVError, also where a caller has the name already.
     """
-    text = _read(path) if path.exists() else ""
+    # Not by Path.exists, which raises where the folder may not be looked into: to write then fails by name.
+    text = _read(path) if os.path.exists(path) else ""
     if any(each.name == name for each in _identities(path, _parse(path, text))):
         raise PageKVError(f"{path}: has a caller {name!r} already: remove its section first, or choose another name")
     lines = [f"[{KEYS}.{name}]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', f"roles = {_listed(roles)}"]

@@ -5,7 +5,7 @@ Needs cryptography, which comes with the processes.
 
 from __future__ import annotations
 
-import ipaddress
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -20,6 +20,7 @@ from pagekv.client.cli.atomic_file import replace_file
 from pagekv.client.cli.config_file import OTHERS
 from pagekv.client.errors import PageKVError
 from pagekv.client.launcher.certificates import CLIENT, EXECUTOR, MANAGER, PROBE, server_name
+from pagekv.common.loopback import ip_address
 
 CA_DAYS = 3650
 # Clocks of other machines may be behind this one's.
@@ -69,7 +70,8 @@ def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
     written. Raises PageKVError for one that must not sign, or cannot.
     """
     certificate, key = directory / "ca.pem", directory / "ca.key"
-    match certificate.exists(), key.exists():
+    # Not by Path.exists, which raises where nobody else may look: to write then fails by name.
+    match os.path.exists(certificate), os.path.exists(key):
         case True, True:
             return _read_authority(certificate, key), []
         case True, False:
@@ -202,10 +204,8 @@ def _names_of(path: Path) -> list[str]:
 
 
 def _general_name(name: str) -> x509.GeneralName:
-    try:
-        return x509.IPAddress(ipaddress.ip_address(name))
-    except ValueError:
-        return x509.DNSName(name)
+    address = ip_address(name)
+    return x509.DNSName(name) if address is None else x509.IPAddress(address)
 
 
 def _write_pair(

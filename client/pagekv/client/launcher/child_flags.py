@@ -5,6 +5,7 @@ vocabulary of an oracle. No other flag is read here.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def vocabulary_args(executor_args: Sequence[str], manager_args: Sequence[str], e
     name = tokenizer_name(manager_args, env)
     if name is None or not is_bare_oracle(executor_args, env) or flag_value("vocab-size", executor_args, env):
         return []
-    if name != DEMO and not Path(name).expanduser().is_dir():
+    if name != DEMO and not os.path.isdir(os.path.expanduser(name)):
         return []
     try:
         return [f"--vocab-size={_vocabulary_size(resolve_model(name, weights=False))}"]

@@ -86,6 +86,8 @@ def test_what_cannot_be_read_or_written(path: Path) -> None:
         list_identities(path)
     with pytest.raises(PageKVError, match="cannot be written: No such file"):
         add_key(path.parent / "missing" / "f", "alice", "secret", ["observe"])
+    with pytest.raises(PageKVError, match="cannot be written: File name too long"):
+        add_key(path.parent / ("x" * 300), "alice", "secret", ["observe"])
     with pytest.raises(PageKVError, match="cannot be read: Is a directory"):
         add_key(path.parent, "alice", "secret", ["observe"])
     path.write_bytes(b"\xff")

@@ -151,11 +151,19 @@ def test_an_authority_that_must_not_sign(authority: pki.PrivateAuthority, tmp_pa
     refused(r"ca\.pem: is not there", {certificate: None})
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(PageKVError, match="cannot be written: Permission denied"):
-        pki.authority_in(tmp_path)
+@pytest.mark.parametrize("mode", [0o500, 0])
+def test_a_directory_that_cannot_be_written_or_looked_into(tmp_path: Path, mode: int) -> None:
+    tmp_path.chmod(mode)
+    user = os.geteuid()
+    if user == 0:
+        # Root writes everywhere.
+        os.seteuid(65534)
+    try:
+        with pytest.raises(PageKVError, match="cannot be written: Permission denied"):
+            pki.authority_in(tmp_path)
+    finally:
+        os.seteuid(user)
+        tmp_path.chmod(0o700)
 
 
 def test_a_directory_that_is_none(tmp_path: Path) -> None:

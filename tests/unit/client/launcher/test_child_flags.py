@@ -70,4 +70,5 @@ def test_an_oracle_without_a_model_has_the_vocabulary_of_the_tokenizer(tmp_path:
     assert told("--tokenizer=demo", executor_args=[*oracle, "--model=demo"]) == []
     assert told("--tokenizer=demo", PAGEKV_MODEL="demo") == []
     assert told(f"--tokenizer={tmp_path / 'nothing'}") == []
+    assert told(f"--tokenizer={'x' * 300}") == told("--tokenizer=~no-user/x") == []
     assert told("--tokenizer=none") == told() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 from pathlib import Path
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         ends[role.name], files = pki.issue(directory, role, authority, args.days, args.names)
         written += files
     identities = directory / IDENTITIES
-    if not identities.exists():
+    if not os.path.exists(identities):
         add_certificate(identities, CLIENT, f"CN={server_name(CLIENT)}", ROLES)
         written.append(identities)
     commands = _commands(directory)

@@ -226,8 +226,8 @@ def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[st
         if None in (args.layers, args.kv_heads, args.head_size):
             raise UsageError("MODEL, or all of --layers, --kv-heads and --head-size, are required")
         return kv_geometry.geometry_from_config({}, given)[0], None, []
-    path = Path(args.model).expanduser()
-    if not path.is_file():
+    path = Path(os.path.expanduser(args.model))
+    if not os.path.isfile(path):
         try:
             directory = resolve_model(args.model, weights=False)
             check_model_files(directory, weights=False)

@@ -46,7 +46,7 @@ def _conversation(args: argparse.Namespace) -> list[ChatMessage]:
         return [ChatMessage(each["role"], each["content"]) for each in json.loads(args.chat.read_text("utf-8"))]
     except OSError as error:
         raise UsageError(f"--chat: {args.chat}: cannot be read: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UsageError(f'--chat: {args.chat}: must be a JSON list of {{"role": ..., "content": ...}}') from error
 
 

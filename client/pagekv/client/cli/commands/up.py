@@ -241,8 +241,8 @@ def _certificates(directory: Path, identities: str | None) -> StackCertificates:
 def without_tokenizer(config: StackConfig) -> str:
     """A sentence where the model directory that is to be served brings no tokenizer, and none is named; else empty."""
     model = flag_value("model", config.executor_args, os.environ)
-    directory = Path(model or DEMO).expanduser()
-    if not model or model == DEMO or not directory.is_dir() or (directory / TOKENIZER).is_file():
+    directory = Path(os.path.expanduser(model or DEMO))
+    if not model or model == DEMO or not os.path.isdir(directory) or (directory / TOKENIZER).is_file():
         return ""
     if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
         return ""

@@ -119,6 +119,8 @@ def test_weights_larger_than_this_machine(
         ("", "MODEL, or all of --layers, --kv-heads and --head-size, are required"),
         ("--layers 3 --kv-heads 2", "MODEL, or all of"),
         ("./nowhere", "'./nowhere' is neither a model directory"),
+        (f"./{'x' * 300}", "is neither a model directory"),
+        ("~nobody-of-this-name/model", "'~nobody-of-this-name/model' is neither a model directory"),
         ("demo --layers 0", "--layers: must be a whole number from 1 to 10000, got '0'"),
         ("demo --dtype complex64", "--dtype: must be one of float64"),
         ("demo --memory lots", "--memory: must be a size"),

@@ -25,7 +25,7 @@ def test_a_conversation_comes_from_a_file(
     assert capsys.readouterr().out == "4,5\n"
 
 
-@pytest.mark.parametrize("content", ["no JSON", "[1]", '[{"role": "user"}]'])
+@pytest.mark.parametrize("content", ["no JSON", "[1]", '[{"role": "user"}]', "[" * 100_000])
 def test_a_file_that_is_no_conversation_is_refused(
     target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str
 ) -> None:

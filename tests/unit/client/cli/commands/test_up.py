@@ -132,6 +132,7 @@ def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
     for given in (["--tokenizer", "demo"], ["--tokenizer", "none"]):
         assert up.without_tokenizer(made("--model", str(tmp_path), *given)) == ""
     assert up.without_tokenizer(made()) == up.without_tokenizer(made("--model", "owner/model")) == ""
+    assert up.without_tokenizer(made("--model", "x" * 300)) == up.without_tokenizer(made("--model", "~no-user/x")) == ""
     monkeypatch.setattr(up, "Stack", lambda _: pytest.fail("started"))
     for command, why in (("up --gateway", "--gateway needs a tokenizer"), ("demo", "the demo shows text")):
         assert main([*command.split(), "--model", str(tmp_path)]) == 2
