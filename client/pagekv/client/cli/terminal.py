@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict
 from datetime import datetime
 from typing import Any, TextIO
 
@@ -71,8 +71,7 @@ class Terminal:
 
     def json(self, value: Any) -> None:
         """One JSON value on a line of standard output; dataclasses become objects, times ISO 8601."""
-        plain = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        self.print(json.dumps(plain, default=datetime.isoformat))
+        self.print(json.dumps(value, default=lambda v: v.isoformat() if isinstance(v, datetime) else asdict(v)))
 
     def note(self, text: str) -> None:
         """A line for a person, dimmed, on standard error."""

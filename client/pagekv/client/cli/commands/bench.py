@@ -56,7 +56,6 @@ def span(low: int, high: int) -> Callable[[str], tuple[int, int]]:
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "bench", "measure a running stack under load", run, examples=EXAMPLES)
     add_connection(parser, timeout=None)
     load = parser.add_mutually_exclusive_group()
@@ -89,32 +88,26 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.seed is None:
         args.seed = secrets.randbits(31)
     workload = Workload(**{each.name: getattr(args, each.name) for each in fields(Workload)})
-    info, report = asyncio.run(_run(args, workload, terminal))
+    objectives = Objectives(args.max_ttft_ms, args.max_inter_token_ms)
+    info, report = asyncio.run(_run(args, workload, objectives, terminal))
     if args.json:
-        terminal.json(
-            {
-                "workload": asdict(workload) | {"shape": workload.shape()},
-                "model": asdict(info),
-                "report": asdict(report),
-            }
-        )
+        shown = asdict(workload) | {"shape": workload.shape()}
+        terminal.json({"workload": shown, "model": info, "report": report})
     else:
-        terminal.print(report_text(workload, info, report, _objectives(args)))
+        terminal.print(report_text(workload, info, report, objectives))
     if report.errors:
         failed = sum(report.errors.values())
         raise PageKVError(f"{failed} of {workload.requests} requests failed: {_errors_text(report)}")
     return 0
 
 
-def _objectives(args: argparse.Namespace) -> Objectives:
-    return Objectives(args.max_ttft_ms, args.max_inter_token_ms)
-
-
 def _errors_text(report: LoadReport) -> str:
     return ", ".join(f"{count} {name}" for name, count in sorted(report.errors.items())) or "0"
 
 
-async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal) -> tuple[ModelInfo, LoadReport]:
+async def _run(
+    args: argparse.Namespace, workload: Workload, objectives: Objectives, terminal: Terminal
+) -> tuple[ModelInfo, LoadReport]:
     async with client_of_flags(AsyncPageKVClient, args) as client:
         info = await client.model_info()
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
@@ -122,9 +115,7 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
             raise UsageError(
                 f"the longest request needs {needed} tokens, and the server holds {info.max_sequence_tokens}"
             )
-        text_ids: list[int] = []
-        if args.text is not None:
-            text_ids = list(await client.tokenize(_read(args.text)))
+        text_ids = () if args.text is None else await client.tokenize(_read(args.text))
         try:
             jobs = make_jobs(workload, info.vocab_size, info.eos_token_ids, text_ids)
         except ValueError as error:
@@ -145,7 +136,7 @@ async def _run(args: argparse.Namespace, workload: Workload, terminal: Terminal)
                 said = now
                 terminal.note(f"{done} of {workload.requests} requests after {now - begun:.0f} s, {rate:.0f} tok/s")
 
-        report = await run_jobs(client, workload, jobs, show, _objectives(args))
+        report = await run_jobs(client, workload, jobs, show, objectives)
     terminal.clear()
     return info, report
 
@@ -158,7 +149,6 @@ def _read(path: Path) -> str:
 
 
 def report_text(workload: Workload, info: ModelInfo, report: LoadReport, objectives: Objectives) -> str:
-    """Workload, stack, latencies, rates, and the verdict."""
     latencies = [
         (name, *_cells(spread))
         for name, spread in (

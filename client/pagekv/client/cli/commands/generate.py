@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import Subparsers, add_command, add_identity, add_prompt, read_prompt
@@ -23,7 +22,6 @@ EXAMPLES = """\
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "generate", "generate text from a prompt", run, examples=EXAMPLES)
     add_prompt(parser)
     add_connection(parser, timeout="seconds to wait for the whole answer [no limit]")
@@ -40,22 +38,17 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         if args.n != 1 or args.beam_width:
             completions = client.generate_n(prompt, args.n, **options)
             if args.json:
-                terminal.json({"completions": [asdict(completion) for completion in completions]})
-            for completion in () if args.json else completions:
+                terminal.json({"completions": completions})
+                return 0
+            for completion in completions:
                 terminal.note(headline(completion))
                 terminal.print(shown_text(completion))
-            return 0
-        if not args.json:
+        elif args.json:
+            completion, watch = stream_to(lambda text: None, client, prompt, options)
+            rate = watch.tokens_per_s(completion.completion_tokens)
+            terminal.json({"completions": [completion], "ttft_s": watch.ttft_s, "tokens_per_s": rate})
+        else:
             stream_text(client, prompt, options, terminal)
-            return 0
-        completion, watch = stream_to(lambda text: None, client, prompt, options)
-        terminal.json(
-            {
-                "completions": [asdict(completion)],
-                "ttft_s": watch.ttft_s,
-                "tokens_per_s": watch.tokens_per_s(completion.completion_tokens),
-            }
-        )
     return 0
 
 
@@ -69,12 +62,12 @@ def stream_text(client: PageKVClient, prompt: Prompt, options: GenerateOptions, 
 
 def headline(completion: Completion) -> str:
     """One line above the text of one of several: index, tokens, end, and how likely it is if that is known."""
-    tokens = f"{completion.completion_tokens} token{'' if completion.completion_tokens == 1 else 's'}"
-    parts = [tokens, completion.finish_reason]
+    count = completion.completion_tokens
+    parts = [f"{count} token{'s' * (count != 1)}", completion.finish_reason]
     if completion.preemptions:
         parts.append(f"preempted {times(completion.preemptions)}")
     if completion.cumulative_logprob is not None:
-        mean = completion.cumulative_logprob / max(completion.completion_tokens, 1)
+        mean = completion.cumulative_logprob / max(count, 1)
         parts.append(f"log-probability {completion.cumulative_logprob:.3f}, {mean:.3f} a token")
     return f"--- {completion.index}: {' · '.join(parts)}"
 

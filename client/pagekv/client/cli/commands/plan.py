@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -179,19 +179,19 @@ def _plan(args: argparse.Namespace) -> _Plan:
 def _as_json(plan: _Plan) -> dict[str, Any]:
     geometry, block_size, heads = plan.geometry, plan.block_size, plan.shard.kv_heads
     return {
-        "model": asdict(geometry),
+        "model": geometry,
         "block_size": block_size,
         "tp": plan.tp,
-        "rank": asdict(plan.shard),
+        "rank": plan.shard,
         "bytes_per_token": kv_budget.bytes_per_token(geometry),
         "bytes_per_token_per_rank": kv_budget.bytes_per_token(geometry, heads),
         "bytes_per_block_per_rank": kv_budget.bytes_per_block(geometry, block_size, heads),
         "blocks_per_full_context": kv_budget.blocks_for(geometry.context, block_size),
-        "footprints": [asdict(cell) for row in plan.footprints for cell in row],
+        "footprints": [cell for row in plan.footprints for cell in row],
         "weight_bytes": plan.weights,
-        "capacity": plan.fits and asdict(plan.fits),
-        "waste": plan.wasted and asdict(plan.wasted),
-        "shared_prefix": plan.saving and asdict(plan.saving),
+        "capacity": plan.fits,
+        "waste": plan.wasted,
+        "shared_prefix": plan.saving,
         "full_context_requests_sharing": plan.sharing,
         "table_bytes_sharing": plan.sharing_tables,
         "backends": {name: {"runs": not reason, "reason": reason} for name, reason in plan.backends.items()},

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Any, TypeVar, get_args
+from dataclasses import replace
+from typing import Any, TypeVar, cast, get_args
 
 from pagekv.client.calls import LARGEST_PAGE
 from pagekv.client.cli.parser import Subparsers
@@ -43,8 +43,7 @@ def _pages(limit: int, field: str, ask: Callable[[int, str], Page]) -> Page:
     while page.next_page_token and (left := limit - len(found)) > 0:
         page = ask(min(left, LARGEST_PAGE), page.next_page_token)
         found += getattr(page, field)
-    entries: Any = tuple(found)
-    return replace(page, **{field: entries})
+    return replace(page, **{field: cast("Any", tuple(found))})
 
 
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
@@ -81,7 +80,7 @@ def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Termin
         f"blocks {' '.join(map(str, s.block_ids)) or '-'}"
         for s in sequences
     ]
-    return Shown({"sequences": list(map(asdict, sequences))}, "\n".join(lines))
+    return Shown({"sequences": sequences}, "\n".join(lines))
 
 
 def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

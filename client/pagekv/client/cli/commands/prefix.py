@@ -149,7 +149,7 @@ def pins(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> 
         for pin in found
     ]
     text = table(rows, ("pin", "tokens", "namespace", "adapter", "until")) if rows else "no pins"
-    return Shown({"pins": list(map(asdict, found))}, text)
+    return Shown({"pins": found}, text)
 
 
 def _until(time: datetime | None) -> str:

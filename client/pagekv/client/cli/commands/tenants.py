@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from pagekv.client.cli.parser import Subparsers
 from pagekv.client.cli.query import Shown, add_query
@@ -30,7 +29,7 @@ def tenants(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) 
     """ListTenants."""
     found = client.list_tenants()
     none = "no tenants: there are some where callers have identities (--identities of the manager)"
-    return Shown({"tenants": list(map(asdict, found))}, table(list(map(_row, found)), HEADS) if found else none)
+    return Shown({"tenants": found}, table(list(map(_row, found)), HEADS) if found else none)
 
 
 def _row(tenant: TenantInfo) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.keypress import pause
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         raise UsageError("pagekv top needs rich: pip install 'pagekv[top]'") from error
     with connect(args) as client:
         while args.json:
-            terminal.json({"stats": asdict(client.stats()), "requests": asdict(client.list_requests(REQUESTS))})
+            terminal.json({"stats": client.stats(), "requests": client.list_requests(REQUESTS)})
             if args.once:
                 return 0
             pause(args.every)
