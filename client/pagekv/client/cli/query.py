@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import CommandParser, Subparsers, add_command
@@ -26,16 +26,10 @@ class Shown:
     failure: PageKVError | None = None
 
 
-def add_query(
-    commands: Subparsers,
-    name: str,
-    help: str,
-    ask: Callable[[PageKVClient, argparse.Namespace, Terminal], Shown],
-    *,
-    examples: str = "",
-) -> CommandParser:
-    """A subcommand that asks the manager once and shows the answer."""
+Ask: TypeAlias = Callable[[PageKVClient, argparse.Namespace, Terminal], Shown]
 
+
+def add_query(commands: Subparsers, name: str, help: str, ask: Ask, *, examples: str = "") -> CommandParser:
     def run(args: argparse.Namespace, terminal: Terminal) -> int:
         with connect(args) as client:
             shown = ask(client, args, terminal)

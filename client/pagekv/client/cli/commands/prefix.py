@@ -11,6 +11,7 @@ from itertools import groupby
 
 from pagekv.client.cli.connection_flags import add_connection, connect
 from pagekv.client.cli.parser import (
+    CommandParser,
     Subparsers,
     add_command,
     add_identity,
@@ -18,7 +19,7 @@ from pagekv.client.cli.parser import (
     read_identity,
     read_prompt,
 )
-from pagekv.client.cli.query import Shown, add_query
+from pagekv.client.cli.query import Ask, Shown, add_query
 from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.client import PageKVClient
 from pagekv.client.errors import NotFound
@@ -46,25 +47,12 @@ WATCH_EXAMPLES = """\
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommands."""
-    parser = add_query(
-        commands, "lookup", "say how much of a prompt is cached now", lookup,
-        examples='  pagekv lookup "In the beginning God created the heaven"\n',
-    )  # fmt: skip  # laid out as a table
-    add_prompt(parser)
-    add_identity(parser)
-    parser = add_query(
-        commands, "explain", "say block by block why a prompt hits the cache or misses", explain,
-        examples='  pagekv explain "In the beginning God created the heaven"\n',
-    )  # fmt: skip  # laid out as a table
-    add_prompt(parser)
-    add_identity(parser)
-    parser = add_query(
-        commands, "pin", "keep what is cached of a prompt from eviction", pin,
-        examples='  pagekv pin "You are a helpful assistant." --lease 3600\n',
-    )  # fmt: skip  # laid out as a table
-    add_prompt(parser)
-    add_identity(parser)
+    text = '"In the beginning God created the heaven"'
+    _add_about_prompt(commands, "lookup", "say how much of a prompt is cached now", lookup, text)
+    help = "say block by block why a prompt hits the cache or misses"
+    _add_about_prompt(commands, "explain", help, explain, text)
+    text = '"You are a helpful assistant." --lease 3600'
+    parser = _add_about_prompt(commands, "pin", "keep what is cached of a prompt from eviction", pin, text)
     parser.add_argument(
         "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
     )
@@ -85,8 +73,14 @@ def add(commands: Subparsers) -> None:
     )
 
 
+def _add_about_prompt(commands: Subparsers, name: str, help: str, ask: Ask, example: str) -> CommandParser:
+    parser = add_query(commands, name, help, ask, examples=f"  pagekv {name} {example}\n")
+    add_prompt(parser)
+    add_identity(parser)
+    return parser
+
+
 def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """LookupPrefix."""
     found = client.lookup_prefix(read_prompt(args), **read_identity(args))
     cached = found.device_tokens + found.host_tokens
     lines = [
@@ -101,7 +95,7 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 
 def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """ExplainPrefix of the whole prompt; blocks with the same story share a row."""
+    """Blocks with the same story share a row."""
     found = client.explain_prefix(read_prompt(args), **read_identity(args))
     share = found.cached_tokens / max(found.prompt_tokens, 1)
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
@@ -134,7 +128,7 @@ def _ids(ids: list[int]) -> str:
 
 
 def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """PinPrefix. Raises NotFound when nothing of the prompt was cached."""
+    """Raises NotFound when nothing of the prompt was cached."""
     made = client.pin_prefix(read_prompt(args), args.lease, pin_id=args.pin_id, **read_identity(args))
     if not made.pin_id:
         raise NotFound("nothing pinned: no full block of this prompt is cached; generate from it first")
@@ -142,7 +136,6 @@ def pin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> S
 
 
 def pins(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """ListPins."""
     found = client.list_pins()
     rows = [
         (pin.pin_id, pin.pinned_tokens, pin.namespace or "-", pin.adapter or "-", _until(pin.expire_time))
@@ -158,14 +151,13 @@ def _until(time: datetime | None) -> str:
 
 
 def unpin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """UnpinPrefix."""
     tokens = client.unpin_prefix(args.pin_id)
     text = f"{tokens} tokens unpinned" if tokens else "no such pin, or its lease was over"
     return Shown({"unpinned_tokens": tokens}, text)
 
 
 def watch(args: argparse.Namespace, terminal: Terminal) -> int:
-    """WatchEvents, a line for each event after the snapshot; a JSON value for each message."""
+    """A line for each event after the snapshot; a JSON value for each message."""
     ended = 0
     blocks: Counter[Tier] = Counter()
     with connect(args) as client:
