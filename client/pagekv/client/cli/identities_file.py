@@ -60,7 +60,7 @@ def add_key(
     text = _read(path) if os.path.exists(path) else ""
     if any(each.name == name for each in _identities(path, _parse(path, text))):
         raise PageKVError(f"{path}: has a caller {name!r} already: remove its section first, or choose another name")
-    lines = [f"[{KEYS}.{name}]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', f"roles = {_listed(roles)}"]
+    lines = [f"[{KEYS}.{name}]", f'sha256 = "{hashlib.sha256(key.encode()).hexdigest()}"', f"roles = {_quoted(roles)}"]
     lines += [f'tenant = "{tenant}"'] if tenant else []
     lines += [f"act_for = {_quoted(act_for)}"] if act_for else []
     _write(path, text, lines)
@@ -68,12 +68,7 @@ def add_key(
 
 def add_certificate(path: Path, name: str, subject: str, roles: Sequence[str]) -> None:
     """Makes the file, with one certificate. Raises PageKVError."""
-    lines = [f"[{CERTIFICATES}.{name}]", f'subject = "{subject}"', f"roles = {_listed(roles)}"]
-    _write(path, "", lines)
-
-
-def _listed(roles: Sequence[str]) -> str:
-    return _quoted([role for role in (*ROLES, ACT_FOR) if role in roles])
+    _write(path, "", [f"[{CERTIFICATES}.{name}]", f'subject = "{subject}"', f"roles = {_quoted(roles)}"])
 
 
 def _quoted(names: Sequence[str]) -> str:

@@ -79,7 +79,7 @@ def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
         case False, True:
             raise PageKVError(f"{certificate}: is not there, and ca.key is; remove that for a new authority")
     made = _new_authority()
-    return made, _write_pair(certificate, key, made.certificate, made.key)
+    return made, _write_pair(directory, "ca", made.certificate, made.key)
 
 
 def issue(
@@ -89,23 +89,23 @@ def issue(
     the files. It ends with its authority at the latest; those that are connected to by name have the names given, and
     all that the certificate before had. Raises PageKVError.
     """
-    certificate, key = directory / f"{role.name}.pem", directory / f"{role.name}.key"
     signer = authority.certificate
     end = min(_now() + timedelta(days=days), signer.not_valid_after_utc)
     common_name = server_name(role.name)
-    builder, new_key = _builder(common_name, signer.subject, end)
+    builder, key = _builder(common_name, signer.subject, end)
     if role.services:
-        wanted = [common_name, "localhost", "127.0.0.1", "::1", *role.services, *_names_of(certificate), *names]
+        before = _names_of(directory / f"{role.name}.pem")
+        wanted = [common_name, "localhost", "127.0.0.1", "::1", *role.services, *before, *names]
         alternatives = [_general_name(name) for name in dict.fromkeys(wanted)]
         builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
     signed = (
         builder.add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .add_extension(_key_usage(digital_signature=True), critical=True)
+        .add_extension(_key_usage(signs=False), critical=True)
         .add_extension(x509.ExtendedKeyUsage(role.uses), critical=False)
-        .add_extension(_authority_identifier(signer), critical=False)
+        .add_extension(_identifier_of(authority.key), critical=False)
         .sign(authority.key, hashes.SHA256())
     )
-    return signed.not_valid_after_utc, _write_pair(certificate, key, signed, new_key)
+    return signed.not_valid_after_utc, _write_pair(directory, role.name, signed, key)
 
 
 def _now() -> datetime:
@@ -136,15 +136,16 @@ def _new_authority() -> PrivateAuthority:
     return PrivateAuthority(
         builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(_key_usage(signs=True), critical=True)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
+        .add_extension(_identifier_of(key), critical=False)
         .sign(key, hashes.SHA256()),
         key,
     )
 
 
-def _key_usage(*, digital_signature: bool = False, signs: bool = False) -> x509.KeyUsage:
+def _key_usage(*, signs: bool) -> x509.KeyUsage:
+    """Of an authority, which `signs` certificates and nothing else, or of a process."""
     return x509.KeyUsage(
-        digital_signature=digital_signature,
+        digital_signature=not signs,
         content_commitment=False,
         key_encipherment=False,
         data_encipherment=False,
@@ -156,11 +157,8 @@ def _key_usage(*, digital_signature: bool = False, signs: bool = False) -> x509.
     )
 
 
-def _authority_identifier(signer: x509.Certificate) -> x509.AuthorityKeyIdentifier:
-    # Of an EC key, as `_read_authority` has seen.
-    key = signer.public_key()
-    assert isinstance(key, ec.EllipticCurvePublicKey)
-    return x509.AuthorityKeyIdentifier.from_issuer_public_key(key)
+def _identifier_of(signer: ec.EllipticCurvePrivateKey) -> x509.AuthorityKeyIdentifier:
+    return x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.public_key())
 
 
 def _read_authority(certificate_path: Path, key_path: Path) -> PrivateAuthority:
@@ -209,15 +207,14 @@ def _general_name(name: str) -> x509.GeneralName:
 
 
 def _write_pair(
-    certificate_path: Path, key_path: Path, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
+    directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> list[Path]:
     """The files written: the key first, so that whenever the certificate is there its key is."""
-    key_pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    pem, unencrypted = serialization.Encoding.PEM, serialization.NoEncryption()
+    paths = [directory / f"{name}.pem", directory / f"{name}.key"]
     try:
-        replace_file(key_path, key_pem, _KEY_MODE)
-        replace_file(certificate_path, certificate.public_bytes(serialization.Encoding.PEM), _CERTIFICATE_MODE)
+        replace_file(paths[1], key.private_bytes(pem, serialization.PrivateFormat.PKCS8, unencrypted), _KEY_MODE)
+        replace_file(paths[0], certificate.public_bytes(pem), _CERTIFICATE_MODE)
     except OSError as error:
-        raise PageKVError(f"{certificate_path.parent}: cannot be written: {error.strerror}") from error
-    return [certificate_path, key_path]
+        raise PageKVError(f"{directory}: cannot be written: {error.strerror}") from error
+    return paths

@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_file_is_made_for_its_owner_alone(path: Path) -> None:
-    add_key(path, "alice", "secret", ["operate", "generate"])
+    add_key(path, "alice", "secret", ["generate", "operate"])
     digest = hashlib.sha256(b"secret").hexdigest()
     assert tomllib.loads(path.read_text()) == {"keys": {"alice": {"sha256": digest, "roles": ["generate", "operate"]}}}
     assert path.stat().st_mode & 0o777 == 0o600
