@@ -10,24 +10,18 @@ import grpc
 
 from pagekv.conformance import meaning, protocol, refusals, sampling_rules
 from pagekv.conformance.keepalive import IdleConnection
-from pagekv.conformance.kit import Kit
+from pagekv.conformance.kit import Kit, Rule
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.target import Target, Untestable
-from pagekv.conformance.verdict import BrokenRule, NotTested, Rule, Verdict, during
+from pagekv.conformance.verdict import BrokenRule, NotTested, Verdict, during
 
-
-def _layer(*tables: tuple[Rule[Kit], ...]) -> list[Rule[Kit]]:
-    return sorted((rule for table in tables for rule in table), key=lambda rule: int(rule.number[1:]))
-
-
+_MEANING = sorted((*meaning.RULES, *sampling_rules.RULES), key=lambda rule: int(rule.number[1:]))
 # In the order tested: what refusals say needs the protocol, and meaning both. P10 is not among them, which takes long.
-RULES = (*_layer(protocol.RULES), *_layer(refusals.RULES), *_layer(meaning.RULES, sampling_rules.RULES))
+RULES = (*protocol.RULES, *refusals.RULES, *_MEANING)
 
 
 def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> Iterator[Verdict]:
-    """The verdict of each rule as it comes. `note` is told of waits. Raises Untestable when another manager has the
-    executor.
-    """
+    """The verdicts as they come; `note` is told of waits. Raises Untestable when another manager has the executor."""
     kit = Kit(target)
     try:
         kit.target.attach()
@@ -67,8 +61,7 @@ def _seen_to_be_gone(target: Target, failed: Verdict) -> tuple[str, Verdict]:
     return "the executor is gone", replace(failed, why=f"{failed.why}; nobody answers at {target.link.target} any more")
 
 
-def verdict_of(kit: Kit, rule: Rule[Kit]) -> Verdict:
-    """Tests one rule."""
+def verdict_of(kit: Kit, rule: Rule) -> Verdict:
     answers, begin = kit.answers, time.monotonic()
     compared, ties = answers.num_compared, answers.num_ties
     outcome, why = "ok", ""

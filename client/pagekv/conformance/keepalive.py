@@ -32,9 +32,7 @@ class IdleConnection:
             self._lost.set()
 
     def check(self, waiting: Callable[[float], None]) -> None:
-        """Waits until the connection has been idle for long enough; `waiting` is told for how many seconds. Raises
-        BrokenRule when the executor ended it.
-        """
+        """Waits until the connection was idle for so long, and tells `waiting`. Raises BrokenRule where it ended."""
         require(self._ready.wait(CONNECT_S), "a second connection is not accepted")
         left = self._since + self.idle_s - time.monotonic()
         if left > 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
@@ -21,6 +22,15 @@ NO_FIELD = 1999
 T = TypeVar("T", bound=Message)
 
 
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule by its number in executor_service.proto, in words, with the check that raises where it does not hold."""
+
+    number: str
+    words: str
+    check: Callable[[Kit], None]
+
+
 class Kit:
     """An executor under test and its answers so far."""
 
@@ -33,7 +43,6 @@ class Kit:
         return self.target.description
 
     def epoch(self, *free: Any, **attaching: Any) -> PlayedEpoch:
-        """A new epoch; arguments of PlayedEpoch."""
         return PlayedEpoch(self.target, *free, **attaching)
 
     def need(self, feature: int) -> None:

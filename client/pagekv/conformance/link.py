@@ -56,9 +56,7 @@ class Refusal(Exception):
 
 
 class StepsCall:
-    """A Run stream, which names an epoch in its metadata if it is given one. A thread reads it, so that every wait has
-    an end.
-    """
+    """A Run stream, which may name an epoch in its metadata. A thread reads it, so that every wait has an end."""
 
     def __init__(self, stub: pb_grpc.ExecutorServiceStub, epoch: int | None = None) -> None:
         self._outgoing: queue.SimpleQueue[pb.StepRequest | None] = queue.SimpleQueue()
@@ -84,9 +82,7 @@ class StepsCall:
         self._outgoing.put(None)
 
     def outcome(self) -> pb.StepResult | Refusal | None:
-        """The next result, or the error that ended the stream; None: it ended with OK. Raises BrokenRule when nothing
-        comes in time.
-        """
+        """The next result or the error that ended the stream, None for OK. Raises BrokenRule if nothing comes."""
         try:
             return self._incoming.get(timeout=RESULT_S)
         except queue.Empty:
@@ -153,7 +149,6 @@ class Link:
         return _call(self._stub.Describe, request)
 
     def attach(self, request: pb.AttachRequest) -> int:
-        """The new epoch."""
         return int(_call(self._stub.Attach, request).epoch)
 
     def run(self, epoch: int | None = None) -> StepsCall:

@@ -10,10 +10,10 @@ import random
 from collections.abc import Sequence
 
 from pagekv.conformance.answers import NUM_OUTPUTS
-from pagekv.conformance.kit import Kit
+from pagekv.conformance.kit import Kit, Rule
 from pagekv.conformance.played import COPY, SWAP_IN, SWAP_OUT, PlayedEpoch, PlayedSequence, copying
 from pagekv.conformance.target import NUM_BLOCKS, NUM_HOST_BLOCKS
-from pagekv.conformance.verdict import NotTested, Rule
+from pagekv.conformance.verdict import NotTested
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 
@@ -261,7 +261,7 @@ def failed_sequences_are_told_of(kit: Kit) -> None:
     raise NotTested("no step makes logits that are no numbers")
 
 
-RULES: tuple[Rule[Kit], ...] = (
+RULES: tuple[Rule, ...] = (
     Rule("M1", "block ids mean nothing", block_ids_mean_nothing),
     Rule("M2", "a prompt in chunks is as one at once", chunks_are_as_one_prompt),
     Rule("M3", "computed_tokens over another's blocks", prefixes_are_reused),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 from pagekv.conformance.target import NUM_BLOCKS, Target
@@ -41,11 +40,9 @@ class PlayedSequence:
 
     @property
     def outputs(self) -> list[int]:
-        """Tokens generated so far."""
         return self.tokens[self.num_prompt :]
 
     def entering(self) -> pb.NewSequence:
-        """The message with which the sequence enters."""
         return pb.NewSequence(
             seq_id=self.seq_id,
             token_ids=self.tokens,
@@ -60,16 +57,10 @@ class PlayedEpoch:
     """An epoch, in a `with` statement; the stream ends with it. `free` blocks are taken from the end."""
 
     def __init__(
-        self,
-        target: Target,
-        free: Iterable[int] | None = None,
-        *,
-        num_blocks: int = NUM_BLOCKS,
-        host_blocks: int = 0,
-        **attaching: Any,
+        self, target: Target, free: Iterable[int] | None = None, *, num_blocks: int = NUM_BLOCKS, **attaching: Any
     ) -> None:
         self.target = target
-        self.epoch = target.attach(num_blocks=num_blocks, host_blocks=host_blocks, **attaching)
+        self.epoch = target.attach(num_blocks=num_blocks, **attaching)
         self.call = target.run(self.epoch)
         self.step_number = 0
         self.live: dict[int, PlayedSequence] = {}
@@ -81,7 +72,7 @@ class PlayedEpoch:
     def __enter__(self) -> PlayedEpoch:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.call.close()
 
     def sequence(self, tokens: Sequence[int], num_prompt: int | None = None, **sampling: Any) -> PlayedSequence:
@@ -108,9 +99,7 @@ class PlayedEpoch:
         counts: Mapping[PlayedSequence, int] | None = None,
         others: int = 1,
     ) -> None:
-        """Sends the next step. Sequences compute what `counts` says, those that enter everything by default, the rest
-        `others` tokens.
-        """
+        """Sends a step. Sequences compute what `counts` says, else all where they enter, and `others` where not."""
         self.step_number += 1
         request = pb.StepRequest(epoch=self.epoch, step=self.step_number, memory_ops=ops)
         for seq in finish:

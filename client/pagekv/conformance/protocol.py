@@ -10,12 +10,12 @@ from typing import Any
 import grpc
 
 from pagekv.common.message_sizes import MAX_RECEIVE_BYTES
-from pagekv.conformance.kit import Kit, expect, refused, with_unknown
+from pagekv.conformance.kit import Kit, Rule, expect, refused, with_unknown
 from pagekv.conformance.link import Refusal
 from pagekv.conformance.played import PlayedEpoch
 from pagekv.conformance.scene import HUGE
 from pagekv.conformance.target import MANAGER, REVISION
-from pagekv.conformance.verdict import BrokenRule, NotTested, Rule, during, require
+from pagekv.conformance.verdict import BrokenRule, NotTested, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 Code = grpc.StatusCode
@@ -316,7 +316,7 @@ def _refuses(call: Callable[[], object], code: grpc.StatusCode, *fields: str) ->
     raise BrokenRule(f"was accepted, not {code.name}")
 
 
-RULES: tuple[Rule[Kit], ...] = (
+RULES: tuple[Rule, ...] = (
     Rule("P1", "Describe during an epoch changes nothing", describe_changes_nothing),
     Rule("P2", "Attach ends the epoch before it; no epoch number comes twice", an_attach_ends_the_epoch_before),
     Rule("P3", "another manager takes over only when told to", a_held_executor_is_taken_over_only_when_told),

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagekv.conformance.answers import MARGIN, NUM_OUTPUTS, TOLERANCE, Answer
-from pagekv.conformance.kit import Kit
+from pagekv.conformance.kit import Kit, Rule
 from pagekv.conformance.played import PlayedSequence
-from pagekv.conformance.verdict import NotTested, Rule, during, require
+from pagekv.conformance.verdict import NotTested, during, require
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
 # So hot that all tokens are nearly as likely, and the draw alone decides.
@@ -74,9 +74,7 @@ def draws_are_functions(kit: Kit) -> None:
 
 
 def _filters_leave_tokens_out(kit: Kit) -> None:
-    """At their strictest top_k, top_p and min_p leave the likeliest token alone. Log-probabilities tell what wider ones
-    leave.
-    """
+    """Filters at their strictest leave the likeliest token alone. Log-probabilities tell what wider ones leave."""
     prompt = kit.answers.prompts[0]
     kit.answers.of(prompt)
     strictest = {"top_k": 1, "top_p": 0.5 / kit.description.vocab_size, "min_p": 1.0}
@@ -97,13 +95,17 @@ def _filters_leave_tokens_out(kit: Kit) -> None:
             require(right, f"drawn with min_p {MIN_P}, seed {seed}: token {seq.tokens[-1]} is too unlikely")
 
 
-def bans_end_with_min_tokens(kit: Kit) -> None:
-    kit.need(pb.EXECUTOR_FEATURE_MIN_TOKENS)
-    vocab = kit.description.vocab_size
-    if vocab < 2:
+def _prompt_and_answer(kit: Kit) -> tuple[list[int], Answer]:
+    """Of an executor with other tokens than the answer's. Raises NotTested."""
+    if kit.description.vocab_size < 2:
         raise NotTested("the vocabulary has one token")
     prompt = kit.answers.prompts[0]
-    answer = kit.answers.of(prompt)
+    return prompt, kit.answers.of(prompt)
+
+
+def bans_end_with_min_tokens(kit: Kit) -> None:
+    kit.need(pb.EXECUTOR_FEATURE_MIN_TOKENS)
+    prompt, answer = _prompt_and_answer(kit)
     known = next((index for index in range(NUM_OUTPUTS - 1, 0, -1) if answer.is_clear(index)), None)
     if known is None:
         raise NotTested("every token is a near tie")
@@ -123,7 +125,7 @@ def bans_end_with_min_tokens(kit: Kit) -> None:
     with kit.epoch() as epoch:
         least = NUM_OUTPUTS // 2
         # A ban of the whole vocabulary could not be kept.
-        ban = sorted(set(answer.tokens[: least + 1]))[: vocab - 1]
+        ban = sorted(set(answer.tokens[: least + 1]))[: kit.description.vocab_size - 1]
         seq = epoch.alone(prompt, NUM_OUTPUTS, min_tokens=least, banned_until_min=ban)
     early = set(seq.outputs[:least]) & set(ban)
     require(not early, f"tokens {sorted(early)} are sampled before min_tokens {least}: {seq.outputs}")
@@ -131,11 +133,7 @@ def bans_end_with_min_tokens(kit: Kit) -> None:
 
 def biases_force_and_forbid(kit: Kit) -> None:
     kit.need(pb.EXECUTOR_FEATURE_LOGIT_BIAS)
-    vocab = kit.description.vocab_size
-    if vocab < 2:
-        raise NotTested("the vocabulary has one token")
-    prompt = kit.answers.prompts[0]
-    answer = kit.answers.of(prompt)
+    prompt, answer = _prompt_and_answer(kit)
     forced = next(token for token in [*kit.answers.random_tokens(8, 3), 0, 1] if token != answer.tokens[0])
     with kit.epoch() as epoch:
         seq = epoch.alone(prompt, 3, bias_token_ids=[forced], biases=[100.0])
@@ -246,7 +244,7 @@ def _winner(likeliest: dict[int, float], output: set[int], penalty: float) -> in
     return best if best is not None and after[best] == rivals[-1] and rivals[-1] - rivals[-2] >= MARGIN else None
 
 
-RULES: tuple[Rule[Kit], ...] = (
+RULES: tuple[Rule, ...] = (
     Rule("M9", "a draw is a function of seed, sequence_index and position", draws_are_functions),
     Rule("M13", "bans end with min_tokens output tokens", bans_end_with_min_tokens),
     Rule("M14", "a bias forces and forbids", biases_force_and_forbid),

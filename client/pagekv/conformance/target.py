@@ -98,9 +98,8 @@ def describe_request(**fields: int) -> pb.DescribeRequest:
 
 
 def describe(link: Link, wanted: frozenset[int] | None) -> Target:
-    """The executor, with a block size at which the rules can be tested. `wanted`: features to test; None: all.
-
-    Raises Untestable.
+    """The executor, with a block size at which the rules can be tested. `wanted`: features to test; None: all. Raises
+    Untestable.
     """
     last = "it takes no block size"
     for block_size in BLOCK_SIZES:

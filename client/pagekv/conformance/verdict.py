@@ -1,13 +1,10 @@
-"""A rule under test, and what came of it."""
+"""The outcome of a rule under test, and the exceptions that it comes of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
 class BrokenRule(Exception):
@@ -16,15 +13,6 @@ class BrokenRule(Exception):
 
 class NotTested(Exception):
     """The rule cannot be tested on this executor; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rule(Generic[T]):
-    """A rule by its number in executor_service.proto, in words, with the check that raises where it does not hold."""
-
-    number: str
-    words: str
-    check: Callable[[T], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +26,6 @@ class Verdict:
     seconds: float
 
     def __str__(self) -> str:
-        """One line, as printed."""
         if self.outcome == "failed":
             return f"{self.rule} FAILED {self.words}: {self.why}"
         return f"{self.rule} skipped: {self.why}" if self.why else f"{self.rule} ok {self.words}"

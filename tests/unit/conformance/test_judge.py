@@ -14,9 +14,9 @@ from support.executor.judged import BACKEND, Edit, broken, kit_of, served_backen
 from pagekv.conformance import link
 from pagekv.conformance.judge import RULES, judge, verdict_of
 from pagekv.conformance.keepalive import IdleConnection
-from pagekv.conformance.kit import Kit
+from pagekv.conformance.kit import Kit, Rule
 from pagekv.conformance.target import Untestable
-from pagekv.conformance.verdict import BrokenRule, Rule
+from pagekv.conformance.verdict import BrokenRule
 from pagekv.executor.oracle.backend import OracleBackend, OracleModel
 
 PROTO = Path(__file__).resolve().parents[3] / "proto" / "pagekv" / "steps" / "v1" / "executor_service.proto"
