@@ -65,7 +65,7 @@ def test_the_cuda_backend_keeps_every_rule(tmp_path: Path) -> None:
 
 def judge(port: int) -> dict[str, object]:
     """The command's verdicts of an executor that keeps every rule."""
-    command = [sys.executable, "-m", "pagekv.conformance.main", "--executor", f"127.0.0.1:{port}", "--json"]
+    command = [sys.executable, "-m", "pagekv.conformance", "--executor", f"127.0.0.1:{port}", "--json"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stdout + done.stderr
     answer: dict[str, object] = json.loads(done.stdout)

@@ -26,7 +26,7 @@ SMALL = ["--num-device-blocks", "64", "--block-size", "4", "--num-host-blocks", 
 
 def pagekv(*arguments: str) -> str:
     """Standard output of the command."""
-    command = [sys.executable, "-m", "pagekv.client.cli.main", *arguments]
+    command = [sys.executable, "-m", "pagekv.client.cli", *arguments]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout

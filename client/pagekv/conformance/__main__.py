@@ -8,7 +8,6 @@ from pagekv.common.interrupts import quiet_interrupts
 
 
 def main() -> int:
-    """Entry point of `pagekv-conformance`."""
     with quiet_interrupts():
         from pagekv.conformance.main import main as run
     return run()

@@ -39,7 +39,6 @@ def feature_list(text: str) -> frozenset[int]:
 
 
 def make_parser() -> FlagParser:
-    """The parser of the command."""
     parser = FlagParser(PROG, DESCRIPTION)
     add_version(parser)
     parser.add_argument("--executor", type=address, required=True, metavar="HOST:PORT", help="address of the executor")
@@ -54,7 +53,6 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `pagekv-conformance`."""
     parser, given = make_parser(), list(sys.argv[1:] if argv is None else argv)
     parser.as_json = "--json" in given
     args = parser.parse(given)
@@ -114,7 +112,3 @@ def _run(target: Target, idle: IdleConnection, as_json: bool) -> int:
         }
         print(json.dumps(answer))
     return 1 if counts["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -174,7 +174,6 @@ def _showing_warnings(terminal: Terminal) -> Iterator[None]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `pagekv`."""
     given = command_first(sys.argv[1:] if argv is None else argv)
     if given[:1] == ["help"]:
         given = [*given[1:2], "--help"]
@@ -211,7 +210,3 @@ def _failed(failure: Failure, terminal: Terminal, for_scripts: bool) -> int:
         # Else Python tries again at exit, and ends with a status of its own.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return exit_status(failure)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

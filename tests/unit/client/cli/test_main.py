@@ -206,7 +206,7 @@ def test_ctrl_c_is_exit_status_130(
 
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_standard_streams_may_be_closed(closed: str) -> None:
-    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-m", "pagekv.client.cli.main"]
+    command = ["bash", "-c", f'exec "$@" {closed}', "bash", sys.executable, "-m", "pagekv.client.cli"]
     with held_port() as port:
         command += ["--target", f"127.0.0.1:{port}", "stats"]
         done = subprocess.run(command, env=environment(), stderr=subprocess.PIPE, text=True, timeout=120)
@@ -217,7 +217,7 @@ def test_standard_streams_may_be_closed(closed: str) -> None:
 
 @pytest.mark.parametrize("wanted", [[], ["--json"]])
 def test_a_full_disk_is_told_in_a_line(wanted: list[str]) -> None:
-    command = [sys.executable, "-m", "pagekv.client.cli.main", "plan", "demo", "--memory", "1GiB", *wanted]
+    command = [sys.executable, "-m", "pagekv.client.cli", "plan", "demo", "--memory", "1GiB", *wanted]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
     (line,) = done.stderr.splitlines()
@@ -226,13 +226,13 @@ def test_a_full_disk_is_told_in_a_line(wanted: list[str]) -> None:
 
 
 def test_a_failure_that_cannot_be_told_keeps_its_status() -> None:
-    command = [sys.executable, "-m", "pagekv.client.cli.main", "model", "--target", "localhost:1"]
+    command = [sys.executable, "-m", "pagekv.client.cli", "model", "--target", "localhost:1"]
     with open("/dev/full", "w") as full:
         assert subprocess.run(command, env=environment(), stderr=full, timeout=120).returncode == 3
 
 
 def test_a_reader_that_has_gone_is_told_nothing() -> None:
-    command = [sys.executable, "-m", "pagekv.client.cli.main", "plan", "demo", "--memory", "1GiB"]
+    command = [sys.executable, "-m", "pagekv.client.cli", "plan", "demo", "--memory", "1GiB"]
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as pipe:
@@ -241,7 +241,7 @@ def test_a_reader_that_has_gone_is_told_nothing() -> None:
 
 
 def test_input_that_is_no_text_is_refused_by_its_field() -> None:
-    command = [sys.executable, "-m", "pagekv.client.cli.main", "tokenize", "-"]
+    command = [sys.executable, "-m", "pagekv.client.cli", "tokenize", "-"]
     env = {**environment(), "PYTHONIOENCODING": "utf-8:strict"}
     done = subprocess.run(command, env=env, input=b"a\xff", capture_output=True, timeout=120)
     assert done.stderr.decode() == r"pagekv: prompt.text: must be text that UTF-8 can encode, is 'a\udcff'" + "\n"
@@ -251,7 +251,7 @@ def test_input_that_is_no_text_is_refused_by_its_field() -> None:
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_text_is_shown_where_the_output_has_not_all_of_its_characters(server: ScriptedServer, encoding: str) -> None:
     server.expect("Detokenize", pb.DetokenizeResponse(text="ä 漢"))
-    command = [sys.executable, "-m", "pagekv.client.cli.main", "detokenize", "4", "--target", server.target]
+    command = [sys.executable, "-m", "pagekv.client.cli", "detokenize", "4", "--target", server.target]
     env = {**environment(), "PYTHONIOENCODING": encoding}
     done = subprocess.run(command, env=env, capture_output=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, b"")

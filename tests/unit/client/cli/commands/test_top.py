@@ -58,7 +58,7 @@ def test_however_it_ends_the_terminal_is_as_it_was(server: ScriptedServer, way_o
     try:
         before = termios.tcgetattr(screen)
         env = environment() | {"TERM": "xterm-256color"}
-        command = [sys.executable, "-m", "pagekv.client.cli.main", "top", "--every", "60", "--target", server.target]
+        command = [sys.executable, "-m", "pagekv.client.cli", "top", "--every", "60", "--target", server.target]
         stdin = subprocess.DEVNULL if way_out == "no stdin" else screen
         with subprocess.Popen(command, stdin=stdin, stdout=screen, stderr=screen, env=env) as popen:
             shown = b""
