@@ -74,11 +74,10 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     """The parser of all commands; `as_json`: what it refuses, it refuses in one line of JSON."""
     parser = CommandParser("pagekv", DESCRIPTION)
     add_version(parser)
+    parser.set_defaults(json=False)
     parser.usage = "pagekv [--json] [--target HOST:PORT] [--timeout S] COMMAND ..."
     # Without `prog` the commands' own usage would begin with all of the line above.
-    commands = parser.add_subparsers(
-        prog="pagekv", metavar="COMMAND", required=True, parser_class=CommandParser, help=SUPPRESS
-    )
+    commands = parser.add_subparsers(prog="pagekv", metavar="COMMAND", required=True, help=SUPPRESS)
     modules = (
         *(demo, up, generate, chat, tokenize, server, stats, top, pool, prefix, tenants),
         *(certs, keys, bench, plan, replay),
@@ -88,7 +87,7 @@ def make_parser(*, as_json: bool = False) -> CommandParser:
     completion.add(commands, parser)
     for each in _parsers(parser):
         each.as_json = as_json
-        each.elsewhere = {**each.elsewhere, "other commands": [name.removeprefix("--") for name in VALUE_FLAGS]}
+        each.elsewhere = {"other commands": [name.removeprefix("--") for name in VALUE_FLAGS]}
     parser.epilog = "\n".join([*_listed(commands.choices), "examples:", EXAMPLES, fill(EXIT_STATUS, help_width())])
     return parser
 

@@ -49,9 +49,9 @@ def add_command(
     description = f"{help[0].upper()}{help[1:]}."
     parser = commands.add_parser(name, help=help, description=description, examples=examples, aliases=aliases)
     parser.set_defaults(run=run)
-    parser.add_argument(
-        "--json", action="store_true", help="JSON on standard output, for scripts: keys are added, never renamed"
-    )
+    help = "JSON on standard output, for scripts: keys are added, never renamed"
+    # Without a default, which a command of a command would set again behind the flag.
+    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=help)
     return parser
 
 

@@ -7,7 +7,7 @@ import secrets
 from pathlib import Path
 
 from pagekv.client.cli.identities_file import ACT_FOR, ROLES, add_key, is_name, list_identities
-from pagekv.client.cli.parser import CommandParser, Run, Subparsers, add_command
+from pagekv.client.cli.parser import Subparsers, add_command
 from pagekv.client.cli.terminal import Terminal, table
 
 EXAMPLES = """\
@@ -21,11 +21,10 @@ _RANDOM_BYTES = 32
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand and its own two."""
     # Never runs: one of its own is required.
     parser = add_command(commands, "keys", "make and list API keys of callers", list_, examples=EXAMPLES)
-    own = parser.add_subparsers(prog="pagekv keys", metavar="add|list", required=True, parser_class=CommandParser)
-    adding = _add_own(own, "add", "draw a key for a caller; standard output has it, once", add_)
+    own = parser.add_subparsers(prog="pagekv keys", metavar="add|list", required=True)
+    adding = add_command(own, "add", "draw a key for a caller; standard output has it, once", add_)
     adding.add_argument("name", type=_name, metavar="NAME", help="of the caller, as logs and metrics show it")
     adding.add_argument(
         "--role",
@@ -45,17 +44,9 @@ def add(commands: Subparsers) -> None:
         metavar="TENANT",
         help="a tenant that calls may name instead, with the role act-for; * for any. Repeatable",
     )
-    listing = _add_own(own, "list", "list callers, their tenants and roles", list_)
+    listing = add_command(own, "list", "list callers, their tenants and roles", list_)
     for each in (adding, listing):
         each.add_argument("--file", type=Path, required=True, metavar="FILE", help="identities.toml of the manager")
-
-
-def _add_own(commands: Subparsers, name: str, help: str, run: Run) -> CommandParser:
-    parser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.")
-    parser.set_defaults(run=run)
-    # Not to take the flag back where it stands before the name.
-    parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="JSON on standard output")
-    return parser
 
 
 def _name(text: str) -> str:
@@ -81,7 +72,6 @@ def add_(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def list_(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Keys and certificates. Raises PageKVError."""
     found = list_identities(args.file)
     if args.json:
         terminal.json({"identities": [each._asdict() for each in found]})
