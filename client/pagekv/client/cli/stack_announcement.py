@@ -16,13 +16,13 @@ from pagekv.common.loopback import is_local
 
 def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
     """To a reader, or with --json to a program. `args` are those of `pagekv up`."""
-    info, certificates = _model_info(stack), stack.certificates
+    info, certificates = _model_info(stack), stack.config.certificates
     # Of a caller, by the arguments of the client library.
     files = {} if certificates is None else certificates.client_files()
     scheme = "http" if certificates is None else "https"
     # An HTTP address that the manager's own flags set may be for metrics alone.
-    served = [_reached_at(stack, address) for address in stack.listening("http")] if stack.has_page else []
-    pages = [f"{scheme}://{address}/" for address in served]
+    served = [] if stack.config.page_port is None else stack.listening("http")
+    pages = [f"{scheme}://{_reached_at(stack, address)}/" for address in served]
     events: list[dict[str, str]] = stack.listening("kv_events")
     recordings = [path for paths in stack.listening("recordings") for path in paths]
     listeners = [*stack.targets, *stack.executor_targets, stack.gateway_target, *stack.listening("http")]
@@ -80,7 +80,7 @@ def describe(info: ModelInfo) -> str:
 
 def _model_info(stack: Stack) -> ModelInfo | None:
     """None where the manager does not know this command as a caller, or does not let it ask."""
-    with client_of(stack.target, stack.certificates) as client:
+    with client_of(stack.target, stack.config.certificates) as client:
         try:
             return client.model_info()
         except (Unauthenticated, PermissionDenied):
@@ -90,4 +90,4 @@ def _model_info(stack: Stack) -> ModelInfo | None:
 def _reached_at(stack: Stack, address: str) -> str:
     """The address for a client on this machine: no certificate bears the one of every interface."""
     host, _, port = address.rpartition(":")
-    return f"localhost:{port}" if stack.certificates is not None and host in ("0.0.0.0", "[::]") else address
+    return f"localhost:{port}" if stack.config.certificates is not None and host in ("0.0.0.0", "[::]") else address

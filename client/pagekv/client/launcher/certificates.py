@@ -20,8 +20,6 @@ def server_name(role: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StackCertificates:
-    """One directory."""
-
     directory: Path
     # Whether callers of the manager have to show a certificate, too.
     mutual: bool = True

@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pagekv.client.launcher.errors import StackError
 from pagekv.common.flags import is_true, variable_of
 from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 
@@ -36,7 +37,7 @@ def event_endpoints(args: Sequence[str], env: Mapping[str, str], pairs: int) -> 
     events are published, "" for an address that is not set.
 
     The first manager (0) has those of its flags; the others get ports above them, or a number behind an ipc path.
-    Raises ValueError where ports run out.
+    Raises StackError where ports run out.
     """
     given = [word for word in args if word in ("--kv-events", "--no-kv-events")]
     publishes = given[-1] == "--kv-events" if given else is_true(env.get(variable_of("kv-events"), ""))
@@ -61,7 +62,7 @@ def _moved(name: str, endpoint: str, pair: int, stride: int) -> str:
     if not pair or not port:
         return endpoint
     if port + pair * stride > _LAST_PORT:
-        raise ValueError(f"--{name} {endpoint}: leaves no port for pair {pair + 1}; choose a lower one")
+        raise StackError(f"--{name} {endpoint}: leaves no port for pair {pair + 1}; choose a lower one")
     return f"{endpoint.rpartition(':')[0]}:{port + pair * stride}"
 
 
@@ -85,9 +86,8 @@ def tokenizer_name(manager_args: Sequence[str], env: Mapping[str, str]) -> str |
 
 
 def vocabulary_args(executor_args: Sequence[str], manager_args: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """--vocab-size, as the manager's tokenizer has it, for an oracle that has no model and is given no size.
-
-    Nothing for a tokenizer that has to be fetched or cannot be read: the manager says so.
+    """--vocab-size, as the manager's tokenizer has it, for an oracle that has no model and is given no size; nothing
+    for a tokenizer that has to be fetched or cannot be read: the manager says so.
     """
     name = tokenizer_name(manager_args, env)
     if name is None or not is_bare_oracle(executor_args, env) or flag_value("vocab-size", executor_args, env):

@@ -51,9 +51,7 @@ class HeldPorts:
         return f"{host}:{found}"
 
     def hold(self, endpoints: Mapping[str, str]) -> None:
-        """Holds the ports of those endpoints, by the flags that name them, that are TCP. Raises StackError where one is
-        taken.
-        """
+        """Holds the ports of TCP endpoints, given by the flags that name them. Raises StackError where one is taken."""
         for name, endpoint in endpoints.items():
             if port := tcp_port(endpoint):
                 try:

@@ -14,9 +14,7 @@ from pagekv.client.launcher.certificates import CLIENT, MANAGER, PROBE, StackCer
 
 @contextmanager
 def client_of(target: str, certificates: StackCertificates | None = None) -> Iterator[PageKVClient]:
-    """A client with the certificate of the stack's own client, without TLS where the stack has none, whatever files the
-    environment names for other managers.
-    """
+    """A client with the stack's own certificate, or without TLS, whatever files the environment names."""
     options = channel_options(target)
     if certificates is None:
         channel = grpc.insecure_channel(target, options=options)

@@ -75,7 +75,7 @@ class Stack:
 
     def __init__(self, config: StackConfig) -> None:
         """Chooses the ports. Raises StackError when one is taken, or when what is asked for is not installed."""
-        self._config = config
+        self.config = config
         if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
         self._ports = HeldPorts()
@@ -91,17 +91,14 @@ class Stack:
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
             self.gateway_metrics_target = inner(0, "--gateway-port")
-        # Whether the managers were asked to serve the page, and not at the port asked for, which is taken.
-        self.has_page, self.page_moved = config.page_port is not None, False
+        # The first manager's page is not at the port asked for, which is taken.
+        self.page_moved = False
         if config.page_port is not None:
             try:
                 target(config.page_port, "--http-port")
             except StackError:
                 self.page_moved = True
-        try:
-            self._event_endpoints = event_endpoints(config.manager_args, os.environ, config.replicas)
-        except ValueError as error:
-            raise StackError(str(error)) from error
+        self._event_endpoints = event_endpoints(config.manager_args, os.environ, config.replicas)
         for endpoints in self._event_endpoints:
             self._ports.hold(endpoints)
         # For port files; there from `with` on.
@@ -133,14 +130,9 @@ class Stack:
             self._directory.cleanup()
             self._ports.close()
 
-    @property
-    def certificates(self) -> StackCertificates | None:
-        """None where nothing is encrypted."""
-        return self._config.certificates
-
     def start(self) -> None:
         """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
-        config, certificates = self._config, self._config.certificates
+        config, certificates = self.config, self.config.certificates
         to_executor = [*(certificates.executor_args() if certificates else []), *config.executor_args]
         to_manager = [*(certificates.manager_args() if certificates else []), *config.manager_args]
         for pair, target in enumerate(self.executor_targets):
@@ -157,20 +149,18 @@ class Stack:
             self._spawn_server("manager", pair, target, command, [*to_manager, *events])
 
     def _executor_command(self) -> Sequence[str]:
-        command = self._config.executor_command
-        return (
-            command if self._config.ranks == 1 else (*TORCHRUN, f"--nproc-per-node={self._config.ranks}", *command[1:])
-        )
+        command, ranks = self.config.executor_command, self.config.ranks
+        return command if ranks == 1 else (*TORCHRUN, f"--nproc-per-node={ranks}", *command[1:])
 
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
-        name = role if self._config.replicas == 1 else f"{role} {pair + 1}"
+        name = role if self.config.replicas == 1 else f"{role} {pair + 1}"
         port_file = Path(flag_value("port-file", args, {}) or f"{self._directory.name}/{name}")
         # One of the user's own may be of a process before, whose end is not this one's.
         with suppress(OSError):
             port_file.unlink()
         command = [*command, "--listen", target, "--port-file", str(port_file), *args]
-        ready = partial(_serves, target, role, self._config.certificates)
-        self.children.append(Child(name, command, ready, port_file, self._config.on_log))
+        ready = partial(_serves, target, role, self.config.certificates)
+        self.children.append(Child(name, command, ready, port_file, self.config.on_log))
 
     def _start_gateway(self, config: GatewayConfig) -> None:
         # A manager that asks everybody else who they are has an address for the gateway alone.
@@ -180,28 +170,27 @@ class Stack:
         args = gateway_args(config, self.gateway_target, self.gateway_metrics_target, managers)
         ready = partial(serves, self.gateway_target, len(self.targets))
         no_file = Path(self._directory.name, "gateway")
-        self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self._config.on_log))
+        self.children.append(Child("gateway", [*config.command, *args], ready, no_file, self.config.on_log))
 
     def wait_ready(
         self,
         timeout_s: float,
-        pause: Callable[[float], bool] | None = None,
-        on_wait: Callable[[str, float], None] | None = None,
+        pause: Callable[[float], object] = time.sleep,
+        on_wait: Callable[[str, float], object] = lambda name, waited_s: None,
     ) -> bool:
         """Waits until all are healthy. Raises StackError on a death or the timeout.
 
         `pause` waits so many seconds; where it says True the wait ends, with False. `on_wait` gets the name of the
         process waited for and the seconds waited.
         """
-        begun, pause = time.monotonic(), pause or _sleep
+        begun = time.monotonic()
         for child in self._in_order():
             while not child.ready():
                 waited = time.monotonic() - begun
                 self.check()
                 if waited > timeout_s:
                     raise StackError(f"the {child.name} was not ready within {timeout_s:g} s{child.tail()}")
-                if on_wait is not None:
-                    on_wait(child.name, waited)
+                on_wait(child.name, waited)
                 if pause(_POLL_S):
                     return False
         return True
@@ -209,8 +198,8 @@ class Stack:
     def _in_order(self) -> Iterator[Child]:
         """Every process. The gateway, which asks the managers what they serve, is started once the others are ready."""
         yield from [*self.children]
-        if self._config.gateway is not None:
-            self._start_gateway(self._config.gateway)
+        if self.config.gateway is not None:
+            self._start_gateway(self.config.gateway)
             yield self.children[-1]
 
     def check(self) -> None:
@@ -218,7 +207,7 @@ class Stack:
         for child in self.children:
             if child.popen.poll() is not None:
                 raise child.death()
-            if self._config.ranks > 1 and (reason := child.listening.get("cannot_start")):
+            if self.config.ranks > 1 and (reason := child.listening.get("cannot_start")):
                 raise StackError(f"the {child.name} cannot start: {reason}")
 
     def new_deaths(self) -> list[str]:
@@ -231,7 +220,7 @@ class Stack:
         found = [str(child.death()) for child in dead if child.name not in self._reported]
         self._reported.update(child.name for child in dead)
         lost = {child.name.partition(" ")[2] for child in dead if child.name != "gateway"}
-        no_pair = len(lost) == self._config.replicas
+        no_pair = len(lost) == self.config.replicas
         if no_pair or any(child.name == "gateway" for child in dead):
             for child in self.children if no_pair else ():
                 child.leave()
@@ -248,7 +237,7 @@ class Stack:
             for child in self._of(*roles):
                 child.popen.terminate()
             for role in roles:
-                deadline = time.monotonic() + (_GATEWAY_LAST_S if role == "gateway" else self._config.stop_timeout_s)
+                deadline = time.monotonic() + (_GATEWAY_LAST_S if role == "gateway" else self.config.stop_timeout_s)
                 for child in self._of(role):
                     child.wait_until(deadline)
 
@@ -270,16 +259,10 @@ class Stack:
             child.popen.kill()
 
 
-def _sleep(seconds: float) -> bool:
-    time.sleep(seconds)
-    return False
-
-
-def _serves(target: str, role: str = "", certificates: StackCertificates | None = None) -> bool:
+def _serves(target: str, role: str, certificates: StackCertificates | None) -> bool:
     """A process is asked by the name in its certificate: its address may be that of every interface."""
+    credentials, name = (certificates.credentials(PROBE), server_name(role)) if certificates else (None, "")
     try:
-        if certificates is None:
-            return check(target, timeout_s=1.0) == "SERVING"
-        return check(target, "", 1.0, certificates.credentials(PROBE), server_name(role)) == "SERVING"
+        return check(target, "", 1.0, credentials, name) == "SERVING"
     except grpc.RpcError:
         return False

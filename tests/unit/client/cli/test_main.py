@@ -49,7 +49,9 @@ def test_grpc_writes_nothing_of_its_own_where_the_command_line_asks_a_server_tha
     """Such a line would stand before the command's own, as when a manager dies while `up` waits for it."""
     # Frames of HTTP/2: SETTINGS, and GOAWAY with an error.
     settings, goaway = bytes.fromhex("000000040000000000"), bytes.fromhex("0000080700000000000000000000000002")
-    script = "import sys, pagekv.client.cli.main, pagekv.client.launcher.stack as p; print(p._serves(sys.argv[1]))"
+    script = (
+        "import sys, pagekv.client.cli.main, pagekv.client.launcher.stack as p; print(p._serves(sys.argv[1], '', None))"
+    )
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -60,7 +60,6 @@ _WATCH_S = 0.2
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(
         commands,
         "up",
@@ -134,9 +133,7 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
-    """The stack that the flags ask for. Raises UsageError where they do not go together, or a process would not find
-    its packages.
-    """
+    """The stack that the flags ask for. Raises UsageError where they do not go together, or a package is missing."""
     _check_addresses(args)
     _check_packages(args)
     gateway = _gateway(args)
@@ -161,9 +158,7 @@ def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
 
 
 def _check_addresses(args: argparse.Namespace) -> None:
-    """Raises UsageError when the other-flags arguments set an address, or other machines could connect without
-    --insecure.
-    """
+    """Raises UsageError where other-flags set an address, or other machines could connect without --insecure."""
     for name, flags in _ADDRESSES.items():
         if any(word.partition("=")[0] in flags for word in getattr(args, name) or ()):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -280,9 +275,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             raise UsageError(f"--gateway needs a tokenizer: {words}")
         terminal.note(words)
     serving = threading.Event()
-    if config.on_log is None:
-        config = replace(config, on_log=_errors(serving, terminal))
-    stack = Stack(config)
+
+    def show_error(process: str, line: str) -> None:
+        """Shows errors of processes that serve, such as of a changed file; a start that fails has a report."""
+        if serving.is_set() and is_error(line):
+            _show_line(terminal, process, line)
+
+    stack = Stack(config if args.verbose else replace(config, on_log=show_error))
     with StopSignals(stack) as signals, stack:
         stack.start()
         if wait_ready(stack, args, terminal, signals.wait):
@@ -297,27 +296,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return 0
 
 
-def _errors(serving: threading.Event, terminal: Terminal) -> Callable[[str, str], None]:
-    """Shows the errors in the logs of processes that serve, such as of a file that was changed and cannot be used; of
-    those that cannot start there is a report.
-    """
-
-    def show(process: str, line: str) -> None:
-        if serving.is_set() and is_error(line):
-            _show_line(terminal, process, line)
-
-    return show
-
-
 def _show_line(terminal: Terminal, process: str, line: str) -> None:
     terminal.note(f"{process:8} | {line}")
 
 
 def wait_ready(
-    stack: Stack,
-    args: argparse.Namespace,
-    terminal: Terminal,
-    pause: Callable[[float], bool] | None = None,
+    stack: Stack, args: argparse.Namespace, terminal: Terminal, pause: Callable[[float], object] = time.sleep
 ) -> bool:
     """Waits and says what the processes do, with the seconds since the start. `pause` and what is returned as in
     `Stack.wait_ready`. Raises StackError.
