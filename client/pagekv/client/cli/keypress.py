@@ -45,8 +45,8 @@ class Keys:
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
             if source is None:
-                time.sleep(min(left, _LONGEST_WAIT_S))
-                continue
+                pause(left)
+                break
             # select() takes no descriptor above 1023.
             poll = select.poll()
             poll.register(source, select.POLLIN)

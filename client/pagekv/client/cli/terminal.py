@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
 from typing import Any, TextIO
@@ -31,13 +31,9 @@ def pagekv_command() -> str:
 class Terminal:
     """Standard output for results, standard error for everything else. NO_COLOR and TERM=dumb are honoured."""
 
-    def __init__(
-        self, out: TextIO | None = None, err: TextIO | None = None, env: Mapping[str, str] | None = None
-    ) -> None:
-        self.out = sys.stdout if out is None else out
-        self.err = sys.stderr if err is None else err
-        env = os.environ if env is None else env
-        plain = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
+    def __init__(self) -> None:
+        self.out, self.err = sys.stdout, sys.stderr
+        plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
         self.out_is_terminal = self.out.isatty()
         self.err_is_terminal = self.err.isatty()
         self._out_styled = self.out_is_terminal and not plain

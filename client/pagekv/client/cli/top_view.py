@@ -55,10 +55,7 @@ class TopRates(NamedTuple):
 
 
 def rates_between(before: Look | None, look: Look) -> TopRates:
-    """The rates since `before`; without it, totals.
-
-    Counters that went back belong to another manager, whose first state `look` is.
-    """
+    """The rates since `before`; totals without it, and where counters went back: they are another manager's."""
     now = look.stats
     if before is not None and now.steps_total < before.stats.steps_total:
         before = None
@@ -130,29 +127,25 @@ class TopFrame:
         return title
 
     def _rate_table(self, stats: Stats, width: int) -> Table:
-        hit_rate, usage, step_s, tokens_per_s = zip(*self.rates, strict=True)
+        hits, usage, step_s, tokens = zip(*self.rates, strict=True)
         table = Table.grid(padding=(0, 2))
         # Without an active block there is no share to show.
         filled = _percent(stats.utilization if stats.active_blocks else None)
         rows = [
-            ("prefix hit rate", hit_rate, 1.0, _percent, f"{stats.prefix_hit_rate:.0%} in all"),
-            ("blocks in use", usage, 1.0, _percent, f"{filled} of their slots filled"),
-            ("step time", step_s, None, milliseconds, f"{stats.steps_total} steps"),
-            ("tokens/s", tokens_per_s, None, _whole, f"{stats.generated_tokens_total} generated"),
+            ("prefix hit rate", _percent(_latest(hits)), spark(hits, 1.0), f"{stats.prefix_hit_rate:.0%} in all"),
+            ("blocks in use", _percent(_latest(usage)), spark(usage, 1.0), f"{filled} of their slots filled"),
+            ("step time", milliseconds(_latest(step_s)), spark(step_s), f"{stats.steps_total} steps"),
+            ("tokens/s", _whole(_latest(tokens)), spark(tokens), f"{stats.generated_tokens_total} generated"),
         ]
-        for name, values, top, format_value, beside in rows:
-            latest = next((value for value in reversed(values) if value is not None), None)
-            cells = [Text(name, "dim"), Text(format_value(latest), "bold", justify="right")]
-            cells += [Text(spark(values, top).rjust(SPARKS), _HELD)] if width >= _NARROW else []
-            cells += [Text(beside, "dim")] if width >= _WIDE else []
-            table.add_row(*cells)
         if ranks := stats.executor_rank_us:
             # A line at most, of a group of whatever size: the slowest rank is what a step waits for.
-            slowest = max(range(len(ranks)), key=ranks.__getitem__)
-            cells = [Text("slowest rank", "dim"), Text(milliseconds(max(ranks) / 1e6), "bold", justify="right")]
-            cells += [Text(f"rank {slowest} of {len(ranks)}".rjust(SPARKS), _HELD)] if width >= _NARROW else []
+            which = f"rank {max(range(len(ranks)), key=ranks.__getitem__)} of {len(ranks)}"
             skew = milliseconds((max(ranks) - min(ranks)) / 1e6)
-            cells += [Text(f"{skew} skew", "dim")] if width >= _WIDE else []
+            rows.append(("slowest rank", milliseconds(max(ranks) / 1e6), which, f"{skew} skew"))
+        for name, value, drawn, beside in rows:
+            cells = [Text(name, "dim"), Text(value, "bold", justify="right")]
+            cells += [Text(drawn.rjust(SPARKS), _HELD)] if width >= _NARROW else []
+            cells += [Text(beside, "dim")] if width >= _WIDE else []
             table.add_row(*cells)
         return table
 
@@ -190,6 +183,10 @@ def _row(request: RequestInfo) -> list[str]:
     ]  # fmt: skip  # several entries a line: one each would fill a screen
 
 
+def _latest(values: Sequence[float | None]) -> float | None:
+    return next((value for value in reversed(values) if value is not None), None)
+
+
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{value:.0%}"
 
@@ -199,12 +196,8 @@ def _whole(value: float | None) -> str:
 
 
 def _pool_lines(stats: Stats, width: int) -> RenderResult:
-    free = stats.free_blocks - stats.cached_free_blocks
-    parts = [
-        ("in use", stats.active_blocks, _HELD),
-        ("cached", stats.cached_free_blocks, _CACHED),
-        ("free", free, _FREE),
-    ]
+    cached, free = stats.cached_free_blocks, stats.free_blocks - stats.cached_free_blocks
+    parts = [("in use", stats.active_blocks, _HELD), ("cached", cached, _CACHED), ("free", free, _FREE)]
     pinned = f"{stats.pinned_blocks} of these pinned; " if stats.pinned_blocks else ""
     evicted = f"{pinned}{stats.evicted_blocks_total} evicted so far"
     yield from _pool("Device blocks", stats.num_device_blocks, parts, evicted, width)

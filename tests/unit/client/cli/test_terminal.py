@@ -12,14 +12,25 @@ from support.terminal import TerminalStream
 from pagekv.client.cli.terminal import Terminal, milliseconds, pagekv_command, table
 
 
-def test_styles_only_on_a_terminal_that_wants_them() -> None:
+def on(monkeypatch: pytest.MonkeyPatch, out: io.StringIO, err: io.StringIO, **env: str) -> Terminal:
+    """A terminal that writes to these streams, with these variables of those that it reads."""
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    return Terminal()
+
+
+def test_styles_only_on_a_terminal_that_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
     for make, env, styled in (
         (TerminalStream, {}, True),
         (TerminalStream, {"NO_COLOR": "1"}, False),
         (io.StringIO, {}, False),
     ):
         out, err = make(), make()
-        terminal = Terminal(out, err, env)
+        terminal = on(monkeypatch, out, err, **env)
         terminal.note("note")
         terminal.print(terminal.bold("loud"))
         terminal.progress(1, 2, "half")
@@ -31,9 +42,9 @@ def test_styles_only_on_a_terminal_that_wants_them() -> None:
         assert err.getvalue().endswith("\r\x1b[Kwrong\n" if styled else "note\nwrong\n")
 
 
-def test_an_error_and_the_end_have_lines_of_their_own() -> None:
+def test_an_error_and_the_end_have_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     out, err = io.StringIO(), io.StringIO()
-    terminal = Terminal(out, err, {})
+    terminal = on(monkeypatch, out, err)
     terminal.error("at once")
     terminal.end_line()
     assert out.getvalue() == ""
@@ -48,10 +59,10 @@ def test_an_error_and_the_end_have_lines_of_their_own() -> None:
     assert out.getvalue() == "half a\nhalf\n"
 
 
-def test_an_aside_adds_nothing_to_the_result() -> None:
+def test_an_aside_adds_nothing_to_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     for make, before in ((TerminalStream, "\n"), (io.StringIO, "")):
         out, err = make(), make()
-        terminal = Terminal(out, err, {"NO_COLOR": "1"})
+        terminal = on(monkeypatch, out, err, NO_COLOR="1")
         terminal.write("half a")
         terminal.aside("wait")
         terminal.write(" line")
