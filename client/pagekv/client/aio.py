@@ -114,14 +114,8 @@ class _Closable(AsyncIterator[T]):
 
 
 class AsyncWatch(_Closable[EventBatch]):
-    """Batches of changes of the prefix tables. Use it in `async with`, or close it.
-
-    States: open → ended (every batch asked for was taken, or an error was raised) or closed.
-    """
+    """As `Watch`, in `async with`."""
 
 
 class AsyncStream(StreamState, _Closable[Chunk]):
-    """Chunks of a running generation; at the end `completion` has the whole. Use it in `async with`, or close it.
-
-    States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
-    """
+    """As `Stream`, in `async with`."""

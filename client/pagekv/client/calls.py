@@ -44,8 +44,6 @@ LARGEST_PAGE = 4096
 
 
 class ClientCalls(Connection):
-    """Every call of the services."""
-
     @for_both
     @with_options_of(GenerateOptions)
     async def generate(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> Completion:
@@ -266,9 +264,7 @@ async def _entries(field: str, ask: Callable[[str], Awaitable[Any]]) -> AsyncGen
 
 
 def checked_page_size(size: int) -> int:
-    """The size. Raises InvalidRequest unless it is 1 to LARGEST_PAGE: the server takes 0 for its default, which a
-    caller that computed it did not mean.
-    """
+    """The size. Raises InvalidRequest unless it is 1 to LARGEST_PAGE: nobody means 0, the server's default."""
     check_whole("page_size", size, 1, LARGEST_PAGE)
     return size
 

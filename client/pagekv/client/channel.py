@@ -23,15 +23,12 @@ _PORT = re.compile(r"(?!unix:)(?:[\w.-]+|\[[^]]*\]):(\d+)")
 LONGEST_BACKOFF_MS = 500
 ATTEMPT_MS = 2_000
 # Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
-_IDEMPOTENT = (
-    ("pagekv.v1.InferenceService", ("Abort", "Tokenize", "Detokenize", "GetModelInfo")),
-    ("pagekv.v1.CacheService", ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins", "UnpinPrefix")),
-    (
-        "pagekv.v1.OperatorService",
-        # WatchEvents only until its first message has come.
-        ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents", "ListTenants"),
-    ),
-)
+_IDEMPOTENT = {
+    "InferenceService": ("Abort", "Tokenize", "Detokenize", "GetModelInfo"),
+    "CacheService": ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins", "UnpinPrefix"),
+    # WatchEvents only until its first message has come.
+    "OperatorService": ("GetStats", "ListRequests", "GetBlockTable", "ListBlocks", "WatchEvents", "ListTenants"),
+}
 _RETRY = {
     "maxAttempts": 3,
     "initialBackoff": "0.1s",
@@ -39,14 +36,12 @@ _RETRY = {
     "backoffMultiplier": 2,
     "retryableStatusCodes": ["UNAVAILABLE"],
 }
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": service, "method": method} for service, methods in _IDEMPOTENT for method in methods],
-            "retryPolicy": _RETRY,
-        }
-    ]
-}
+_RETRIED = [
+    {"service": f"pagekv.v1.{service}", "method": method}
+    for service, methods in _IDEMPOTENT.items()
+    for method in methods
+]
+_SERVICE_CONFIG = {"methodConfig": [{"name": _RETRIED, "retryPolicy": _RETRY}]}
 
 
 def target_or_default(target: str | None) -> str:

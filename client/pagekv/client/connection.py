@@ -179,5 +179,4 @@ class Connection:
     async def _ask_for(
         self, cls: type[Values], method: grpc.UnaryUnaryMultiCallable[Request, Any], request: Request
     ) -> Values:
-        """The answer as a dataclass."""
         return flat(cls, await self._ask(method, request))

@@ -112,10 +112,7 @@ _NEVER_CONNECTED = (
 # or another certificate than the client's, tells no reason: it closes the connection before the first call, as a proxy
 # does behind which no manager listens.
 _HANDSHAKES = (
-    (
-        "WRONG_VERSION_NUMBER",
-        "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)",
-    ),
+    ("WRONG_VERSION_NUMBER", "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)"),
     (
         "Failed parsing HTTP/2",
         "it speaks another protocol than gRPC: is that the port of the live page, or of a gateway? Name the manager's "

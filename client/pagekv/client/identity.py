@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeAlias
 
@@ -26,23 +25,20 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 # Of a key: what a client's metadata have room for, in the scheme's word and with the entry's own bytes.
 _MOST_CHARACTERS = 8000
 _API_KEY = re.compile(rf"[!-~]{{1,{_MOST_CHARACTERS}}}")
-_CERTIFICATE, _PRIVATE_KEY = (
-    re.compile(rb"-----BEGIN CERTIFICATE-----"),
-    re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----"),
-)
+_CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----")
+_PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 _PASSPHRASE = re.compile(rb"-----BEGIN ENCRYPTED PRIVATE KEY-----|^Proc-Type: 4,ENCRYPTED", re.MULTILINE)
 
 FilePath: TypeAlias = str | Path
+# Of metadata.
+Entries: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 
-def authorization(
-    api_key: str | None, metadata: Iterable[tuple[str, str | bytes]], target: str, *, encrypted: bool
-) -> tuple[tuple[str, str | bytes], ...]:
+def authorization(api_key: str | None, entries: Entries, target: str, *, encrypted: bool) -> Entries:
     """The metadata with the key given, else with that of the environment, which yields to an authorization that is in
     the metadata. Raises InvalidRequest for a key that is no key, that comes beside an authorization, or that others
     could read on its way.
     """
-    entries = tuple(metadata)
     has_own = any(key == AUTHORIZATION for key, _ in entries)
     key, source = api_key, ""
     if api_key is None:
@@ -67,11 +63,8 @@ def authorization(
     return (*entries, (AUTHORIZATION, f"Bearer {key}"))
 
 
-def for_tenant(act_for: str | None, metadata: Iterable[tuple[str, str | bytes]]) -> tuple[tuple[str, str | bytes], ...]:
-    """The metadata with the tenant that calls are for, where one is given. Raises InvalidRequest for a name that is
-    none, or that comes beside one in the metadata.
-    """
-    entries = tuple(metadata)
+def for_tenant(act_for: str | None, entries: Entries) -> Entries:
+    """The metadata with the tenant of the calls. Raises InvalidRequest for a name that is none, or a second one."""
     if act_for is None:
         return entries
     if any(key == TENANT for key, _ in entries):
@@ -129,7 +122,6 @@ class _File:
             raise InvalidRequest(name, f"{self.shown}: cannot be read: {why}") from error
 
     def refuse(self, problem: str) -> InvalidRequest:
-        """The error about this file."""
         return InvalidRequest(self.name, f"{self.shown}: {problem}")
 
     def must_have(self, begin: re.Pattern[bytes], what: str) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 
 from pagekv.client.errors import PageKVError
 
+# Without logging set up, Python would write warnings to the standard error of whichever program uses this library.
+logging.getLogger("pagekv.client").addHandler(logging.NullHandler())
+
 FIRST_PAUSE_S = 0.1
 # Where no server answers, which costs nobody anything; and where one refuses, as most often it asks for.
 LONGEST_PAUSE_UNANSWERED_S = 0.5

@@ -35,10 +35,6 @@ from pagekv.client.settings import CallSettings, check_resume_timeout, check_tim
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
-_log = logging.getLogger(__name__)
-# Without logging set up, Python would write warnings to the standard error of whichever program uses this library.
-_log.addHandler(logging.NullHandler())
-
 # SamplingParams.n at most, as the contract has it.
 MOST_SEQUENCES = 64
 # A server that asks for more patience than this is the caller's to know.
@@ -71,7 +67,6 @@ class _Sequence:
     ended: bool = False
 
     def interrupted(self) -> None:
-        """The connection broke."""
         if self.resumes:
             self.first_token, self.first_char = len(self.token_ids), self.num_chars
         self.next_token, self.next_char = self.first_token, self.first_char
@@ -138,9 +133,7 @@ class _Sequence:
         return whole, Chunk(**{each.name: getattr(rest, each.name) for each in fields(Chunk)})
 
     def _check_count(self, part: Chunk | Completion, came: int, num_logprobs: int) -> None:
-        """Raises DataLoss unless the server counts as many tokens as came, and each has the log-probabilities that were
-        asked for.
-        """
+        """Raises DataLoss unless as many tokens came as the server counts, with the log-probabilities asked for."""
         if part.completion_tokens != came:
             raise self._gap(part, f"has {part.completion_tokens} tokens by the server's count, {came} came")
         if self.with_logprobs and num_logprobs != len(part.token_ids):
@@ -185,7 +178,7 @@ class ResumableGeneration:
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
         resume_timeout = settings.resume_timeout if resume_timeout is None else resume_timeout
         check_resume_timeout(resume_timeout)
-        self._outage = Outage(resume_timeout, clock, _log)
+        self._outage = Outage(resume_timeout, clock, logging.getLogger(__name__))
         check_timeout(timeout)
         # Only chunks tell what was received, so what is to be resumed must be streamed.
         only_complete = only_complete and (n > 1 or resume_timeout <= 0)
@@ -212,7 +205,6 @@ class ResumableGeneration:
 
     @property
     def done(self) -> bool:
-        """Every sequence is complete."""
         return len(self.completions) == len(self._sequences)
 
     def remaining_s(self) -> float | None:
@@ -228,7 +220,6 @@ class ResumableGeneration:
         return left
 
     def request(self) -> pb.GenerateRequest:
-        """The message for the next call."""
         # Another model would go on in other words: the server refuses that.
         self._request.model_fingerprint = self._model_fingerprint
         first = self._sequences[0]
@@ -274,9 +265,7 @@ class ResumableGeneration:
             raise DataLoss("the stream ended before its sequences were complete")
 
     def failed(self, error: PageKVError) -> float:
-        """The call failed; seconds to wait before the next one. An outage that begins is a warning of this module's
-        logger. Raises the error when there is to be no next call.
-        """
+        """An outage that begins is a warning of this module's logger."""
         if self._is_refused(error):
             return self._retry_in(error)
         if not self._may_go_on(error):

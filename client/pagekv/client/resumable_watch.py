@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from pagekv.client.errors import Overloaded, PageKVError, Unavailable
 from pagekv.client.outage import Outage
@@ -19,44 +20,29 @@ from pagekv.client.types import EventBatch
 from pagekv.client.wire import filled, flat
 from pagekv.v1 import operator_service_pb2 as pb
 
-_log = logging.getLogger(__name__)
-# Without logging set up, Python would write warnings to the standard error of whichever program uses this library.
-_log.addHandler(logging.NullHandler())
-
 # Bounds of a watch's longest silence, as the contract has them.
 LEAST_PROGRESS_S = 1
 MOST_PROGRESS_S = 3600
 
 
 class ResumableWatch:
-    """Made for one call of `watch_events`. States: streaming ⇄ interrupted (between `failed` and the next `request`) →
-    done.
-    """
+    """One call of `watch_events`. States: streaming ⇄ interrupted (between `failed` and the next `request`) → done."""
 
     def __init__(
         self,
         *,
-        token_ids: bool = True,
-        snapshot_only: bool = False,
-        start_revision: int = 0,
-        instance_id: str = "",
-        progress_interval: float | None = None,
         resume_timeout: float,
         clock: Callable[[], float] = time.monotonic,
+        progress_interval: float | None = None,
+        **fields: Any,
     ) -> None:
-        """As the arguments of `watch_events`. Raises InvalidRequest for values out of bounds."""
-        self._request = filled(
-            pb.WatchEventsRequest(),
-            token_ids=token_ids,
-            snapshot_only=snapshot_only,
-            start_revision=start_revision,
-            instance_id=instance_id,
-        )
+        """`progress_interval` and `fields` are WatchOptions. Raises InvalidRequest for values out of bounds."""
+        self._request = filled(pb.WatchEventsRequest(token_ids=True), **fields)
         if progress_interval is not None:
             check_seconds("progress_interval", progress_interval, LEAST_PROGRESS_S, MOST_PROGRESS_S)
             self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))
-        self._outage = Outage(resume_timeout, clock, _log)
-        self._instance_id = instance_id
+        self._outage = Outage(resume_timeout, clock, logging.getLogger(__name__))
+        self._instance_id = self._request.instance_id
         # Messages given to the caller, and those of earlier connections.
         self._given = self._before = 0
         # Parts of a batch that is not whole.
@@ -68,7 +54,6 @@ class ResumableWatch:
         """A watch has no time limit."""
 
     def request(self) -> pb.WatchEventsRequest:
-        """The request of the next connection."""
         self._parts, self._before = [], self._given
         return self._request
 
@@ -90,13 +75,10 @@ class ResumableWatch:
             yield part
 
     def ended(self) -> None:
-        """The server closed the stream without an error."""
         self.done = True
 
     def failed(self, error: PageKVError) -> float:
-        """The connection failed; seconds to wait before the next one. An outage that begins is a warning of this
-        module's logger. Raises the error when there is to be no next connection.
-        """
+        """An outage that begins is a warning of this module's logger."""
         # The server may not have noticed yet that the connection broke, and count its call beside the new one.
         is_full = self._outage.under_way and isinstance(error, Overloaded)
         if not (is_full or isinstance(error, Unavailable)):

@@ -42,10 +42,7 @@ State = TypeVar("State", bound=Resumable[Any])
 
 
 class RunningStream(Generic[Item, State]):
-    """States: running → ended, by itself, by an error or by `end`.
-
-    `begin` makes the call for a request, with a time limit in seconds.
-    """
+    """States: running → ended, by itself, an error or `end`. `begin` calls, with a request and a limit in seconds."""
 
     def __init__(self, client: Connection, resumable: State, begin: Callable[[Any, float | None], Any]) -> None:
         self._client, self.resumable, self._begin = client, resumable, begin
@@ -61,7 +58,6 @@ class RunningStream(Generic[Item, State]):
 
     @property
     def was_ended(self) -> bool:
-        """`end` was called."""
         ended: bool = self._ended.is_set()
         return ended
 

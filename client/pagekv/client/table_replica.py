@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-from pagekv.client.types import (
-    BlockStored,
-    EventBatch,
-    TableCleared,
-    Tier,
-    UnknownEvent,
-)
+from pagekv.client.types import BlockStored, EventBatch, TableCleared, UnknownEvent
 
 __all__ = ["TableReplica"]
 
@@ -48,7 +42,7 @@ class TableReplica:
                 self.blocks.clear()
                 self.host_blocks.clear()
                 continue
-            blocks = self._of(event.tier)
+            blocks = self.blocks if event.tier == "device" else self.host_blocks
             if isinstance(event, BlockStored):
                 if event.block_hash in blocks:
                     raise ValueError(f"batch {batch.sequence} stores {event.block_hash}, which is stored already")
@@ -60,6 +54,3 @@ class TableReplica:
             self._founded = True
             self.revision, self.instance_id = batch.revision, batch.instance_id
         return self._whole
-
-    def _of(self, tier: Tier) -> dict[str, BlockStored]:
-        return self.blocks if tier == "device" else self.host_blocks

@@ -1,4 +1,4 @@
-"""Results of all calls but generating: plain values, no protobuf."""
+"""Results of all calls but generating: plain values, no protobuf. Times are in UTC."""
 
 from __future__ import annotations
 
@@ -19,15 +19,7 @@ Tier: TypeAlias = Literal["device", "host"]
 SequenceState: TypeAlias = Literal["waiting", "running", "swapped", "unknown"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
 BlockOutcome: TypeAlias = Literal[
-    "hit",
-    "never_seen",
-    "evicted",
-    "other_identity",
-    "partial_tail",
-    "diverged",
-    "cleared",
-    "unreachable",
-    "unknown",
+    "hit", "never_seen", "evicted", "other_identity", "partial_tail", "diverged", "cleared", "unreachable", "unknown"
 ]
 HealthStatus: TypeAlias = Literal["serving", "not_serving", "service_unknown", "unknown"]
 
@@ -112,14 +104,12 @@ class Stats:
     unread_sequences: int
     instance_id: str
     start_time: datetime | None
-    """In UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLookup:
-    """The cached part of a prompt: leading tokens in device blocks, then further ones in the host pool.
-
-    `partial_tokens` more are the beginning of a cached block, which a copy of it serves.
+    """The cached part of a prompt: leading tokens in device blocks, then further ones in the host pool, then
+    `partial_tokens` that begin a cached block, which a copy of it serves.
     """
 
     prompt_tokens: int
@@ -147,14 +137,11 @@ class RequestInfo:
     namespace: str
     adapter: str
     create_time: datetime | None
-    """In UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestList:
-    """A page of the live requests, those that run first; `total`: how many there are; `next_page_token` is "" at the
-    end.
-    """
+    """A page of the live requests, those that run first, of `total`; `next_page_token` is "" at the end."""
 
     requests: tuple[RequestInfo, ...]
     total: int
@@ -230,7 +217,6 @@ class Pin:
     pin_id: str
     pinned_tokens: int
     expire_time: datetime | None
-    """In UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,7 +228,6 @@ class PinInfo:
     namespace: str
     adapter: str
     expire_time: datetime | None
-    """In UTC."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

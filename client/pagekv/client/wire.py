@@ -34,9 +34,8 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool) -> pb.GenerateRequest:
-    """The request. Raises InvalidRequest for values that have no place in a message, TypeError for unknown options.
-
-    Bounds are left to the server, which knows the model.
+    """Raises InvalidRequest for values that have no place in a message, TypeError for unknown options. Bounds are left
+    to the server, which knows the model.
     """
     check_known(options, GenerateOptions)
     values = {name: value for name, value in {**options, "n": n}.items() if value is not None}
@@ -46,19 +45,15 @@ def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_c
     return prompt_request(request, prompt, options.get("cache"), sampling_params=sampling, **others)
 
 
-def prompt_request(
-    request: Request,
-    prompt: Prompt,
-    cache: CacheControls | None = None,
-    **values: Any,
-) -> Request:
+def prompt_request(request: Request, prompt: Prompt, cache: CacheControls | None = None, **values: Any) -> Request:
     """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
     filled(request, prompt=_prompt(prompt), **values)
     if cache is None:
         return request
     if not isinstance(cache, CacheControls):
         raise InvalidRequest("cache", f"must be a CacheControls or None, is {_shown(cache)}")
-    return filled(request, cache=_cache(cache))
+    # True is the server's default, and calls that only look refuse both.
+    return filled(request, cache={name: value for name, value in asdict(cache).items() if value is not True})
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
@@ -87,11 +82,6 @@ def _message(position: int, item: object) -> Mapping[str, Any]:
         return item
     problem = f"must have a role and a content and nothing else, is {item!r:.80}"
     raise InvalidRequest(f"prompt.chat.messages[{position}]", problem)
-
-
-def _cache(cache: CacheControls) -> dict[str, Any]:
-    # True is the server's default, and calls that only look refuse both.
-    return {name: value for name, value in asdict(cache).items() if value is not True}
 
 
 def filled(request: Request, **values: Any) -> Request:

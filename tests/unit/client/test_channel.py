@@ -79,7 +79,7 @@ def test_every_method_of_every_service_is_made_by_the_library_and_repeated_or_li
     source = inspect.getsource(calls)
     for file in (inference_service_pb2, cache_service_pb2, operator_service_pb2):
         for service in file.DESCRIPTOR.services_by_name.values():
-            repeated = dict(channel._IDEMPOTENT)[service.full_name]
+            repeated = channel._IDEMPOTENT[service.name]
             for method in service.methods:
                 assert (f".{method.name}" in source) == (method.name not in NOT_MADE), method.full_name
                 assert (method.name in repeated) == (method.name not in NOT_REPEATED), method.full_name
