@@ -63,9 +63,7 @@ def connect(args: argparse.Namespace) -> PageKVClient:
 
 
 def client_of_flags(make: Callable[..., Client], args: argparse.Namespace, **options: Any) -> Client:
-    """A client that `make` makes with these options, of flags, variables and file. Raises UsageError, which names the
-    one of these that is wrong.
-    """
+    """A client that `make` makes of flags, variables and file. Raises UsageError, which names the wrong one."""
     path = config_path(os.environ)
     in_file = read_config(path)
     if "target" in in_file:

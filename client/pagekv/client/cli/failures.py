@@ -37,7 +37,6 @@ _OWN_CODES: dict[type[PageKVError], str] = {
 
 
 def exit_status(failure: Failure) -> int:
-    """As EXIT_STATUS says."""
     if isinstance(failure, UsageError):
         return 2
     if isinstance(failure, StackError):

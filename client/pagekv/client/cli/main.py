@@ -125,9 +125,7 @@ def command_first(argv: Sequence[str]) -> list[str]:
 
 
 def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
-    """Ends with status 2 where a flag before the command lacks its value; and with the nearest command's name where the
-    command is abbreviated or misspelt.
-    """
+    """Ends with status 2 where a flag before the command lacks its value, or the command is abbreviated or misspelt."""
     if argv and argv[-1] in VALUE_FLAGS and all(each.startswith("-") for each in argv):
         parser.error(f"argument {argv[-1]}: expected a value, and a command behind it")
     known = [*up.ALIASES, *(name for names in GROUPS.values() for name in names)]

@@ -73,7 +73,6 @@ def token_ids(text: str) -> list[int]:
 
 
 def add_prompt(parser: CommandParser) -> None:
-    """PROMPT and --token-ids."""
     parser.add_argument(
         "prompt",
         nargs="?",
@@ -95,9 +94,7 @@ def read_identity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt given; that of standard input without the newline at its end, which echo and editors add. Raises
-    UsageError unless there is exactly one.
-    """
+    """The prompt given, that of standard input without its last newline. Raises UsageError unless there is just one."""
     if (args.prompt is None) == (args.token_ids is None):
         raise UsageError("exactly one of PROMPT and --token-ids is required")
     if args.token_ids is not None:

@@ -38,7 +38,6 @@ def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
 
 
 def add_beams(parser: CommandParser) -> None:
-    """The flags of beam search."""
     group = parser.add_argument_group("beam search", "instead of sampling; its results come when all are known")
     for name, kind, help in _BEAM_FLAGS:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help)

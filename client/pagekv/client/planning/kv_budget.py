@@ -107,7 +107,6 @@ def bytes_per_token(geometry: KvGeometry, kv_heads: int | None = None) -> int:
 
 
 def bytes_per_block(geometry: KvGeometry, block_size: int, kv_heads: int | None = None) -> int:
-    """Bytes of one block over all layers: block size x bytes per token."""
     return block_size * bytes_per_token(geometry, kv_heads)
 
 
@@ -167,9 +166,7 @@ def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhe
 
 
 def table_bytes(geometry: KvGeometry, block_size: int, requests: int) -> int:
-    """Bytes of the block tables of so many requests of full context: `TABLE_ENTRY_BYTES` for each block of each, shared
-    blocks too.
-    """
+    """`TABLE_ENTRY_BYTES` for each block of so many requests of full context, shared blocks too."""
     return requests * blocks_for(geometry.context, block_size) * TABLE_ENTRY_BYTES
 
 

@@ -145,9 +145,8 @@ class LoadReport:
 def make_jobs(
     workload: Workload, vocab_size: int, avoid: Sequence[int] = (), text_ids: Sequence[int] = ()
 ) -> list[LoadJob]:
-    """The requests. Prompts are random ids below `vocab_size` without those to `avoid`, or cuts of `text_ids`.
-
-    Raises ValueError when `text_ids` is given and shorter than the longest prompt.
+    """Prompts are random ids below `vocab_size` without those to `avoid`, or cuts of `text_ids`. Raises ValueError when
+    that is given and shorter than the longest prompt.
     """
     rng = random.Random(workload.seed)
     longest = max(workload.prompt_tokens[1], workload.shared_prefix)
@@ -171,14 +170,11 @@ def make_jobs(
     return jobs
 
 
-OnProgress = Callable[[int, int], None]
-
-
 async def run_jobs(
     client: AsyncPageKVClient,
     workload: Workload,
     jobs: Sequence[LoadJob],
-    on_progress: OnProgress | None = None,
+    on_progress: Callable[[int, int], object] = lambda requests, tokens: None,
     objectives: Objectives = Objectives(),
 ) -> LoadReport:
     """Sends the jobs and measures. `on_progress` gets the requests ended and the tokens generated so far."""
@@ -189,8 +185,7 @@ async def run_jobs(
     def on_tokens(count: int) -> None:
         nonlocal tokens
         tokens += count
-        if on_progress is not None:
-            on_progress(len(outcomes), tokens)
+        on_progress(len(outcomes), tokens)
 
     # A refusal or a lost connection is a failure here, not something to hide in the latencies.
     client = client.with_options(max_retries=0, resume_timeout=0)
@@ -225,11 +220,7 @@ async def _measure(
     outcome = LoadOutcome()
     last = due
     stream = client.stream(
-        job.prompt_ids,
-        max_tokens=job.output_tokens,
-        temperature=temperature,
-        seed=job.seed,
-        ignore_eos=True,
+        job.prompt_ids, max_tokens=job.output_tokens, temperature=temperature, seed=job.seed, ignore_eos=True
     )
     try:
         async with stream:
@@ -254,8 +245,6 @@ async def _measure(
 
 
 def summarise(outcomes: Sequence[LoadOutcome], seconds: float, objectives: Objectives = Objectives()) -> LoadReport:
-    """The report of a run that took `seconds`."""
-
     def diagnosis(outcome: LoadOutcome) -> str:
         ttft_s, gaps = outcome.ttft_s or 0.0, outcome.inter_token_s
         return objectives.diagnose(1e3 * ttft_s, 1e3 * fmean(gaps) if gaps else 0.0).value

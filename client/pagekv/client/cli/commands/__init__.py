@@ -1,1 +1,1 @@
-"""One module per command."""
+"""The commands: `add` of each module adds its own to the parser."""

@@ -26,7 +26,6 @@ _HOST = re.compile(rf"(?:{_LABEL}\.)*(?!\d+$){_LABEL}")
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     help = "make a private authority and certificates, or renew these"
     parser = add_command(commands, "certs", help, run, examples=EXAMPLES)
     parser.add_argument("directory", type=_directory, metavar="DIR", help="for the files; made where it is not there")

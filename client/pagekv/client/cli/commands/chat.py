@@ -23,7 +23,6 @@ HELP = "/help shows this, /reset begins a new conversation, /exit (or Ctrl-D) le
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "chat", "talk with the model; the history is kept", run, examples=EXAMPLES)
     add_connection(parser, timeout="seconds to wait for the whole answer [no limit]")
     add_identity(parser)
@@ -32,7 +31,6 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Reads a line, streams the answer, again until the end of input."""
     first = [ChatMessage("system", args.system)] if args.system else []
     interactive = sys.stdin.isatty() and not args.json
     with connect(args) as client:

@@ -25,7 +25,6 @@ def add(commands: Subparsers, parser: CommandParser) -> None:
 
 
 def run(commands: Subparsers, parser: CommandParser, args: argparse.Namespace, terminal: Terminal) -> int:
-    """The script, from the parser's own commands and flags."""
     try:
         import shtab
     except ImportError as error:

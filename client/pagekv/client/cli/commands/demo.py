@@ -46,7 +46,6 @@ OWN_STACK = {
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(
         commands, "demo", "start the stack on free ports, generate some text, stop it again", run, examples=EXAMPLES
     )

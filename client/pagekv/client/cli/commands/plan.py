@@ -37,7 +37,6 @@ _MAX_JSON_BYTES = 64 * 2**20
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(
         commands, "plan", "compute the memory of a KV cache, and the requests that fit", run, examples=EXAMPLES
     )
@@ -105,7 +104,6 @@ class _Plan(NamedTuple):
 
     @property
     def shard(self) -> kv_budget.Shard:
-        """The KV heads of one rank."""
         return kv_budget.shard_kv_heads(self.geometry.kv_heads, self.tp)
 
     @property

@@ -20,7 +20,6 @@ BLOCKS_EXAMPLES = "  pagekv blocks --state cached --limit 20\n"
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommands."""
     parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
     parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
@@ -47,7 +46,6 @@ def _pages(limit: int, field: str, ask: Callable[[int, str], Page]) -> Page:
 
 
 def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """ListBlocks."""
     found = _pages(
         args.limit, "blocks", lambda size, token: client.list_blocks(args.state, page_size=size, page_token=token)
     )
@@ -60,7 +58,6 @@ def blocks(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 
 def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """ListRequests."""
     found = _pages(args.limit, "requests", client.list_requests)
     rows = [
         (r.request_id, r.state, r.priority, r.prompt_tokens, r.cached_tokens, r.generated_tokens, r.num_blocks,
@@ -73,7 +70,6 @@ def requests(client: PageKVClient, args: argparse.Namespace, terminal: Terminal)
 
 
 def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """GetBlockTable."""
     sequences = client.block_table(args.request_id)
     lines = [
         f"sequence {s.index}: {s.state}, {s.num_tokens} tokens, {s.computed_tokens} computed; "
@@ -84,13 +80,12 @@ def block_table(client: PageKVClient, args: argparse.Namespace, terminal: Termin
 
 
 def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """ResetPrefixCache."""
     reset = client.reset_prefix_cache(force=args.force)
     also = f"; {reset.preempted_sequences} sequences preempted, {reset.ended_pins} pins ended" if args.force else ""
     return Shown(reset, f"{reset.removed_blocks} blocks removed{also}")
 
 
 def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Abort; that none of the requests was live is no failure."""
+    """That none of the requests was live is no failure."""
     aborted = client.abort(*args.request_ids)
     return Shown({"aborted": aborted}, f"aborted: {' '.join(aborted) or 'none was running'}")

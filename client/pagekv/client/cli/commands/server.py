@@ -14,7 +14,6 @@ from pagekv.common.version import pagekv_version
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommands."""
     add_query(commands, "health", "say whether the stack serves; exit status 3 if not", health)
     parser = add_command(commands, "version", "show the versions of client and manager", version)
     add_connection(parser)
@@ -22,7 +21,6 @@ def add(commands: Subparsers) -> None:
 
 
 def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Check of grpc.health.v1."""
     status = client.health()
     serves = {"target": client.target, "status": status}
     failure = None if status == "serving" else Unavailable(f"PageKV at {client.target} is not serving")
@@ -50,7 +48,6 @@ def version(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def model(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """GetModelInfo."""
     info = client.model_info()
     rows = [
         ("model", info.model_id or "none"),

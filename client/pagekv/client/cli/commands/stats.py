@@ -23,7 +23,6 @@ EXAMPLES = """\
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(commands, "stats", "show the KV pool, the prefix cache and the load", stats, examples=EXAMPLES)
     add_connection(parser)
     seconds = number(0.1, 3600)
@@ -38,7 +37,7 @@ def add(commands: Subparsers) -> None:
 
 
 def stats(args: argparse.Namespace, terminal: Terminal) -> int:
-    """GetStats; --watch is what `pagekv top` shows, or JSON again and again."""
+    """--watch is what `pagekv top` shows, or JSON again and again."""
     if args.watch and not args.json:
         args.every, args.once = args.watch, False
         return top.run(args, terminal)
@@ -55,7 +54,6 @@ def stats(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def stats_text(now: Stats, terminal: Terminal) -> str:
-    """Three groups of lines."""
     busy, idle = now.executor_busy_us_total, now.executor_idle_us_total
     # Blocks that are held cannot be evicted, so eviction has little left to take.
     pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
@@ -102,7 +100,6 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
 
 
 def graphs_text(recorded: int, failed: int) -> str:
-    """A line about the graphs of an executor."""
     trouble = f", {failed} FAILED: steps of their shapes are slower, the executor's log says why" if failed else ""
     return f"{recorded} recorded{trouble}"
 

@@ -21,12 +21,10 @@ HEADS = (
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     add_query(commands, "tenants", "list the tenants and what each took", tenants, examples=EXAMPLES)
 
 
 def tenants(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """ListTenants."""
     found = client.list_tenants()
     none = "no tenants: there are some where callers have identities (--identities of the manager)"
     return Shown({"tenants": found}, table(list(map(_row, found)), HEADS) if found else none)

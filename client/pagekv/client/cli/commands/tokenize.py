@@ -20,7 +20,6 @@ EXAMPLES = """\
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommands."""
     parser = add_query(
         commands, "tokenize", "show the token ids of a text or a conversation", tokenize, examples=EXAMPLES
     )
@@ -33,7 +32,7 @@ def add(commands: Subparsers) -> None:
 
 
 def tokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Tokenize. Raises UsageError."""
+    """Raises UsageError."""
     if (args.prompt, args.token_ids, args.chat).count(None) != 2:
         raise UsageError("exactly one of PROMPT, --token-ids and --chat is required")
     ids = client.tokenize(read_prompt(args) if args.chat is None else _conversation(args))
@@ -51,6 +50,5 @@ def _conversation(args: argparse.Namespace) -> list[ChatMessage]:
 
 
 def detokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Detokenize."""
     text = client.detokenize(args.token_ids)
     return Shown({"text": text}, text)

@@ -19,7 +19,6 @@ EXAMPLES = """\
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand."""
     parser = add_command(
         commands, "top", "watch requests, blocks and rates in the terminal, until q or Ctrl-C", run, examples=EXAMPLES
     )
