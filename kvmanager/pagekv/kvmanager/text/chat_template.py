@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping, Sequence
-from itertools import chain
+
+import msgpack
 
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, check_syntax
 from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
@@ -32,7 +32,7 @@ class ChatTemplate:
         """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError,
         Overloaded, and Unavailable when closed. Cancelling it ends the rendering.
         """
-        return (await self._run("render", _pack(messages))).decode()
+        return (await self._run("render", msgpack.packb(messages))).decode()
 
     async def warm(self) -> None:
         """Begins the process and compiles the template. Raises ChatTemplateError."""
@@ -49,9 +49,3 @@ class ChatTemplate:
     def close(self) -> None:
         """Ends the process for good."""
         self._worker.close()
-
-
-def _pack(messages: Sequence[Mapping[str, str]]) -> bytes:
-    """Number of texts, their lengths in bytes, and the texts: role and content in turn."""
-    texts = [text.encode() for text in chain.from_iterable((each["role"], each["content"]) for each in messages)]
-    return struct.pack(f"<I{len(texts)}I", len(texts), *map(len, texts)) + b"".join(texts)

@@ -35,6 +35,8 @@ class NoAnswer(Exception):
 
 def template_jobs(setup: bytes) -> dict[str, Job]:
     """Jobs of a chat template. `setup`: JSON with `source` and `special_tokens`. Raises NoAnswer."""
+    import msgpack
+
     from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, TemplateSandbox
 
     given = json.loads(setup)
@@ -44,14 +46,10 @@ def template_jobs(setup: bytes) -> dict[str, Job]:
         raise NoAnswer(str(error)) from error
 
     def render(body: bytes) -> bytes:
-        texts = _unpack(body)
-        messages = [{"role": role, "content": content} for role, content in zip(texts[::2], texts[1::2], strict=True)]
         try:
-            text = template.render(messages)
+            rendered = template.render(msgpack.unpackb(body)).encode()
         except ChatTemplateError as error:
             raise NoAnswer(str(error)) from error
-        try:
-            rendered = text.encode()
         except UnicodeEncodeError as error:
             raise NoAnswer(f"the model's chat template fails on it: {error}") from error
         if len(rendered) > MAX_RENDERED_BYTES:
@@ -61,16 +59,6 @@ def template_jobs(setup: bytes) -> dict[str, Job]:
         return rendered
 
     return {"render": render}
-
-
-def _unpack(body: bytes) -> list[str]:
-    (count,) = struct.unpack_from("<I", body)
-    sizes = struct.unpack_from(f"<{count}I", body, 4)
-    texts, start = [], 4 + 4 * count
-    for size in sizes:
-        texts.append(body[start : start + size].decode())
-        start += size
-    return texts
 
 
 def tokenizer_jobs(setup: bytes) -> dict[str, Job]:

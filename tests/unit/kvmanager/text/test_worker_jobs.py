@@ -8,10 +8,10 @@ import resource
 import struct
 from array import array
 
+import msgpack
 import pytest
 from support.engine import small_tokenizers
 
-from pagekv.kvmanager.text.chat_template import _pack
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB, REFUSED, bound_memory, serve
 
@@ -50,8 +50,8 @@ def test_a_conversation_is_rendered_or_refused() -> None:
     setup = json.dumps(
         {"source": "{{ x }}{{ messages[1].role }}{{ messages[0].content }}", "special_tokens": {"x": "X"}}
     )
-    both = _pack([{"role": "user", "content": "é"}, {"role": "assistant", "content": ""}])
-    one = _pack([{"role": "user", "content": "é"}])
+    both = msgpack.packb([{"role": "user", "content": "é"}, {"role": "assistant", "content": ""}])
+    one = msgpack.packb([{"role": "user", "content": "é"}])
     done, rendered, (status, words) = answers("template", ("setup", setup.encode()), ("render", both), ("render", one))
     assert (done, rendered, status) == ((DONE, b""), (DONE, "Xassistanté".encode()), REFUSED)
     assert b"fails on it" in words

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
+import msgpack
 import pytest
 from support.engine import small_tokenizers
 from support.event_loop import run_by
@@ -24,7 +25,6 @@ from pagekv.common.errors import Overloaded, Unavailable
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.identity import Identity
 from pagekv.kvmanager.text import worker_process
-from pagekv.kvmanager.text.chat_template import _pack
 from pagekv.kvmanager.text.worker_jobs import JOB
 from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
 
@@ -32,7 +32,7 @@ FOREVER = (
     "{% set r = range(99999) %}{% for a in r %}{% for b in r %}{% for c in r %}{% endfor %}{% endfor %}{% endfor %}"
 )
 SOURCE = "{% if messages[0].content == 'hang' %}" + FOREVER + "{% endif %}{{ messages[0].content }}"
-HANG, FINE = (_pack([{"role": "user", "content": word}]) for word in ("hang", "fine"))
+HANG, FINE = (msgpack.packb([{"role": "user", "content": word}]) for word in ("hang", "fine"))
 KILLED_PARENT = """
 import asyncio, os, signal, sys
 sys.path[:] = sys.argv[1:]
@@ -147,7 +147,7 @@ def test_an_answer_that_nobody_reads_ends_the_process_without_a_word() -> None:
     assert (process.returncode, words) == (1, b"")
 
 
-X = _pack([{"role": "user", "content": "x" * 1000}])
+X = msgpack.packb([{"role": "user", "content": "x" * 1000}])
 MOST = len(HANG) + len(X) + 10
 
 
@@ -176,7 +176,7 @@ async def test_more_bytes_than_may_wait_are_refused(it: WorkerProcess) -> None:
 
 @run_by(working)
 async def test_a_text_whose_caller_has_gone_is_not_kept_until_its_turn(it: WorkerProcess) -> None:
-    begun, text = await hanging(it), _pack([{"role": "user", "content": "x" * 1000}])
+    begun, text = await hanging(it), msgpack.packb([{"role": "user", "content": "x" * 1000}])
     alone = sys.getrefcount(text)
     waits = asyncio.create_task(it.run("render", text))
     await asyncio.sleep(0)
