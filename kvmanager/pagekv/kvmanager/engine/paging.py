@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hashlib
 import struct
 from collections.abc import Callable
@@ -58,7 +57,7 @@ def read_page_token(of: bytes, token: str, end: int) -> int:
         return 0
     try:
         raw = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-    except (ValueError, binascii.Error):
+    except ValueError:
         raw = b""
     packed, check = raw[:-_CHECK_BYTES], raw[-_CHECK_BYTES:]
     if len(packed) == struct.calcsize("<Q") and check == _check(of, packed):

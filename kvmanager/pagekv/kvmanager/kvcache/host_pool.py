@@ -203,7 +203,7 @@ class HostPool:
             if keys[block] is not None:
                 evicted = self._remove_key(block)
                 self.evictions += 1
-                if log is not None and evicted is not None:
+                if log is not None:
                     log.host_removed(evicted)
             if digest is not None and block_of.setdefault(digest, block) == block:
                 keys[block] = digest
@@ -221,7 +221,7 @@ class HostPool:
         """Removes these keys: their content is void. Held blocks stay held and become private."""
         for block in [self._block_of[digest] for digest in digests if digest in self._block_of]:
             removed = self._remove_key(block)
-            if removed is not None and self._log is not None:
+            if self._log is not None:
                 self._log.host_removed(removed)
 
     def clear(self) -> None:
@@ -231,11 +231,10 @@ class HostPool:
         for block in list(self._block_of.values()):
             self._remove_key(block)
 
-    def _remove_key(self, block: int) -> bytes | None:
-        """Returns the key that the block had."""
-        key = self._key[block]
-        if key is not None:
-            del self._block_of[key]
-            self._key[block] = None
-            self._names.pop(block, None)
+    def _remove_key(self, block: int) -> bytes:
+        """Returns the key that the block had: it must have one."""
+        key, self._key[block] = self._key[block], None
+        assert key is not None
+        del self._block_of[key]
+        self._names.pop(block, None)
         return key

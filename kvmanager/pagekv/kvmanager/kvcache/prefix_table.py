@@ -66,7 +66,7 @@ class PrefixTable:
         self.map = DigestMap(num_blocks)
         self._block_of, self._digest, self._retired = self.map.block_of, self.map.column, self.map.retired
         self._tokens = fresh_zeros((num_blocks, block_size), np.uint32)
-        self._trie = PrefixTrie(num_blocks, self._tokens)
+        self._trie = PrefixTrie(self._tokens)
         # Blocks from the first medium of their chain on.
         self._media: set[int] = set()
         self._twins = Twins()

@@ -49,16 +49,12 @@ class PrefixTrie:
     from the call that adds the block to the one that removes it. Arrays of block ids are int32.
     """
 
-    def __init__(self, num_blocks: int, tokens: NDArray[np.uint32]) -> None:
-        if tokens.ndim != 2 or len(tokens) != num_blocks or tokens.dtype != np.uint32 or not tokens.flags.c_contiguous:
-            raise ValueError(
-                f"tokens: must be [{num_blocks}, block size] uint32 in C order, got {list(tokens.shape)} {tokens.dtype}"
-            )
+    def __init__(self, tokens: NDArray[np.uint32]) -> None:
         self._tokens = tokens
         self._row_bytes = tokens.shape[1] * tokens.itemsize
         self._bytes = tokens.data.cast("B")
-        self._parent = np.full(num_blocks, _ABSENT, np.int32)
-        self._child = np.full(num_blocks, _NONE, np.int32)
+        self._parent = np.full(len(tokens), _ABSENT, np.int32)
+        self._child = np.full(len(tokens), _NONE, np.int32)
         # The same memory, faster to read one number at a time.
         self._parent_at = self._parent.data
         self._child_at = self._child.data

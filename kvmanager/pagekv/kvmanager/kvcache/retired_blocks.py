@@ -33,8 +33,6 @@ class RetiredBlocks:
 
     def add(self, blocks: Blocks, note: Note) -> None:
         """Retires blocks that are not. `note` is called with their digests as they are cleared."""
-        if not len(blocks):
-            return
         self._last_batch += 1
         self._notes[self._last_batch] = note
         self._batch_of[blocks] = self._last_batch

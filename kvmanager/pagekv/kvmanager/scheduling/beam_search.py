@@ -92,8 +92,6 @@ class BeamSearch:
         Returns what the beams are from now on, best first; empty when the search is done. Raises ValueError when
         there is not one list for every beam.
         """
-        if len(candidates) != len(self.beams):
-            raise ValueError(f"must have candidates for each of {len(self.beams)} beams, got {len(candidates)}")
         is_last = self.num_tokens + 1 == self._sampling.max_tokens
         continuing: list[Continuation] = []
         beams: list[Beam] = []

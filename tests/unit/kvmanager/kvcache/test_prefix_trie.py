@@ -18,7 +18,7 @@ NUM_BLOCKS = 40
 
 def trie_of(rows: list[list[int]], parents: dict[int, Node]) -> PrefixTrie:
     """A trie over blocks that hold these tokens, with those of `parents` in it, in that order."""
-    trie = PrefixTrie(len(rows), tokens(rows))
+    trie = PrefixTrie(tokens(rows))
     for block, parent in parents.items():
         trie.add(block, parent)
     return trie
@@ -98,7 +98,7 @@ def test_a_run_that_is_known_is_verified_up_to_what_differs() -> None:
 
 def test_what_takes_the_place_of_a_removed_block_has_none_of_its_children() -> None:
     rows = tokens([[1, 1], [2, 2], [3, 3]])
-    trie = PrefixTrie(3, rows)
+    trie = PrefixTrie(rows)
     for block, parent in ((0, ROOT), (1, 0), (2, 0)):
         trie.add(block, parent)
     assert sorted(trie.remove(ids([0]))) == [1, 2]
@@ -170,18 +170,12 @@ def test_all_children_follow_what_takes_the_place_of_their_parent() -> None:
     check_trie(trie, {1, 2, 3})
 
 
-def test_rows_must_be_what_the_trie_reads() -> None:
-    for rows in (np.zeros((3, 2), np.uint32), np.zeros((4, 2), np.int64), np.zeros((4, 4), np.uint32)[:, ::2]):
-        with pytest.raises(ValueError, match="tokens: must be"):
-            PrefixTrie(4, rows)  # type: ignore[arg-type]  # the mistake under test
-
-
 def test_a_chain_costs_8_bytes_a_block_and_leaves_nothing_behind() -> None:
     count = 100_000
     chain, rows = np.arange(count, dtype=np.int32), np.zeros((count, 1), np.uint32)
     tracemalloc.start()
     try:
-        trie = PrefixTrie(count, rows)
+        trie = PrefixTrie(rows)
         trie.add_chain(chain, ROOT)
         assert tracemalloc.get_traced_memory()[0] <= 8 * count + 5000
         assert trie.remove(chain[::-1].copy()) == []
@@ -204,7 +198,7 @@ def test_check_trie_compares_with_the_blocks_that_should_be_there() -> None:
 
 def test_check_trie_sees_children_out_of_order() -> None:
     rows = tokens([[1], [2], [3]])
-    trie = PrefixTrie(3, rows)
+    trie = PrefixTrie(rows)
     for block, parent in ((0, ROOT), (1, 0), (2, 0)):
         trie.add(block, parent)
     rows[1] = 9

@@ -70,7 +70,7 @@ class TrieMachine(RuleBasedStateMachine):
     def start(self, block_size: int) -> None:
         self.size = block_size
         self.tokens = np.zeros((NUM_BLOCKS, block_size), np.uint32)
-        self.trie = PrefixTrie(NUM_BLOCKS, self.tokens)
+        self.trie = PrefixTrie(self.tokens)
         self.model = Model()
         # Children of one parent mostly differ in the table, but need not here.
         self.row = st.lists(st.integers(0, 1), min_size=block_size, max_size=block_size)
@@ -200,7 +200,7 @@ TestTrieMachine.settings = settings(
 )
 def test_any_tokens_compare_like_a_search_through_all(rows: list[list[int]], wanted: list[int], taken: int) -> None:
     wanted = [*rows[0][:taken], *wanted[taken:]]
-    trie = PrefixTrie(len(rows), tokens(rows))
+    trie = PrefixTrie(tokens(rows))
     for block in range(len(rows)):
         trie.add(block, ROOTS[0])
     block, run = trie.longest_run(ROOTS[0], tokens(wanted))

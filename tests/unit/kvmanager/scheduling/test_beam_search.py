@@ -258,7 +258,7 @@ def test_too_small_a_vocabulary_ends_with_what_there_is() -> None:
 
 def test_a_step_needs_candidates_of_every_beam() -> None:
     search = beam_search(2, 1, 1.0, False, 4, frozenset())
-    with pytest.raises(ValueError, match="each of 1 beams, got 2"):
+    with pytest.raises(ValueError, match="longer"):
         search.advance([[(1, -1.0)], [(2, -1.0)]])
     assert search.num_tokens == 0
     assert len(search.beams) == 1
