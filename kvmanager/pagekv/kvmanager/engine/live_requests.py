@@ -26,9 +26,8 @@ class LiveRequests:
         self._arrivals = 0
         # By stream that its reader has not released: the tenant, and how many sequences have ended.
         self._being_read: dict[RequestStream, tuple[str, int]] = {}
-        # Their sum, and that of each tenant.
-        self.num_unread = 0
-        self._unread: Counter[str] = Counter()
+        # The sum of these, by tenant: ended sequences whose readers have not taken them.
+        self.num_unread: Counter[str] = Counter()
         # Requests of each tenant.
         self._tenants: Counter[str] = Counter()
         # Set while no request is live.
@@ -77,11 +76,10 @@ class LiveRequests:
         return self.of(stream)
 
     def _count_unread(self, tenant: str, more: int) -> None:
-        self.num_unread += more
-        self._unread[tenant] += more
-        if not self._unread[tenant]:
+        self.num_unread[tenant] += more
+        if not self.num_unread[tenant]:
             # Each subject of a token may be a tenant, so there is no end of names.
-            del self._unread[tenant]
+            del self.num_unread[tenant]
 
     def remove_if_finished(self, request: LiveRequest) -> bool:
         """Removes a request whose sequences have all finished, and counts ended sequences as unread. To be called
@@ -113,7 +111,3 @@ class LiveRequests:
     def num_tenants(self, also: str) -> int:
         """Tenants that have live requests, and this one."""
         return len(self._tenants) + (also not in self._tenants)
-
-    def unread_of(self, tenant: str) -> int:
-        """Ended sequences of a tenant whose readers have not taken them."""
-        return self._unread[tenant]

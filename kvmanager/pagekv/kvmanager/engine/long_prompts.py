@@ -24,26 +24,19 @@ class LongPrompts:
         self._pack = pack
         # Held by the call of a tenant that is entering.
         self.turns = TenantTurns()
-        # Sequences of the calls that have a turn or wait for it, and those of each tenant by its name.
-        self.num_entering = 0
-        self._entering: Counter[str] = Counter()
-
-    def num_entering_of(self, tenant: str) -> int:
-        """As `num_entering`, of one tenant."""
-        return self._entering[tenant]
+        # Sequences of the calls that have a turn or wait for it, by tenant.
+        self.num_entering: Counter[str] = Counter()
 
     @contextmanager
     def entering(self, tenant: str, num_sequences: int) -> Iterator[None]:
         """Counts so many sequences of a call among those that are entering."""
-        self.num_entering += num_sequences
-        self._entering[tenant] += num_sequences
+        self.num_entering[tenant] += num_sequences
         try:
             yield
         finally:
-            self.num_entering -= num_sequences
-            self._entering[tenant] -= num_sequences
-            if not self._entering[tenant]:
-                del self._entering[tenant]
+            self.num_entering[tenant] -= num_sequences
+            if not self.num_entering[tenant]:
+                del self.num_entering[tenant]
 
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable

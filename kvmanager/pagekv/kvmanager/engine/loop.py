@@ -331,7 +331,7 @@ class EngineLoop:
         """
         prompts, tenant = self._long_prompts, command.tenant.name
         self._check_admissible(command)
-        waits = prompts.num_entering > 0
+        waits = bool(prompts.num_entering)
         with prompts.entering(tenant, command.n):
             async with prompts.turns.of(tenant):
                 if waits:
@@ -360,9 +360,9 @@ class EngineLoop:
     def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
         """`counted`: sequences of this request that count as entering by now."""
         try:
-            prompts = self._long_prompts
-            own = prompts.num_entering_of(command.tenant.name)
-            check_admissible(command, self._state, prompts.num_entering - counted, own - counted)
+            entering = self._long_prompts.num_entering
+            own = entering[command.tenant.name]
+            check_admissible(command, self._state, entering.total() - counted, own - counted)
         except Overloaded:
             self._totals.rejected_requests_total += 1
             self.observers.rejected()

@@ -68,9 +68,9 @@ async def test_nothing_is_kept_of_tenants_that_have_nothing_live_and_nothing_unr
             for name in ("whole", "given up")
         )
         await read(read_whole)
-        assert engine._live.unread_of(tenant.name) > 0
+        assert engine._live.num_unread[tenant.name] > 0
         for stream in (read_whole, given_up):
             engine.release(stream)
     live = engine._live
-    kept = (live._requests, live._by_stream, live._being_read, live._unread, live._tenants)
+    kept = (live._requests, live._by_stream, live._being_read, live.num_unread, live._tenants)
     assert not any(kept)
