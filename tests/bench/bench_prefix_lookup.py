@@ -24,7 +24,7 @@ Lookup = Callable[[BlockPool, Seq, int], tuple[list[int], list[bytes]]]
 
 def by_tokens(pool: BlockPool, sequence: Seq, most: int) -> tuple[list[int], list[bytes]]:
     """Walks the trie, then reads the digests of what it found."""
-    blocks = pool.table.match_tokens(ROOT, sequence.chunks(BLOCK_SIZE, 0, most))
+    blocks = pool.table.trie.match(ROOT, sequence.chunks(BLOCK_SIZE, 0, most))
     return blocks, pool.table.digests(blocks)
 
 

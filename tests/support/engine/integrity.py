@@ -186,8 +186,8 @@ def check_table(table: PrefixTable) -> None:
     blocks = set(held.values())
     if sorted(blocks) != np.flatnonzero(table.published).tolist():
         raise InvariantError(f"{len(held)} blocks hold digests, {int(table.published.sum())} are marked published")
-    check_trie(table._trie, blocks)
-    trie = table._trie
+    check_trie(table.trie, blocks)
+    trie = table.trie
     media = {block for block in blocks if block in trie._apart or trie.parent(block) in table._media}
     if media != table._media:
         raise InvariantError(f"blocks {sorted(media ^ table._media)[:8]} should, or should not, count as media")

@@ -45,7 +45,7 @@ class PrefixExplainer:
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(token_ids)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
-        reach = [(len(pool.table.match_tokens(other, chunks[:plain])), adapter) for adapter, other in other_roots]
+        reach = [(len(pool.table.trie.match(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
         # Now, since the hits may be blocks of anything when a later page is made.
         self._near = self._nearest(len(self._hits))
@@ -129,7 +129,7 @@ class PrefixExplainer:
         tokens = self._tokens[start : start + self._pool.block_size]
         if any(span.position < start + len(tokens) and span.position + span.length > start for span in self._media):
             return -1, 0
-        return self._pool.table.longest_run(int(self._hits[-1]) if len(self._hits) else self._root, tokens)
+        return self._pool.table.trie.longest_run(int(self._hits[-1]) if len(self._hits) else self._root, tokens)
 
 
 # Pairs of namespace and adapter that are kept, and adapters of one namespace that are compared.

@@ -46,7 +46,7 @@ def match_prefix(
             pass
     tokens: NDArray[np.uint32] = np.asarray(token_ids, np.uint32)
     chunks = tokens[: len(tokens) // size * size].reshape(-1, size)
-    known = table.verify(root, prepared.cached, chunks)
+    known = table.trie.verify(root, prepared.cached, chunks)
     before = int(prepared.cached[known - 1]) if known else root
     more = pool.match(before, prepared.digests[known:], chunks[known:])
     return PrefixMatch(tokens, chunks, prepared.digests, np.append(prepared.cached[:known], np.array(more, np.int32)))

@@ -87,7 +87,7 @@ class EngineQueries:
         partial = 0
         if limits.prefix_cache and limits.partial_hits and not kept and not identity.media and found < len(tokens):
             before = int(hits[-1]) if len(hits) else root
-            _, partial = pool.table.longest_run(before, tokens[found : found + pool.block_size])
+            _, partial = pool.table.trie.longest_run(before, tokens[found : found + pool.block_size])
         answer = pb.LookupPrefixResponse(
             prompt_tokens=len(tokens), device_tokens=found, host_tokens=kept, partial_tokens=partial
         )

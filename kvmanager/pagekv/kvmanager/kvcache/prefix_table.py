@@ -66,7 +66,8 @@ class PrefixTable:
         self.map = DigestMap(num_blocks)
         self._block_of, self._digest, self._retired = self.map.block_of, self.map.column, self.map.retired
         self._tokens = fresh_zeros((num_blocks, block_size), np.uint32)
-        self._trie = PrefixTrie(self._tokens)
+        # To be changed by this table alone.
+        self.trie = PrefixTrie(self._tokens)
         # Blocks from the first medium of their chain on.
         self._media: set[int] = set()
         self._twins = Twins()
@@ -103,12 +104,12 @@ class PrefixTable:
 
     def parent(self, block: int) -> bytes | None:
         """Digest of the block or chain root before it; None unless it is in the table."""
-        parent = self._trie.parent(block)
+        parent = self.trie.parent(block)
         return self._digest[parent] if isinstance(parent, int) else parent
 
     def parents(self, blocks: Blocks) -> list[bytes]:
         """Digests of the blocks or chain roots before blocks in the table."""
-        before = self._trie.parents(blocks)
+        before = self.trie.parents(blocks)
         found = self.digests(before.tolist())
         for at in np.flatnonzero(before < 0).tolist():
             found[at] = self.parent(int(blocks[at])) or b""
@@ -138,22 +139,12 @@ class PrefixTable:
         return TableColumns(
             self.published.copy(),
             tuple(self._digest),
-            self._trie.parents(slice(None)),
-            self._trie.roots(),
+            self.trie.parents(slice(None)),
+            self.trie.roots(),
             self._media.copy(),
             self._tokens.copy(),
             self._names.copy(),
         )
-
-    def match_tokens(self, parent: Node, tokens: BlockTokens) -> list[int]:
-        """Longest leading run of cached blocks with these token ids after a chain root or a block, found without
-        hashing.
-        """
-        return self._trie.match(parent, tokens)
-
-    def verify(self, root: bytes, blocks: Blocks, tokens: BlockTokens) -> int:
-        """How many of these block ids, any ids, are what `match_tokens` begins with after a chain root."""
-        return self._trie.verify(root, blocks, tokens)
 
     def match(self, parent: Node, digests: Sequence[bytes], tokens: BlockTokens) -> tuple[list[int], bool]:
         """Longest leading run of cached blocks after `parent` with these digests; and whether it ended at a digest
@@ -171,16 +162,10 @@ class PrefixTable:
         if not blocks:
             return blocks, False
         same = (self._tokens[blocks] == tokens[: len(blocks)]).all(axis=1)
-        same &= self._trie.follow(np.array(blocks, np.int32), parent)
+        same &= self.trie.follow(np.array(blocks, np.int32), parent)
         if same.all():
             return blocks, False
         return blocks[: int(same.argmin())], True
-
-    def longest_run(self, parent: Node, tokens: NDArray[np.uint32]) -> tuple[int, int]:
-        """The block after `parent` (a block, or a chain root) that shares most leading token ids with `tokens`, and
-        how many; (-1, 0) when none shares any.
-        """
-        return self._trie.longest_run(parent, tokens)
 
     def is_entered(self, block: int) -> bool:
         """Whether a held block, or one that it is a twin of, is in the table."""
@@ -216,7 +201,7 @@ class PrefixTable:
             blocks, parents, tokens = [blocks[at] for at in entered], [parents[at] for at in entered], tokens[entered]
         self._fill(np.array(blocks, np.int32), tokens)
         for block, parent in zip(blocks, parents, strict=True):
-            self._trie.add(block, parent)
+            self.trie.add(block, parent)
         if self._names:
             of = self._names
             of.update((block, of[parent]) for block, parent in zip(blocks, parents, strict=True) if parent in of)
@@ -240,7 +225,7 @@ class PrefixTable:
         Where a digest is there already and somebody holds its block, the new one is its twin from now on. Where nobody
         does, the new one gets the entry: the blocks after it are in use, and a parent that is evicted before its
         children would leave a hole in the chain.
-        `media`: one of the blocks, or one before them, has a medium, so `match_tokens` must not find them. `names`:
+        `media`: one of the blocks, or one before them, has a medium, so tokens alone must not find them. `names`:
         namespace and adapter of the chain, None where it has neither.
         """
         added = Added([], [], [], False)
@@ -259,7 +244,7 @@ class PrefixTable:
                 run = slice(position, end)
                 self._fill(blocks[run], tokens[run])
                 # Blocks after one with a medium are apart from all text by that.
-                self._trie.add_chain(blocks[run], before, apart=media and before not in self._media)
+                self.trie.add_chain(blocks[run], before, apart=media and before not in self._media)
                 if media:
                     self._media.update(ids[run])
                 if names is not None:
@@ -303,7 +288,7 @@ class PrefixTable:
 
     def _is_copy(self, block: int, parent: Node, tokens: BlockTokens, media: bool) -> bool:
         """Whether a block in the table has these token ids, [block_size], and this parent."""
-        same_place = self._trie.parent(block) == parent and (block in self._media) == media
+        same_place = self.trie.parent(block) == parent and (block in self._media) == media
         return same_place and bool((self._tokens[block] == tokens).all())
 
     def let_go(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -344,7 +329,7 @@ class PrefixTable:
         if old in self._media:
             self._media.remove(old)
             self._media.add(new)
-        self._trie.replace(old, new)
+        self.trie.replace(old, new)
 
     def remove(self, blocks: Blocks) -> tuple[Blocks, list[bytes]]:
         """Removes blocks of the table, and with them all that follow; returns all of them, and their digests."""
@@ -380,7 +365,7 @@ class PrefixTable:
     def _take_out(self, blocks: Blocks) -> Blocks:
         """Takes blocks, and all that follow them, off their places in the forest; returns all of them."""
         self.generation = object()
-        followers = self._trie.remove(blocks)
+        followers = self.trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks
         self.published[removed] = False
         if self._names:
@@ -399,6 +384,6 @@ class PrefixTable:
         self._media.clear()
         self._twins.clear()
         self._names.clear()
-        self._trie.clear()
+        self.trie.clear()
         self.published[:] = False
         return removed

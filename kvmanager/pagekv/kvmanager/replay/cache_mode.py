@@ -72,7 +72,7 @@ def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
     left out.
     """
     chunks = tokens.reshape(-1, pool.block_size)
-    hits = pool.table.match_tokens(root, chunks)
+    hits = pool.table.trie.match(root, chunks)
     parent = pool.table.digest(hits[-1]) if hits else root
     assert parent is not None
     left = chunks[len(hits) :]

@@ -211,7 +211,7 @@ class BlockTables:
         alike = 0 if media_keys(identity.media, start, end) else arrival.alike
         if alike is None:
             parent = sequence.block_table[hits - 1] if hits else sequence.request.root
-            _, alike = self.pool.table.longest_run(parent, np.array(sequence.token_ids[start:end], np.uint32))
+            _, alike = self.pool.table.trie.longest_run(parent, np.array(sequence.token_ids[start:end], np.uint32))
         return Admitted(sequence, hits, digest, alike)
 
     def _match(self, sequence: Seq, most: int) -> Blocks:
@@ -224,9 +224,9 @@ class BlockTables:
         known = 0
         unchanged = sequence.hint_generation is table.generation
         if len(hint) and text == most:
-            known = min(len(hint), most) if unchanged else table.verify(root, hint, chunks)
+            known = min(len(hint), most) if unchanged else table.trie.verify(root, hint, chunks)
         hint = hint[:known]
-        blocks = table.match_tokens(int(hint[-1]) if known else root, chunks[known:text])
+        blocks = table.trie.match(int(hint[-1]) if known else root, chunks[known:text])
         found = known + len(blocks)
         # With a host pool the table's own objects, by which that pool tells what its blocks follow.
         begin = len(digests)
@@ -266,7 +266,7 @@ class BlockTables:
         if start < end:
             parent = int(hits[-1]) if len(hits) else sequence.request.root
             wanted = np.array(sequence.token_ids[start:end], np.uint32)
-            block, arrival.alike = self.pool.table.longest_run(parent, wanted)
+            block, arrival.alike = self.pool.table.trie.longest_run(parent, wanted)
             if arrival.alike and not self.publisher.is_being_computed(block):
                 arrival.source, arrival.copied = block, arrival.alike
 

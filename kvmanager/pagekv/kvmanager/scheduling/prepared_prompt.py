@@ -78,7 +78,7 @@ class PreparedPrompt:
         node = int(self.cached[-1]) if len(self.cached) else self.root
         # The latest block may be gone, and its id that of another one, even of one with an equal digest.
         if len(self.cached) == begin and (not begin or table.digest(int(node)) is self.digests[-1]):
-            hits = table.match_tokens(node, tokens[:text])
+            hits = table.trie.match(node, tokens[:text])
             self.digests += table.digests(hits)
             self.cached = np.concatenate([self.cached, np.array(hits, np.int32)])
         found = len(self.digests) - begin

@@ -34,7 +34,7 @@ def test_blocks_are_listed_by_state_in_pages() -> None:
     driver.drain()
     cache = CacheAdmin(True, 1.0, lambda: None)
     asked = snapshots(driver, cache)
-    cache.pins.pin(driver.pool.table.match_tokens(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
+    cache.pins.pin(driver.pool.table.trie.match(driver.requests[0].root, np.array([[1, 2]], np.uint32)), 60, 0)
     driver.submit([1, 2, 9], max_tokens=4)
     driver.plan()
     states = {}

@@ -44,7 +44,7 @@ def match(pool: BlockPool, tokens: list[int]) -> list[int]:
     digests = chain_digests(ROOT, token_bytes(tokens), pool.block_size)
     rows = rows_of(tokens, pool.block_size)
     found = pool.match(ROOT, digests, rows)
-    assert pool.table.match_tokens(ROOT, rows) == found
+    assert pool.table.trie.match(ROOT, rows) == found
     return found
 
 

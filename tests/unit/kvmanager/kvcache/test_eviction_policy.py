@@ -104,7 +104,7 @@ class Cache:
     def cached(self, words: list[int]) -> int:
         """Leading blocks of the prompt that are cached; changes nothing."""
         chunks = np.repeat(np.array(words, np.uint32), SIZE).reshape(-1, SIZE)
-        return len(self.pool.table.match_tokens(ROOT, chunks))
+        return len(self.pool.table.trie.match(ROOT, chunks))
 
 
 class Words:

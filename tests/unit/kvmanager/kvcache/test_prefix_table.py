@@ -45,7 +45,7 @@ class Table(PrefixTable):
         """Both ways to find cached blocks, which must agree."""
         blocks, collided = self.match(ROOT, chain_digests(ROOT, token_bytes(tokens), SIZE), rows(tokens))
         assert not collided
-        assert self.match_tokens(ROOT, rows(tokens)) == blocks
+        assert self.trie.match(ROOT, rows(tokens)) == blocks
         return blocks
 
 
@@ -70,10 +70,10 @@ def test_the_longest_run_of_tokens_behind_a_block_is_found() -> None:
     table = Table()
     table.publish([0, 1], [1, 2, 3, 4])
     table.publish([2], [1, 2, 3, 9], first=1)
-    assert table.longest_run(0, np.array([3, 9], np.uint32)) == (2, 2)
-    assert table.longest_run(0, np.array([3, 5], np.uint32)) == (1, 1)
-    assert table.longest_run(ROOT, np.array([1, 7], np.uint32)) == (0, 1)
-    assert table.longest_run(1, np.array([1, 7], np.uint32)) == (-1, 0)
+    assert table.trie.longest_run(0, np.array([3, 9], np.uint32)) == (2, 2)
+    assert table.trie.longest_run(0, np.array([3, 5], np.uint32)) == (1, 1)
+    assert table.trie.longest_run(ROOT, np.array([1, 7], np.uint32)) == (0, 1)
+    assert table.trie.longest_run(1, np.array([1, 7], np.uint32)) == (-1, 0)
 
 
 def test_a_block_enters_only_after_its_parent() -> None:
@@ -150,8 +150,8 @@ def test_blocks_with_media_are_found_by_digest_alone() -> None:
     check_table(table)
     assert [table.lookup(digest) for digest in pictures] == [1, 2]
     assert [table.parent(block) for block in (1, 2)] == [parent, parent]
-    assert table.match_tokens(ROOT, rows([1, 2, 7, 7])) == [0]
-    assert [table.verify(ROOT, ids([0, block]), rows([1, 2, 7, 7])) for block in (1, 2)] == [1, 1]
+    assert table.trie.match(ROOT, rows([1, 2, 7, 7])) == [0]
+    assert [table.trie.verify(ROOT, ids([0, block]), rows([1, 2, 7, 7])) for block in (1, 2)] == [1, 1]
     # A copy with the same digest and parent; the first one is held by nobody.
     table.holders[1] = 0
     added = table.add_chain(ids([3]), pictures[:1], parent, rows([7, 7]), first=False, media=True)
@@ -168,7 +168,7 @@ def test_text_with_the_digest_of_a_block_with_media_is_a_collision() -> None:
     table = Table()
     table.add_chain(ids([0]), [b"a" * 32], ROOT, rows([1, 2]), first=True, media=True)
     assert table.publish([1], [1, 2], digests=[b"a" * 32]).collided
-    assert table.match_tokens(ROOT, rows([1, 2])) == []
+    assert table.trie.match(ROOT, rows([1, 2])) == []
     assert (table.is_entered(0), table.is_entered(1)) == (True, False)
 
 
@@ -211,7 +211,7 @@ def test_a_twin_takes_the_entry_over_when_its_block_is_let_go(media: bool) -> No
     assert [table.lookup(digest) for digest in digests] == [5, 6]
     assert (table.digest(1), table.is_entered(1)) == (None, False)
     assert [table.parent(block) for block in (5, 6)] == [parent, digests[0]]
-    assert (table.match_tokens(ROOT, rows([1, 2, 3, 4])) == [0, 5]) is not media
+    assert (table.trie.match(ROOT, rows([1, 2, 3, 4])) == [0, 5]) is not media
     assert let_go([8, 7]) == ([], [])
     assert not table.has_twins
     assert let_go([6, 5]) == ([], [])
@@ -271,8 +271,8 @@ def test_one_block_each_of_several_sequences_enters_in_the_simple_case_alone() -
     # There already; the parent digest is another block's; there since this call.
     assert left_out == [1, 3, 4]
     assert [table.lookup(digest) for digest in news] == [2, None, 4, None, None]
-    assert table.match_tokens(ROOT, rows([1, 1, 2, 2, 3, 3])) == [0, 1, 2]
-    assert table.match_tokens(ROOT, rows([7, 7])) == [4]
+    assert table.trie.match(ROOT, rows([1, 1, 2, 2, 3, 3])) == [0, 1, 2]
+    assert table.trie.match(ROOT, rows([7, 7])) == [4]
     assert len(table) == 4
     check_table(table)
 

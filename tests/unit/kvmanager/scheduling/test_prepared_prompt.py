@@ -79,14 +79,14 @@ def test_the_work_of_a_slice_is_bounded(monkeypatch: pytest.MonkeyPatch, size: i
         work.append(("packed", len(token_ids)))
         return token_ids.tobytes()
 
-    match = pool.table.match_tokens
+    match = pool.table.trie.match
 
     def looked_up(*args: Any) -> list[int]:
         work.append(("looked up", len(args[1])))
         return match(*args)
 
     monkeypatch.setattr(prepared_prompt, "chain_digests", hashed)
-    monkeypatch.setattr(pool.table, "match_tokens", looked_up)
+    monkeypatch.setattr(pool.table.trie, "match", looked_up)
     media = [MediaSpan(length - 1 - index, 1, "m") for index in range(num_media)]
     prepared, slices = PreparedPrompt(ROOT), 0
     for _ in prepared.slices(array("I", prompt.tobytes()), media, pool.table, packed):
@@ -215,7 +215,7 @@ def test_a_prepared_prompt_leaves_nothing_to_hash(monkeypatch: pytest.MonkeyPatc
     first = driver.submit(prompt, max_tokens=1)
     driver.drain()
     walked: list[int] = []
-    match = driver.pool.table.match_tokens
+    match = driver.pool.table.trie.match
 
     def walk(parent: Node, tokens: BlockTokens) -> list[int]:
         found = match(parent, tokens)
@@ -223,7 +223,7 @@ def test_a_prepared_prompt_leaves_nothing_to_hash(monkeypatch: pytest.MonkeyPatc
         return found
 
     again = driver.submit(prompt, max_tokens=1)
-    monkeypatch.setattr(driver.pool.table, "match_tokens", walk)
+    monkeypatch.setattr(driver.pool.table.trie, "match", walk)
     driver.drain()
     assert output(first) == output(again) == expect(prompt, 1)
     assert [request.sequences[0].cached_tokens for request in (first, again)] == [0, 90]

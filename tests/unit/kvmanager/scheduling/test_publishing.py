@@ -165,7 +165,7 @@ def check_published(driver: Driver) -> None:
             continue  # others of the request may have equal blocks, of which one is published
         if sequence.state is SeqStatus.DRAINING or batch.decoding[sequence.seq_id]:
             full = min(sequence.num_tokens, sequence.num_computed) // driver.block_size
-            blocks = driver.pool.table.match_tokens(sequence.request.root, sequence.chunks(driver.block_size, 0, full))
+            blocks = driver.pool.table.trie.match(sequence.request.root, sequence.chunks(driver.block_size, 0, full))
             assert len(blocks) == full
 
 
