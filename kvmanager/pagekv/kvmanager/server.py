@@ -20,7 +20,7 @@ from pagekv.common.models import ModelNotFound
 from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
-from pagekv.common.server import Admit, GrpcServer, prepare_to_serve, run_async, stop_event
+from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
 from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
 from pagekv.kvmanager.access.opening import Access, CannotProtect, open_access
 from pagekv.kvmanager.api.cache_service import CacheService
@@ -33,7 +33,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.tenants.accounts import Accounts
-from pagekv.kvmanager.tenants.open_calls import OpenCalls
+from pagekv.kvmanager.tenants.open_calls import count_open_calls
 from pagekv.kvmanager.tenants.tenants_file import TenantsError
 from pagekv.kvmanager.text.served_tokenizer import ServedTokenizer, load_tokenizer
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
@@ -90,7 +90,7 @@ class Manager:
         self._draining = False
         accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
         self._access = replace(access or Access(), tenants=accounts.files)
-        self._open_calls = OpenCalls(accounts)
+        gate = self._access.gate
         self.engine = EngineLoop(
             config.engine, self._on_attached, self._access.executor_credentials, accounts, self._access.secret
         )
@@ -112,8 +112,8 @@ class Manager:
             services,
             config.reflection,
             credentials=self._access.server_credentials(),
-            admit=self._counted(self._access.admit_call),
-            refused=self._access.note_refusal,
+            admit=None if gate is None else count_open_calls(accounts, gate.admit_call),
+            refused=None if gate is None else gate.note_refusal,
         )
         # A port of the gateway's own, where there is one.
         self._gateway_grpc = self._add_gateway()
@@ -126,9 +126,6 @@ class Manager:
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(
             OperatorService(self.engine, self._served_model), self._grpc.server
         )
-
-    def _counted(self, admit: Admit | None) -> Admit | None:
-        return None if admit is None else self._open_calls.behind(admit)
 
     def _add_gateway(self) -> GrpcServer | None:
         """Adds a gateway's service where flags ask for it; returns the server of its own address, if it has one. Raises
@@ -144,15 +141,15 @@ class Manager:
             gateway.add_to(self._grpc.server)
         if not own_listen:
             return None
-        admit = self._counted(self._access.admit_gateway_call)
-        if admit is None:
+        gate = self._access.gate
+        if gate is None:
             raise CannotProtect("--gateway-listen: there are no identities, so it would serve whoever connects")
         own = GrpcServer(
             own_listen,
             [GATEWAY_SERVICE],
             reflection=False,
-            admit=admit,
-            refused=self._access.note_refusal,
+            admit=count_open_calls(self.engine.accounts, gate.admit_gateway_call),
+            refused=gate.note_refusal,
             connections=GATEWAY_CONNECTIONS,
         )
         gateway.add_to(own.server)
@@ -322,7 +319,7 @@ class Manager:
             routes,
             observe.http_names,
             tls=self._access.http_context(),
-            admit=self._access.admit_request,
+            admit=None if self._access.gate is None else self._access.gate.admit_request,
         )
         self._opened.push_async_callback(http.stop)
         try:

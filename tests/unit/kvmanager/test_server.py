@@ -118,7 +118,7 @@ def test_the_audit_log_ends_with_the_manager(tmp_path: Path) -> None:
     access = open_access(flags.access)
     assert access.gate is not None
     # All in one second.
-    access.gate._audit_log._now = lambda: 1e9  # type: ignore[union-attr]  # there is one
+    access.gate.audit_log._now = lambda: 1e9  # type: ignore[union-attr]  # there is one
 
     async def main() -> int:
         stop = asyncio.Event()

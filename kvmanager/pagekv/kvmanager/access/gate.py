@@ -71,37 +71,22 @@ class Gate:
         """Raises IdentitiesError where the file cannot be used."""
         self.files = WatchedFiles("identities", [identities], self._reload)
         self._path = identities
-        self._audit_log = audit_log
-        self._authenticator = Authenticator(read_identities(identities))
+        self.audit_log = audit_log
+        self.authenticator = Authenticator(read_identities(identities))
         self._refusals: Counter[str] = Counter({_NO_ROLE: 0, _WRONG_TENANT: 0, _NOT_ALLOWED: 0})
 
     @property
     def refusals(self) -> dict[str, int]:
         """Calls and requests that were refused, by the reason."""
-        return {**self._authenticator.refusals, **self._refusals}
-
-    @property
-    def key_set_failures(self) -> int:
-        """Attempts to read the key set of tokens that failed."""
-        return self._authenticator.refresh_failures
-
-    @property
-    def lost_audit_lines(self) -> int | None:
-        """Lines of the audit log that could not be written; None without one."""
-        return self._audit_log.lost_lines if self._audit_log is not None else None
-
-    @property
-    def knows_gateway(self) -> bool:
-        """Whether callers at the gateway's own address have an identity."""
-        return self._authenticator.gateway is not None
+        return {**self.authenticator.refusals, **self._refusals}
 
     def close(self) -> None:
         """Ends the audit log. Idempotent."""
-        if self._audit_log is not None:
-            self._audit_log.close()
+        if self.audit_log is not None:
+            self.audit_log.close()
 
     def _reload(self) -> None:
-        self._authenticator.replace(read_identities(self._path))
+        self.authenticator.replace(read_identities(self._path))
 
     async def admit_call(self, method: str, context: Any) -> None:
         """Makes the caller of `method`, a full name, the one of this task. Raises Unauthenticated, PermissionDenied and
@@ -111,7 +96,7 @@ class Gate:
 
     async def admit_gateway_call(self, method: str, context: Any) -> None:
         """The same for calls at the gateway's own address: there whoever shows nothing is the gateway."""
-        await self._admit_call(method, context, self._authenticator.gateway)
+        await self._admit_call(method, context, self.authenticator.gateway)
 
     async def _admit_call(self, method: str, context: Any, unnamed: Identity | None) -> None:
         """`unnamed`: the identity of a caller that shows none; None: such a caller is refused."""
@@ -141,10 +126,10 @@ class Gate:
             return
         if isinstance(error, PermissionDenied):
             self._refusals[_NOT_ALLOWED] += 1
-            if self._audit_log is not None:
-                self._audit_log.refused(known.name, _peer(context), method, str(error))
-        elif isinstance(error, (LimitExceeded, Overloaded)) and self._audit_log is not None:
-            self._audit_log.limited(known.name, _peer(context), method, str(error))
+            if self.audit_log is not None:
+                self.audit_log.refused(known.name, _peer(context), method, str(error))
+        elif isinstance(error, (LimitExceeded, Overloaded)) and self.audit_log is not None:
+            self.audit_log.limited(known.name, _peer(context), method, str(error))
 
     async def admit_request(self, request: web.Request) -> None:
         """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied and
@@ -185,9 +170,9 @@ class Gate:
         except (Unauthenticated, PermissionDenied, InvalidRequest) as error:
             if known is not None:
                 self._refusals[reason] += 1
-            if self._audit_log is not None:
+            if self.audit_log is not None:
                 name = known.name if known is not None else ""
-                self._audit_log.refused(name, attempt.peer, attempt.call, str(error))
+                self.audit_log.refused(name, attempt.peer, attempt.call, str(error))
             raise
 
     async def _identify(self, authorizations: Sequence[str], certificate_pem: bytes | None) -> Identity:
@@ -195,10 +180,10 @@ class Gate:
         other one.
         """
         if len(authorizations) > 1:
-            raise self._authenticator.refusal(RefusalReason.SENT_TWICE)
-        return await self._authenticator.identify(next(iter(authorizations), None), certificate_pem)
+            raise self.authenticator.refusal(RefusalReason.SENT_TWICE)
+        return await self.authenticator.identify(next(iter(authorizations), None), certificate_pem)
 
     def _note_call(self, known: Identity, attempt: _Attempt) -> None:
-        if self._audit_log is not None:
+        if self.audit_log is not None:
             reason = f"for the tenant {known.tenant}" if attempt.named else ""
-            self._audit_log.called(known.name, attempt.peer, attempt.call, reason)
+            self.audit_log.called(known.name, attempt.peer, attempt.call, reason)

@@ -13,12 +13,8 @@ from pagekv.kvmanager.access.flags import AccessConfig
 from pagekv.kvmanager.access.identity import GATEWAY
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
     import grpc
-    from aiohttp import web
 
-    from pagekv.common.server import Admit, Refused
     from pagekv.common.tls import Tls
     from pagekv.common.watched_files import WatchedFiles
     from pagekv.kvmanager.access.audit_log import AuditLog
@@ -48,26 +44,6 @@ class Access:
         """The files to be watched while the manager runs."""
         read_here = [each.files for each in (self.tls, self.gate) if each is not None]
         return read_here if self.tenants is None else [*read_here, self.tenants]
-
-    @property
-    def admit_call(self) -> Admit | None:
-        """Decides about calls of gRPC; None: all are let in."""
-        return self.gate.admit_call if self.gate is not None else None
-
-    @property
-    def admit_gateway_call(self) -> Admit | None:
-        """Decides about calls of gRPC at the gateway's own address."""
-        return self.gate.admit_gateway_call if self.gate is not None else None
-
-    @property
-    def note_refusal(self) -> Refused | None:
-        """Is told of errors of calls of gRPC; None: nobody is."""
-        return self.gate.note_refusal if self.gate is not None else None
-
-    @property
-    def admit_request(self) -> Callable[[web.Request], Awaitable[None]] | None:
-        """Decides about HTTP requests; None: all are let in."""
-        return self.gate.admit_request if self.gate is not None else None
 
     def close(self) -> None:
         """Ends the audit log, behind the last call. Idempotent."""
@@ -103,7 +79,7 @@ def open_access(config: AccessConfig) -> Access:
             from pagekv.kvmanager.access.gate import Gate
 
             gate = Gate(Path(config.identities), _open_log(AuditLog, config.audit_log) if config.audit_log else None)
-            if config.gateway_listen and not gate.knows_gateway:
+            if config.gateway_listen and gate.authenticator.gateway is None:
                 words = "must be a table, for --gateway-listen; is not there"
                 raise CannotProtect(f"{config.identities}: {GATEWAY}: {words}")
             secret = _read_secret(Path(config.cluster_secret)) if config.cluster_secret else secrets.token_bytes(32)

@@ -276,10 +276,10 @@ def test_the_gateway_has_no_identity_at_any_other_address(gateway: Entrance) -> 
 
 
 def test_a_gateway_that_leaves_the_file_is_nobody_from_then_on(gateway: Entrance) -> None:
-    assert gateway.gate.knows_gateway
+    assert gateway.gate.authenticator.gateway is not None
     write_identities(gateway.path)
     gateway.gate._reload()
-    assert not gateway.gate.knows_gateway
+    assert gateway.gate.authenticator.gateway is None
     with pytest.raises(Unauthenticated, match=r"^no identity"):
         asyncio.run(gateway.gate.admit_gateway_call(GENERATE, Call()))
 

@@ -31,7 +31,7 @@ def test_without_flags_there_is_nothing() -> None:
     access = open_access(AccessConfig())
     assert access == Access()
     assert access.files == []
-    assert (access.admit_call, access.admit_request) == (None, None)
+    assert access.gate is None
     assert (access.server_credentials(), access.http_context(), access.executor_credentials()) == (None, None, None)
     access.close()
 
@@ -52,15 +52,15 @@ def test_with_all_flags(tmp_path: Path, identities: Path) -> None:
     )
     assert [files.what for files in access.files] == ["TLS", "identities"]
     assert access.gate is not None
-    assert (access.admit_call, access.admit_request) == (access.gate.admit_call, access.gate.admit_request)
+    assert access.gate.audit_log is not None
     assert access.server_credentials() is not None
     assert access.http_context() is not None
     assert access.executor_credentials() is not None
-    assert access.gate.lost_audit_lines == 0
+    assert access.gate.audit_log.lost_lines == 0
     access.close()
     access.close()
-    access.gate._audit_log.called("olga", "", "late")  # type: ignore[union-attr]  # there is one
-    assert access.gate.lost_audit_lines == 1
+    access.gate.audit_log.called("olga", "", "late")
+    assert access.gate.audit_log.lost_lines == 1
 
 
 def test_an_authority_of_the_executor_alone_serves_without_tls(tmp_path: Path) -> None:
@@ -96,8 +96,7 @@ def test_an_address_for_a_gateway_needs_its_identity(tmp_path: Path, identities:
     identities.write_text(identities.read_text() + '[gateway]\nroles = ["generate"]\n')
     access = open_access(config)
     assert access.gate is not None
-    assert access.admit_gateway_call == access.gate.admit_gateway_call
-    assert open_access(AccessConfig()).admit_gateway_call is None
+    assert access.gate.authenticator.gateway is not None
 
 
 def test_a_package_that_is_missing_is_named(identities: Path, monkeypatch: pytest.MonkeyPatch) -> None:

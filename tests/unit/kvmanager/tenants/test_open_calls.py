@@ -12,7 +12,7 @@ from pagekv.common.errors import Overloaded, PermissionDenied
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.identity import Identity
 from pagekv.kvmanager.tenants.accounts import Accounts
-from pagekv.kvmanager.tenants.open_calls import OpenCalls
+from pagekv.kvmanager.tenants.open_calls import count_open_calls
 
 BOUNDED = "[default]\nmax_calls = 1\n[tenants.alice]\nmax_calls = 2\n[tenants.bob]\n"
 
@@ -37,7 +37,6 @@ class Entrance:
     def __init__(self, folder: Path, text: str = BOUNDED) -> None:
         (folder / "tenants.toml").write_text(text)
         self.accounts = Accounts(folder / "tenants.toml")
-        self._calls = OpenCalls(self.accounts)
 
     def call(self, name: str) -> Call:
         """A call of this caller, "" for nobody, that was let in."""
@@ -47,7 +46,7 @@ class Entrance:
             assert (method, context) == ("/a/b", call)
             caller.set(Identity(name, frozenset()) if name else None)
 
-        asyncio.run(self._calls.behind(admit)("/a/b", call))
+        asyncio.run(count_open_calls(self.accounts, admit)("/a/b", call))
         return call
 
 
@@ -87,5 +86,5 @@ def test_a_caller_that_is_refused_is_not_counted(tmp_path: Path) -> None:
         raise PermissionDenied("no")
 
     with pytest.raises(PermissionDenied, match=r"^no$"):
-        asyncio.run(OpenCalls(entrance.accounts).behind(refuse)("/a/b", Call()))
+        asyncio.run(count_open_calls(entrance.accounts, refuse)("/a/b", Call()))
     assert entrance.accounts.of("alice").calls == 0

@@ -36,7 +36,7 @@ class AccessCollector(Collector):
                 refused.add_metric([reason], count)
             yield refused
             text = "Attempts to read the key set of tokens that failed, while the one before stayed"
-            yield CounterMetricFamily("pagekv_key_set_failures", text, access.gate.key_set_failures)
-            if (lost := access.gate.lost_audit_lines) is not None:
+            yield CounterMetricFamily("pagekv_key_set_failures", text, access.gate.authenticator.refresh_failures)
+            if access.gate.audit_log is not None:
                 text = "Lines of the audit log that could not be written"
-                yield CounterMetricFamily("pagekv_lost_audit_lines", text, lost)
+                yield CounterMetricFamily("pagekv_lost_audit_lines", text, access.gate.audit_log.lost_lines)
