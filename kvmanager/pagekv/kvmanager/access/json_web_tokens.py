@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import jwt
@@ -12,7 +13,7 @@ import jwt
 from pagekv.kvmanager.access.identities_file import JwtSettings
 from pagekv.kvmanager.access.identity import TENANT_NAME, Identity, Role
 from pagekv.kvmanager.access.json_web_keys import KeySet, VerifyingKey
-from pagekv.kvmanager.access.key_sources import key_source
+from pagekv.kvmanager.access.key_sources import KeySetFile, KeySetUrl
 from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 
 MAX_TOKEN_BYTES = 8 * 2**10
@@ -30,7 +31,7 @@ class JsonWebTokens:
 
     def __init__(self, settings: JwtSettings) -> None:
         self.settings = settings
-        self._source = key_source(settings.jwks)
+        self._source = KeySetFile(settings.jwks) if isinstance(settings.jwks, Path) else KeySetUrl(settings.jwks)
         # Identity and expiry by the token's SHA-256, the longest unused first; all verified with `_cached_with`.
         self._cache: OrderedDict[bytes, tuple[Identity, float]] = OrderedDict()
         self._cached_with: KeySet | None = None

@@ -11,7 +11,6 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES, KeySet, read_key_set
 from pagekv.kvmanager.access.key_set_download import LIMIT_S, KeySetDownloadError, download_key_set
@@ -24,27 +23,11 @@ RETRY_S = 30.0
 _log = logging.getLogger(__name__)
 
 
-class KeySource(Protocol):
-    """A key set that may change. `refresh_failures` counts attempts to read it that failed."""
-
-    refresh_failures: int
-
-    def current(self) -> KeySet | None:
-        """The set as far as it is known without waiting; None before the first good one."""
-
-    async def newer(self) -> KeySet | None:
-        """The set after reading it again, where that is due: for a token that names a key which is not in it."""
-
-
-def key_source(jwks: Path | str) -> KeySource:
-    """The source of a path or a URL."""
-    return KeySetFile(jwks) if isinstance(jwks, Path) else KeySetUrl(jwks)
-
-
 class KeySetFile:
     """A file, read again when it is another one or was written to."""
 
     def __init__(self, path: Path) -> None:
+        # Attempts to read it that failed.
         self.refresh_failures = 0
         self._path = path
         self._keys: KeySet | None = None
@@ -52,7 +35,7 @@ class KeySetFile:
         self._seen: tuple[int, ...] | None = ()
 
     def current(self) -> KeySet | None:
-        """Looks at the file's state, and reads the file only where that is another than before."""
+        """The set; None before the first good one. Reads the file only where its state is another than before."""
         seen = self._state()
         if seen != self._seen:
             self._seen = seen
@@ -64,6 +47,7 @@ class KeySetFile:
         return self._keys
 
     async def newer(self) -> KeySet | None:
+        """As `current`, which has missed nothing."""
         return self.current()
 
     def _state(self) -> tuple[int, ...] | None:
@@ -92,12 +76,13 @@ class KeySetUrl:
         self._refresh: asyncio.Task[None] | None = None
 
     def current(self) -> KeySet | None:
-        """The last set. One that is old is read again behind the caller's back, which need not wait for it."""
+        """The last good set, if any. One that is old is read again behind the caller's back, which need not wait."""
         if self._keys is not None and self._clock() - self._read_at >= REFRESH_S:
             self._start()
         return self._keys
 
     async def newer(self) -> KeySet | None:
+        """The set after reading it again, where that is due: for a token that names a key which is not in it."""
         self._start()
         if self._refresh is not None:
             # Not cancelled with the caller, since others wait for it too.

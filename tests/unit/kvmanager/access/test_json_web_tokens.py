@@ -301,7 +301,7 @@ def test_a_huge_key_set_lets_in_nobody_and_takes_nobodys_keys() -> None:
         verifier = JsonWebTokens(JwtSettings(ISSUER, AUDIENCE, server.url))
         assert verify(verifier, token()) == ALICE
         server.body = jwks(*(jwk(rsa_key(), kid=str(number)) for number in range(MAX_KEYS + 1)))
-        verifier._source._tried_at = -1e9  # type: ignore[attr-defined]  # as half a minute later
+        verifier._source._tried_at = -1e9  # type: ignore[union-attr]  # as half a minute later
         assert refusal(verifier, token(kid="unknown")) is RefusalReason.INVALID_TOKEN
         assert len(server.asked) == 2
         assert verifier.refresh_failures == 1

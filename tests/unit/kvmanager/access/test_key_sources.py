@@ -14,14 +14,9 @@ from support.clock import Clock
 from support.event_loop import in_event_loop
 
 from pagekv.kvmanager.access import key_sources
-from pagekv.kvmanager.access.key_sources import REFRESH_S, RETRY_S, KeySetFile, KeySetUrl, key_source
+from pagekv.kvmanager.access.key_sources import REFRESH_S, RETRY_S, KeySetFile, KeySetUrl
 
 ONE, TWO = jwks(jwk(ec_key(), kid="a")), jwks(jwk(ec_key(), kid="a"), jwk(rsa_key(), kid="b"))
-
-
-def test_a_path_is_a_file_and_a_text_a_url() -> None:
-    assert isinstance(key_source(Path("x")), KeySetFile)
-    assert isinstance(key_source("https://login.example"), KeySetUrl)
 
 
 def test_a_file_is_read_again_when_it_changes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
