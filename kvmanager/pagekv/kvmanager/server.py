@@ -23,6 +23,7 @@ from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot
 from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
 from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
 from pagekv.kvmanager.access.opening import Access, CannotProtect, open_access
+from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.api.cache_service import CacheService
 from pagekv.kvmanager.api.inference_service import InferenceService
 from pagekv.kvmanager.api.operator_service import OperatorService
@@ -34,7 +35,6 @@ from pagekv.kvmanager.observe.exporters import Exporters
 from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 from pagekv.kvmanager.tenants.accounts import Accounts
 from pagekv.kvmanager.tenants.open_calls import count_open_calls
-from pagekv.kvmanager.tenants.tenants_file import TenantsError
 from pagekv.kvmanager.text.served_tokenizer import ServedTokenizer, load_tokenizer
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
 from pagekv.v1 import (
@@ -77,7 +77,7 @@ class Manager:
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None) -> None:
         """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. `access`: what
-        `config.access` names, opened. Raises ExtraMissing and TenantsError.
+        `config.access` names, opened. Raises ExtraMissing and TomlFileError.
         """
         self._config = config
         self._tokenizer = ServedTokenizer(tokenizer, from_executor=config.tokenizer == FROM_EXECUTOR)
@@ -209,7 +209,7 @@ class Manager:
         """Whether a task has ended with an error, which is logged then."""
         if task.cancelled() or (error := task.exception()) is None:
             return False
-        if isinstance(error, (AttachRefused, TenantsError)):
+        if isinstance(error, (AttachRefused, TomlFileError)):
             log.error("cannot serve with these flags", reason=error)
             add_to_port_file(self._config.port_file, cannot_start=str(error))
         else:
@@ -374,7 +374,7 @@ async def serve(config: ManagerConfig) -> int:
     except (ModelNotFound, TokenizerError) as error:
         log.error("cannot start: --tokenizer leads nowhere", reason=error)
         tell_cannot_start(config.port_file, f"--tokenizer leads nowhere: {error}")
-    except (OSError, ExtraMissing, CannotProtect, TenantsError) as error:
+    except (OSError, ExtraMissing, CannotProtect, TomlFileError) as error:
         if manager is not None and manager.started:
             log.error("stopped by an error", exc_info=error)
         else:

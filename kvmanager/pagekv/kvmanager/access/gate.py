@@ -68,7 +68,7 @@ class Gate:
     """Lets in the callers of one file of identities, which is read again when it changes."""
 
     def __init__(self, identities: Path, audit_log: AuditLog | None) -> None:
-        """Raises IdentitiesError where the file cannot be used."""
+        """Raises TomlFileError where the file cannot be used."""
         self.files = WatchedFiles("identities", [identities], self._reload)
         self._path = identities
         self.audit_log = audit_log

@@ -26,12 +26,7 @@ DEFAULT_LEEWAY_S = 60
 DEFAULT_ROLES_CLAIM = "roles"
 # Fields that every identity has, beside its proof.
 _OF_IDENTITIES = ("roles", "tenant", "act_for")
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
-
-
-class IdentitiesError(ValueError):
-    """The file cannot be used: one line with the file, the field's path, what is wanted and what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,26 +54,26 @@ class Identities:
 
 
 def read_identities(path: Path) -> Identities:
-    """The identities in a file. Raises IdentitiesError."""
+    """The identities in a file. Raises TomlFileError."""
     try:
         document = read_toml(path, secret=True)
         check_names("", document, ("keys", "certificates", "jwt", GATEWAY))
-        keys, certificates = (_table(name, document.get(name, {})) for name in ("keys", "certificates"))
+        keys, certificates = (typed(name, document.get(name, {}), dict) for name in ("keys", "certificates"))
         count = len(keys) + len(certificates)
         if count > MAX_IDENTITIES:
-            raise IdentitiesError(f"must have at most {MAX_IDENTITIES} identities, has {count}")
+            raise TomlFileError(f"must have at most {MAX_IDENTITIES} identities, has {count}")
         both = sorted(keys.keys() & certificates.keys())
         if both:
-            raise IdentitiesError(f"certificates.{named(both[0])}: the name is taken by keys.{named(both[0])}")
+            raise TomlFileError(f"certificates.{named(both[0])}: the name is taken by keys.{named(both[0])}")
         jwt = _read_jwt(document["jwt"], path.parent) if "jwt" in document else None
         gateway = _read_gateway(document[GATEWAY], keys, certificates) if GATEWAY in document else None
         if not count and jwt is None and gateway is None:
-            raise IdentitiesError(
+            raise TomlFileError(
                 f"must have one identity at least: a table [keys.NAME], [certificates.NAME], [jwt] or [{GATEWAY}]"
             )
         return Identities(_read_keys(keys), _read_certificates(certificates), jwt, gateway)
-    except (IdentitiesError, TomlFileError) as error:
-        raise IdentitiesError(f"{path}: {error}") from error
+    except TomlFileError as error:
+        raise TomlFileError(f"{path}: {error}") from error
 
 
 def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
@@ -88,12 +83,12 @@ def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
         text = typed(f"{field}.sha256", table.get("sha256"), str)
         if not _DIGEST.fullmatch(text):
             # Never quoted: it may be the key itself.
-            raise IdentitiesError(
+            raise TomlFileError(
                 f"{field}.sha256: must be the 64 hexadecimal digits of the key's SHA-256, got {len(text)} characters"
             )
         digest = bytes.fromhex(text)
         if digest in keys:
-            raise IdentitiesError(f"{field}.sha256: is that of keys.{keys[digest].name}, too; keys must differ")
+            raise TomlFileError(f"{field}.sha256: is that of keys.{keys[digest].name}, too; keys must differ")
         keys[digest] = _read_identity(field, name, table)
     return keys
 
@@ -106,12 +101,12 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
         try:
             subject = normal_subject(text)
         except ValueError as error:
-            raise IdentitiesError(
+            raise TomlFileError(
                 f"{field}.subject: must be a whole subject as RFC 4514 writes it, such as CN=alice,O=example, "
                 f"got {quoted(text)}"
             ) from error
         if subject in certificates:
-            raise IdentitiesError(
+            raise TomlFileError(
                 f"{field}.subject: is that of certificates.{certificates[subject].name}, too; subjects must differ"
             )
         certificates[subject] = _read_identity(field, name, table)
@@ -120,19 +115,19 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
 
 def _read_gateway(value: Any, *named: dict[str, Any]) -> Identity:
     """The identity that has the table's own name, which none of the `named` may have, too."""
-    table = _table(GATEWAY, value)
+    table = typed(GATEWAY, value, dict)
     check_names(GATEWAY, table, _OF_IDENTITIES)
     if any(GATEWAY in tables for tables in named):
-        raise IdentitiesError(f"{GATEWAY}: the name is taken by a key or a certificate")
+        raise TomlFileError(f"{GATEWAY}: the name is taken by a key or a certificate")
     return _read_identity(GATEWAY, GATEWAY, table)
 
 
 def _read_jwt(value: Any, folder: Path) -> JwtSettings:
-    table = _table("jwt", value)
+    table = typed("jwt", value, dict)
     check_names("jwt", table, ("issuer", "audience", "jwks", "roles_claim", "tenant_claim", "leeway_s"))
     leeway_s = typed("jwt.leeway_s", table.get("leeway_s", DEFAULT_LEEWAY_S), int)
     if not 0 <= leeway_s <= MAX_LEEWAY_S:
-        raise IdentitiesError(f"jwt.leeway_s: must be from 0 to {MAX_LEEWAY_S}, got {leeway_s}")
+        raise TomlFileError(f"jwt.leeway_s: must be from 0 to {MAX_LEEWAY_S}, got {leeway_s}")
     return JwtSettings(
         issuer=_text("jwt.issuer", table.get("issuer")),
         audience=_text("jwt.audience", table.get("audience")),
@@ -156,7 +151,7 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
     if not valid or " " in text or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))):
         # A URL with a password in it is quoted without.
         shown = quoted(text) if "@" not in text else "one with a user or password"
-        raise IdentitiesError(
+        raise TomlFileError(
             f"jwt.jwks: must be the path of a file or an https URL, or http to an address of loopback, got {shown}"
         )
     return text
@@ -168,7 +163,7 @@ def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
     tenant = _tenant(f"{field}.tenant", table.get("tenant", name))
     if (Role.ACT_FOR in roles) != ("act_for" in table):
         words = "must list tenants, for the role act-for" if Role.ACT_FOR in roles else "is for the role act-for alone"
-        raise IdentitiesError(f"{field}.act_for: {words}")
+        raise TomlFileError(f"{field}.act_for: {words}")
     return Identity(
         name, roles, tenant, _read_act_for(f"{field}.act_for", table["act_for"]) if "act_for" in table else frozenset()
     )
@@ -177,16 +172,16 @@ def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
 def _read_act_for(field: str, value: Any) -> frozenset[str]:
     listed = typed(field, value, list)
     if not listed:
-        raise IdentitiesError(f'{field}: must have one tenant at least, or be ["{ANY_TENANT}"] for any, is empty')
+        raise TomlFileError(f'{field}: must have one tenant at least, or be ["{ANY_TENANT}"] for any, is empty')
     if listed == [ANY_TENANT]:
         return frozenset(listed)
     return frozenset(_tenant(f"{field}[{index}]", tenant) for index, tenant in enumerate(listed))
 
 
 def _tenant(field: str, value: Any) -> str:
-    text: str = typed(field, value, str)
+    text = typed(field, value, str)
     if not TENANT_NAME.fullmatch(text):
-        raise IdentitiesError(f"{field}: must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(text)}")
+        raise TomlFileError(f"{field}: must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(text)}")
     return text
 
 
@@ -196,32 +191,28 @@ def _read_roles(field: str, value: Any) -> frozenset[Role]:
     for index, name in enumerate(names):
         if name not in known:
             shown = quoted(name) if isinstance(name, str) else kind_of(name)
-            raise IdentitiesError(f"{field}.roles[{index}]: must be one of {', '.join(known)}, got {shown}")
+            raise TomlFileError(f"{field}.roles[{index}]: must be one of {', '.join(known)}, got {shown}")
     if not names:
-        raise IdentitiesError(f"{field}.roles: must have one of {', '.join(known)} at least, is empty")
+        raise TomlFileError(f"{field}.roles: must have one of {', '.join(known)} at least, is empty")
     return frozenset(map(Role, names))
 
 
 def _identity_table(kind: str, name: str, value: Any, proof: str) -> tuple[str, dict[str, Any]]:
     """The path of an identity's table, and the table."""
-    if not _NAME.fullmatch(name):
-        raise IdentitiesError(f"{kind}: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
+    # Names are tenants, too, where the table names none.
+    if not TENANT_NAME.fullmatch(name):
+        raise TomlFileError(f"{kind}: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
     # TOML splits [keys.a.b] at each point, so a name with points is written between quotes.
     field = f'{kind}."{name}"' if "." in name else f"{kind}.{name}"
-    table = _table(field, value)
+    table = typed(field, value, dict)
     check_names(field, table, (proof, *_OF_IDENTITIES))
     return field, table
 
 
-def _table(field: str, value: Any) -> dict[str, Any]:
-    table: dict[str, Any] = typed(field, value, dict)
-    return table
-
-
 def _text(field: str, value: Any) -> str:
-    text: str = typed(field, value, str)
+    text = typed(field, value, str)
     if not 1 <= len(text) <= MAX_TEXT_CHARACTERS or not text.isprintable():
-        raise IdentitiesError(
+        raise TomlFileError(
             f"{field}: must be from 1 to {MAX_TEXT_CHARACTERS} printable characters, got {quoted(text)}"
         )
     return text

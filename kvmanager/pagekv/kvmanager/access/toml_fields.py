@@ -5,18 +5,20 @@ secret that stands in the wrong place.
 from __future__ import annotations
 
 import difflib
-import re
-from typing import Any
+from typing import Any, TypeVar
 
+from pagekv.kvmanager.access.identity import TENANT_NAME
 from pagekv.kvmanager.access.toml_file import TomlFileError
 
 # Characters of a text that is quoted.
 QUOTED_CHARACTERS = 64
-_BARE = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _KINDS = {dict: "a table", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
 
 
-def typed(field: str, value: Any, kind: type) -> Any:
+_Kind = TypeVar("_Kind")
+
+
+def typed(field: str, value: Any, kind: type[_Kind]) -> _Kind:
     """The value, which is of this type and not merely of a subtype, as a boolean is of numbers. Raises TomlFileError
     where it is another or not there.
     """
@@ -54,4 +56,4 @@ def quoted(text: str) -> str:
 
 def named(name: str) -> str:
     """A name in a field's path: as it is, or quoted where it would not read as one."""
-    return name if _BARE.fullmatch(name) else quoted(name)
+    return name if TENANT_NAME.fullmatch(name) else quoted(name)

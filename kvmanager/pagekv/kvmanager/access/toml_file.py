@@ -14,7 +14,9 @@ FORBIDDEN_MODE = 0o037
 
 
 class TomlFileError(ValueError):
-    """The file cannot be read: one line without its path, and without control characters that it quotes."""
+    """The file cannot be used: one line with the field's path, what is wanted and what is there, and without control
+    characters that it quotes; from those that read a whole file also with its path.
+    """
 
 
 def read_toml(path: Path, *, secret: bool = False) -> dict[str, Any]:

@@ -112,7 +112,7 @@ class EngineLoop:
         """Serves until `stop`; comes back from every loss of the executor.
 
         Raises AttachRefused when the very first executor does not go with the flags, or has again and again no memory
-        for what they ask, and TenantsError when its pool is too small for the tenants' floors; later ones are waited
+        for what they ask, and TomlFileError when its pool is too small for the tenants' floors; later ones are waited
         out.
         """
         reconnect, room, told = Reconnect(), RoomRefusals(), ""

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.engine.state import EngineState
 from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import Admitted
-from pagekv.kvmanager.tenants.tenants_file import TenantsError, TenantsFile
+from pagekv.kvmanager.tenants.tenants_file import TenantsFile
 
 # Seconds between two looks at the blocks that tenants have.
 BLOCKS_LOOKED_AT_S = 0.5
@@ -31,7 +32,7 @@ class TenantBooks:
 
     def configure(self, wake: Callable[[], None]) -> None:
         """Tells the scheduler of limits, now and whenever they change; `wake` is called behind each change. Raises
-        TenantsError where the floors do not go into the pool.
+        TomlFileError where the floors do not go into the pool.
         """
         accounts = self._state.accounts
         self._check(accounts.file)
@@ -55,7 +56,7 @@ class TenantBooks:
         if file.num_floor_blocks > num_blocks:
             name = max(file.tenants, key=lambda name: file.tenants[name].floor_blocks)
             floors = f"the floors are {file.num_floor_blocks} blocks together, the pool has {num_blocks}"
-            raise TenantsError(f"{file.path}: tenants.{name}.floor_blocks: {floors}")
+            raise TomlFileError(f"{file.path}: tenants.{name}.floor_blocks: {floors}")
 
     def _tell(self) -> None:
         limits = {account.tenant.number: account.limits for account in self._state.accounts.all()}

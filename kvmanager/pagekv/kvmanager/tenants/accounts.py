@@ -9,15 +9,10 @@ from pathlib import Path
 
 from pagekv.common.errors import LimitExceeded, Overloaded, PermissionDenied
 from pagekv.common.watched_files import WatchedFiles
+from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 from pagekv.kvmanager.tenants.limits import TenantLimits
-from pagekv.kvmanager.tenants.tenants_file import (
-    MAX_TENANTS,
-    NO_FILE,
-    TenantsError,
-    TenantsFile,
-    read_tenants,
-)
+from pagekv.kvmanager.tenants.tenants_file import MAX_TENANTS, NO_FILE, TenantsFile, read_tenants
 from pagekv.kvmanager.tenants.token_bucket import TokenBucket
 
 # A bucket holds a minute's tokens, or two seconds' text.
@@ -103,7 +98,7 @@ class Accounts:
     """The tenants of a manager, by name. Where nobody is asked for an identity there is NO_TENANT alone."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: the file of tenants, read again when it changes. Raises TenantsError where it cannot be used."""
+        """`path`: the file of tenants, read again when it changes. Raises TomlFileError where it cannot be used."""
         self._path = path
         self.files = None if path is None else WatchedFiles("tenants", [path], self._reload)
         # The limits that hold now. Read only for others.
@@ -176,7 +171,7 @@ class Accounts:
         new = [name for name in file.tenants if name not in self._by_name]
         # Counted together with those that nobody named, a tenant would have their limits and not its own.
         if len(self._by_name) + len(new) > MAX_TENANTS:
-            raise TenantsError(
+            raise TomlFileError(
                 f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts, which live as long "
                 f"as the manager; there can be {MAX_TENANTS}: start the manager again"
             )

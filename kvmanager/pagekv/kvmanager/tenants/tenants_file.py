@@ -37,10 +37,6 @@ _DOTTED = 'a tenant with a dot in its name stands in quotes, as [tenants."a.b"]'
 _LIMITS = tuple(field.name for field in fields(TenantLimits))
 
 
-class TenantsError(ValueError):
-    """The file cannot be used: one line with the file, the field's path, what is wanted and what is there."""
-
-
 @dataclass(frozen=True, slots=True)
 class TenantsFile:
     """A checked file. `default`: the limits of every tenant that is not named; None: such a tenant is refused."""
@@ -61,27 +57,27 @@ NO_FILE = TenantsFile(MappingProxyType({}), TenantLimits(), MappingProxyType({})
 
 
 def read_tenants(path: Path) -> TenantsFile:
-    """The tenants in a file. Raises TenantsError."""
+    """The tenants in a file. Raises TomlFileError."""
     try:
         document = read_toml(path)
         check_names("", document, ("default", "tenants", "namespaces"))
         tables, shared = (typed(name, document.get(name, {}), dict) for name in ("tenants", "namespaces"))
         if len(tables) > MAX_TENANTS:
-            raise TenantsError(f"tenants: must be at most {MAX_TENANTS}, are {len(tables)}")
+            raise TomlFileError(f"tenants: must be at most {MAX_TENANTS}, are {len(tables)}")
         tenants: dict[str, TenantLimits] = {}
         for name, table in tables.items():
             if not TENANT_NAME.fullmatch(name):
-                raise TenantsError(f"tenants: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
+                raise TomlFileError(f"tenants: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
             tenants[name] = _limits(f"tenants.{name}", table)
         default = _limits("default", document["default"]) if "default" in document else None
         if default is not None and default.floor_blocks:
-            raise TenantsError("default.floor_blocks: must be 0, for nobody knows how many tenants there will be")
+            raise TomlFileError("default.floor_blocks: must be 0, for nobody knows how many tenants there will be")
         if default is None and not tenants:
-            raise TenantsError("must have one tenant at least: a table [tenants.NAME] or [default]")
+            raise TomlFileError("must have one tenant at least: a table [tenants.NAME] or [default]")
         namespaces = {name: _namespace(f"namespaces.{named(name)}", table) for name, table in shared.items()}
         return TenantsFile(tenants, default, namespaces, str(path))
-    except (TenantsError, TomlFileError) as error:
-        raise TenantsError(f"{path}: {error}") from error
+    except TomlFileError as error:
+        raise TomlFileError(f"{path}: {error}") from error
 
 
 def _limits(field: str, value: Any) -> TenantLimits:
@@ -94,7 +90,7 @@ def _limits(field: str, value: Any) -> TenantLimits:
     if "weight" in table:
         weight = table["weight"]
         if type(weight) not in (int, float) or not MIN_WEIGHT <= weight <= MAX_WEIGHT:
-            raise TenantsError(f"{field}.weight: must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, got {_shown(weight)}")
+            raise TomlFileError(f"{field}.weight: must be from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}, got {_shown(weight)}")
         found["weight"] = float(weight)
     if "priorities" in table:
         found["priorities"] = _priorities(f"{field}.priorities", table["priorities"])
@@ -106,10 +102,10 @@ def _limits(field: str, value: Any) -> TenantLimits:
 def _priorities(field: str, value: Any) -> tuple[int, int]:
     bounds = typed(field, value, list)
     if len(bounds) != 2:
-        raise TenantsError(f"{field}: must be two numbers, the lowest and the highest, has {len(bounds)}")
+        raise TomlFileError(f"{field}: must be two numbers, the lowest and the highest, has {len(bounds)}")
     low, high = (_count(f"{field}[{at}]", bound, -MAX_PRIORITY, MAX_PRIORITY) for at, bound in enumerate(bounds))
     if low > high:
-        raise TenantsError(f"{field}: must be the lowest and then the highest, got {low} and {high}")
+        raise TomlFileError(f"{field}: must be the lowest and then the highest, got {low} and {high}")
     return low, high
 
 
@@ -119,9 +115,9 @@ def _namespace(field: str, value: Any) -> SharedNamespace:
     read, write = (_names(f"{field}.{name}", table.get(name, [])) for name in ("read", "write"))
     for name in sorted(read | write):
         if name != ANY_TENANT and not TENANT_NAME.fullmatch(name):
-            raise TenantsError(f"{field}: must name tenants, or {ANY_TENANT!r} for all, got {quoted(name)}")
+            raise TomlFileError(f"{field}: must name tenants, or {ANY_TENANT!r} for all, got {quoted(name)}")
     if not read | write:
-        raise TenantsError(f"{field}: must have a tenant that may read or write")
+        raise TomlFileError(f"{field}: must have a tenant that may read or write")
     return SharedNamespace(read, write)
 
 
@@ -134,7 +130,7 @@ def _names(field: str, value: Any) -> frozenset[str]:
 
 def _count(field: str, value: Any, least: int, most: int) -> int:
     if type(value) is not int or not least <= value <= most:
-        raise TenantsError(f"{field}: must be a whole number from {least} to {most}, got {_shown(value)}")
+        raise TomlFileError(f"{field}: must be a whole number from {least} to {most}, got {_shown(value)}")
     return value
 
 

@@ -30,8 +30,8 @@ from pagekv.common.errors import (
 from pagekv.kvmanager.access.audit_log import AuditLog
 from pagekv.kvmanager.access.caller import caller
 from pagekv.kvmanager.access.gate import Gate
-from pagekv.kvmanager.access.identities_file import IdentitiesError
 from pagekv.kvmanager.access.identity import Identity, Role
+from pagekv.kvmanager.access.toml_file import TomlFileError
 
 GENERATE = "/pagekv.v1.InferenceService/Generate"
 ABORT = "/pagekv.v1.InferenceService/Abort"
@@ -336,7 +336,7 @@ async def until_known(entrance: Entrance, subject: str, known: bool) -> None:
 
 
 def test_a_file_that_cannot_be_used_makes_no_gate(tmp_path: Path) -> None:
-    with pytest.raises(IdentitiesError, match=r"identities.toml: cannot be read"):
+    with pytest.raises(TomlFileError, match=r"identities.toml: cannot be read"):
         Gate(tmp_path / "identities.toml", None)
 
 

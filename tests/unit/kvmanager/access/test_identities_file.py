@@ -10,14 +10,9 @@ from pathlib import Path
 import pytest
 from support.documentation import ROOT, fenced
 
-from pagekv.kvmanager.access.identities_file import (
-    MAX_IDENTITIES,
-    IdentitiesError,
-    JwtSettings,
-    read_identities,
-)
+from pagekv.kvmanager.access.identities_file import MAX_IDENTITIES, JwtSettings, read_identities
 from pagekv.kvmanager.access.identity import Identity, Role
-from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES
+from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES, TomlFileError
 
 DIGEST = hashlib.sha256(b"the key").hexdigest()
 KEY = f'[keys.alice]\nsha256 = "{DIGEST}"\nroles = ["generate"]\n'
@@ -37,7 +32,7 @@ def written(folder: Path, text: str | bytes, mode: int = 0o600) -> Path:
 def refusal(folder: Path, text: str | bytes, mode: int = 0o600) -> str:
     """The words behind the file's name."""
     path = written(folder, text, mode)
-    with pytest.raises(IdentitiesError) as caught:
+    with pytest.raises(TomlFileError) as caught:
         read_identities(path)
     words = str(caught.value)
     assert words.startswith(f"{path}: ")
@@ -230,19 +225,19 @@ def test_a_file_that_is_open_to_others_is_refused(tmp_path: Path, mode: int) -> 
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IdentitiesError, match=r"none.toml: cannot be read: No such file"):
+    with pytest.raises(TomlFileError, match=r"none.toml: cannot be read: No such file"):
         read_identities(tmp_path / "none.toml")
 
 
 def test_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(IdentitiesError, match="must be a regular file"):
+    with pytest.raises(TomlFileError, match="must be a regular file"):
         read_identities(tmp_path)
 
 
 @pytest.mark.timeout(20)
 def test_a_pipe_that_nobody_writes_to_is_refused_at_once(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(IdentitiesError, match="must be a regular file"):
+    with pytest.raises(TomlFileError, match="must be a regular file"):
         read_identities(tmp_path / "pipe")
 
 

@@ -11,10 +11,10 @@ from support.engine.engine_harness import Bench, command, described, expect, rea
 from support.event_loop import run_by
 
 from pagekv.common.errors import AlreadyExists, LimitExceeded, Overloaded
+from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.tenants.accounts import Accounts
-from pagekv.kvmanager.tenants.tenants_file import TenantsError
 
 
 def accounts_of(folder: Path, text: str) -> Accounts:
@@ -151,7 +151,7 @@ def test_floors_that_do_not_go_into_the_pool(tmp_path: Path) -> None:
         assert tenants.floors_beside(0) == 2
         (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 999\n")
         apply = accounts._reload()
-        with pytest.raises(TenantsError, match=r"tenants.a.floor_blocks: the floors are 999 blocks together"):
+        with pytest.raises(TomlFileError, match=r"tenants.a.floor_blocks: the floors are 999 blocks together"):
             apply()
         assert tenants.floors_beside(0) == 2
         (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 3\n")
@@ -177,7 +177,7 @@ def test_floors_of_a_larger_pool_stay_through_reloads(tmp_path: Path) -> None:
         assert tenants is not None
         assert tenants.floors_beside(0) == 3 + 1
         (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 5\n")
-        with pytest.raises(TenantsError, match=r"tenants.a.floor_blocks: the floors are 5 blocks together"):
+        with pytest.raises(TomlFileError, match=r"tenants.a.floor_blocks: the floors are 5 blocks together"):
             accounts._reload()()
         assert tenants.floors_beside(0) == 3 + 1
         (tmp_path / "tenants.toml").write_text("[tenants.a]\nfloor_blocks = 2\n")

@@ -9,11 +9,12 @@ import pytest
 from support.event_loop import in_event_loop
 
 from pagekv.common.errors import LimitExceeded, Overloaded, PermissionDenied
+from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.request.tenant import NO_TENANT, Tenant
 from pagekv.kvmanager.tenants import accounts as module
 from pagekv.kvmanager.tenants.accounts import OTHERS, Account, Accounts
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
-from pagekv.kvmanager.tenants.tenants_file import MAX_TENANTS, TenantsError, TenantsFile, read_tenants
+from pagekv.kvmanager.tenants.tenants_file import MAX_TENANTS, TenantsFile, read_tenants
 
 NAMED = "[tenants.a]\nmax_running = 2\n[tenants.b]\nweight = 3\nfloor_blocks = 10\n"
 
@@ -110,7 +111,7 @@ def test_no_new_name_where_there_is_no_account_left(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(module, "MAX_TENANTS", 3)
     accounts = opened(tmp_path, f"{NAMED}[default]\n")
     accounts.of("c")
-    with pytest.raises(TenantsError) as caught:
+    with pytest.raises(TomlFileError) as caught:
         reload(accounts, f"{NAMED}[tenants.d]\n[default]\n")
     assert str(caught.value) == (
         f"{tmp_path / 'tenants.toml'}: tenants: 1 are new and 3 have accounts, which live as long as the manager; "
@@ -167,7 +168,7 @@ def test_the_old_file_stays_after_an_error(tmp_path: Path, text: str) -> None:
     accounts = opened(tmp_path, NAMED)
     before = accounts.file
     accounts.on_change = lambda: pytest.fail("nothing has changed")
-    with pytest.raises(TenantsError, match=r"tenants\.toml: "):
+    with pytest.raises(TomlFileError, match=r"tenants\.toml: "):
         reload(accounts, text)
     assert accounts.file is before
     assert accounts.of("a").limits.max_running == 2
@@ -189,7 +190,7 @@ def test_the_old_file_stays_where_the_new_one_does_not_go_with_the_pool(tmp_path
 
 
 def test_a_file_that_cannot_be_used_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(TenantsError, match="cannot be read"):
+    with pytest.raises(TomlFileError, match="cannot be read"):
         Accounts(tmp_path / "none.toml")
 
 

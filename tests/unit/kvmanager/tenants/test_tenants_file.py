@@ -11,14 +11,13 @@ import pytest
 from support.documentation import ROOT, fenced
 
 from pagekv.kvmanager.access.toml_fields import quoted
-from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES
+from pagekv.kvmanager.access.toml_file import MAX_FILE_BYTES, TomlFileError
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 from pagekv.kvmanager.tenants.tenants_file import (
     MAX_NUMBER,
     MAX_PRIORITY,
     MAX_TENANTS,
     NO_FILE,
-    TenantsError,
     TenantsFile,
     read_tenants,
 )
@@ -64,7 +63,7 @@ def read(folder: Path, text: str | bytes) -> TenantsFile:
 
 def refusal(folder: Path, text: str | bytes) -> str:
     """The one line that the text is refused with, without the file's path before it."""
-    with pytest.raises(TenantsError) as caught:
+    with pytest.raises(TomlFileError) as caught:
         read(folder, text)
     words = str(caught.value)
     assert words.startswith(f"{folder / 'tenants.toml'}: ")
@@ -263,13 +262,13 @@ def test_texts_that_are_no_toml(tmp_path: Path, text: Any, words: str) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "tenants.toml"
-    with pytest.raises(TenantsError) as caught:
+    with pytest.raises(TomlFileError) as caught:
         read_tenants(path)
     assert str(caught.value) == f"{path}: cannot be read: No such file or directory"
     # Nobody writes into it: opened like a file it would hold up the process.
     os.mkfifo(path)
     for wrong in (path, tmp_path):
-        with pytest.raises(TenantsError) as caught:
+        with pytest.raises(TomlFileError) as caught:
             read_tenants(wrong)
         assert str(caught.value) == f"{wrong}: must be a regular file"
 
