@@ -21,7 +21,7 @@ from pagekv.common.parent import parent_is_gone
 from pagekv.common.phases import phases_told
 from pagekv.common.port_file import add_to_port_file, bound_address, tell_cannot_start, write_port_file
 from pagekv.common.server import GrpcServer, prepare_to_serve, run_async, stop_event
-from pagekv.kvmanager.access.calls import GATEWAY_SERVICE
+from pagekv.kvmanager.access.calls import GATEWAY_SERVICE, SERVICES
 from pagekv.kvmanager.access.opening import Access, CannotProtect, open_access
 from pagekv.kvmanager.access.toml_file import TomlFileError
 from pagekv.kvmanager.api.cache_service import CacheService
@@ -37,14 +37,7 @@ from pagekv.kvmanager.tenants.accounts import Accounts
 from pagekv.kvmanager.tenants.open_calls import count_open_calls
 from pagekv.kvmanager.text.served_tokenizer import ServedTokenizer, load_tokenizer
 from pagekv.kvmanager.text.tokenizer import Tokenizer, TokenizerError
-from pagekv.v1 import (
-    cache_service_pb2,
-    cache_service_pb2_grpc,
-    inference_service_pb2,
-    inference_service_pb2_grpc,
-    operator_service_pb2,
-    operator_service_pb2_grpc,
-)
+from pagekv.v1 import cache_service_pb2_grpc, inference_service_pb2_grpc, operator_service_pb2_grpc
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -100,16 +93,9 @@ class Manager:
         # First, so that it is closed last, when no call can be refused any more.
         self._opened.callback(self._access.close)
         self._served_model = ServedModel(self.engine)
-        services = [
-            inference_service_pb2.DESCRIPTOR.services_by_name["InferenceService"].full_name,
-            cache_service_pb2.DESCRIPTOR.services_by_name["CacheService"].full_name,
-            operator_service_pb2.DESCRIPTOR.services_by_name["OperatorService"].full_name,
-        ]
-        if config.observe.gateway_api:
-            services.append(GATEWAY_SERVICE)
         self._grpc = GrpcServer(
             config.listen,
-            services,
+            [*SERVICES, GATEWAY_SERVICE] if config.observe.gateway_api else SERVICES,
             config.reflection,
             credentials=self._access.server_credentials(),
             admit=None if gate is None else count_open_calls(accounts, gate.admit_call),
@@ -117,15 +103,10 @@ class Manager:
         )
         # A port of the gateway's own, where there is one.
         self._gateway_grpc = self._add_gateway()
-        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(
-            InferenceService(self.engine, self._served_model), self._grpc.server
-        )
-        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(
-            CacheService(self.engine, self._served_model), self._grpc.server
-        )
-        operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(
-            OperatorService(self.engine, self._served_model), self._grpc.server
-        )
+        served, server = self._served_model, self._grpc.server
+        inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.engine, served), server)
+        cache_service_pb2_grpc.add_CacheServiceServicer_to_server(CacheService(self.engine, served), server)
+        operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(self.engine, served), server)
 
     def _add_gateway(self) -> GrpcServer | None:
         """Adds a gateway's service where flags ask for it; returns the server of its own address, if it has one. Raises

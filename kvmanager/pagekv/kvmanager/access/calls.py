@@ -15,7 +15,8 @@ def _methods(service: str, names: str, role: Role | None) -> dict[str, Role | No
     return {f"/{service}/{name}": role for name in names.split()}
 
 
-_INFERENCE, _CACHE, _OPERATOR = (f"pagekv.v1.{name}Service" for name in ("Inference", "Cache", "Operator"))
+SERVICES = tuple(f"pagekv.v1.{name}Service" for name in ("Inference", "Cache", "Operator"))
+_INFERENCE, _CACHE, _OPERATOR = SERVICES
 GATEWAY_SERVICE = "vllm.grpc.engine.VllmEngine"
 _HEALTH = "grpc.health.v1.Health"
 
