@@ -258,7 +258,9 @@ def _read_stop_token_ids(params: types_pb2.SamplingParams, vocab_size: int) -> t
 
 def _read_stops(params: types_pb2.SamplingParams, tokenizer: Tokenizer | None) -> list[str]:
     for index, stop in enumerate(params.stop):
-        check_length(f"sampling_params.stop[{index}]", stop, MAX_STOP_CHARACTERS)
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            words = f"must be from 1 to {MAX_STOP_CHARACTERS} characters, has {len(stop)}"
+            raise InvalidRequest(f"sampling_params.stop[{index}]", words)
     if params.stop and tokenizer is None:
         raise InvalidRequest("sampling_params.stop", "this deployment has no tokenizer; use stop_token_ids")
     return list(params.stop)
@@ -321,12 +323,6 @@ def check_sampling_lists(params: types_pb2.SamplingParams) -> None:
         ("logit_bias", params.logit_bias, MAX_LOGIT_BIASES),
     ):
         check_count(f"sampling_params.{name}", len(entries), most)
-
-
-def check_length(field: str, text: str, most: int) -> None:
-    """Raises InvalidRequest unless `text` has from 1 to `most` characters."""
-    if not 1 <= len(text) <= most:
-        raise InvalidRequest(field, f"must be from 1 to {most} characters, has {len(text)}")
 
 
 def check_count(field: str, count: int, most: int) -> None:

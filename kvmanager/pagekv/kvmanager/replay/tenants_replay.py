@@ -112,8 +112,10 @@ def replay_tenants(
     numbers = owners(in_order, tenants)
     unbounded = num_blocks is None
     if num_blocks is None:
-        parts = range(1, tenants + 1)
-        num_blocks = sum(enough_blocks(_records_of(in_order, numbers, part), options) for part in parts)
+        of_tenant: dict[int, list[TraceRecord]] = {}
+        for record, number in zip(in_order, numbers, strict=True):
+            of_tenant.setdefault(number, []).append(record)
+        num_blocks = sum(enough_blocks(own, options) for own in of_tenant.values())
     floor = 0 if unbounded else num_blocks // 2
     # The same requests in every case.
     kept = [at for at, record in enumerate(in_order) if fits(record, num_blocks - floor, options.block_size)]
@@ -123,7 +125,8 @@ def replay_tenants(
     rows = []
     for case in CASES[:-1] if unbounded else CASES:
         begun = time.perf_counter()
-        chosen = [(record, number) for record, number in zip(fitting, owned, strict=True) if _in_case(case, number)]
+        pairs = zip(fitting, owned, strict=True)
+        chosen = [(record, number) for record, number in pairs if number == 1 or case != "alone"]
         each = [record for record, _ in chosen]
         split = [Tenant(str(number), number) for _, number in chosen] if case in ("fair", "floor") else []
         replay = TimedReplay(each, options, policy, num_blocks, split)
@@ -147,14 +150,6 @@ def replay_tenants(
         )
         rows.append(row)
     return rows
-
-
-def _in_case(case: str, number: int) -> bool:
-    return number == 1 or case != "alone"
-
-
-def _records_of(records: Sequence[TraceRecord], numbers: Sequence[int], tenant: int) -> list[TraceRecord]:
-    return [record for record, number in zip(records, numbers, strict=True) if number == tenant]
 
 
 def _figures(replay: TimedReplay, records: Sequence[TraceRecord], chosen: NDArray[np.bool_]) -> TenantFigures:

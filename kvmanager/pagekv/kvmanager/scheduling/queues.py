@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Set
 from itertools import chain
 
 from pagekv.kvmanager.scheduling.decode_batch import DecodeBatch
-from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests, held_back
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests
 from pagekv.kvmanager.scheduling.fairness.virtual_tokens import VirtualTokens
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq, SeqStatus, key
 from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
@@ -86,8 +86,11 @@ class WaitingQueue:
         """Looks which tenants are at their caps with these requests. For the time that it was, none has a credit."""
         before, self._held_back = self._held_back, set()
         if self.caps:
-            heads = {tenant: order[0].request for tenant, order in self._orders.items()}
-            self._held_back = held_back(self.caps, heads, running)
+            self._held_back = {
+                tenant
+                for tenant, order in self._orders.items()
+                if tenant in self.caps and running.are_above(self.caps[tenant], order[0].request)
+            }
         if not before and not self._held_back:
             return
         self.served.allow(self._held_back, False)

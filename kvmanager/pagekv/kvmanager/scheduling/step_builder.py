@@ -91,11 +91,6 @@ class StepBuilder:
         self.plan.scheduled_tokens += [0] * len(rows)
         self.room -= len(rows)
 
-    def add_pause(self, seq_id: int) -> None:
-        """A sequence at the executor computes nothing in this step."""
-        self.plan.scheduled_seq_ids.append(seq_id)
-        self.plan.scheduled_tokens.append(0)
-
     def add_new(self, sequence: Seq) -> None:
         """A member of the running order enters the executor, with its first chunk."""
         self._running.enter(sequence)
@@ -109,12 +104,11 @@ class StepBuilder:
         plan, seq_id = self.plan, sequence.seq_id
         remaining = sequence.num_tokens - sequence.num_computed
         chunk = min(remaining, self.room, max(least, self.room_for(sequence.tenant)))
-        if not chunk:
-            self.add_pause(seq_id)
-            return
         if chunk != 1:
             plan.scheduled_seq_ids.append(seq_id)
             plan.scheduled_tokens.append(chunk)
+        if not chunk:
+            return
         sequence.num_computed += chunk
         if self._served.several:
             self._charge(sequence, chunk)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
@@ -65,11 +64,6 @@ class RunningRequests:
         if cap.requests is not None and requests >= cap.requests:
             return True
         return cap.blocks is not None and requests > 0 and blocks + _most_blocks(head, self._block_size) > cap.blocks
-
-
-def held_back(caps: Mapping[int, Cap], heads: Mapping[int, LiveRequest], running: RunningRequests) -> set[int]:
-    """Tenants whose next request, in `heads`, would be above their caps."""
-    return {tenant for tenant, head in heads.items() if tenant in caps and running.are_above(caps[tenant], head)}
 
 
 def _most_blocks(request: LiveRequest, block_size: int) -> int:

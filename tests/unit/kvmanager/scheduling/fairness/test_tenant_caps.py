@@ -6,7 +6,7 @@ from support.call_count import count_calls
 from support.engine.scheduler_driver import Driver, finished
 
 from pagekv.kvmanager.request.tenant import Tenant
-from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests, held_back
+from pagekv.kvmanager.scheduling.fairness.tenant_caps import Cap, RunningRequests
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus
 
 A, B = Tenant("a", 1), Tenant("b", 2)
@@ -44,16 +44,16 @@ def test_blocks_that_requests_may_come_to_need_are_counted() -> None:
 def test_a_request_that_is_alone_or_under_way_is_never_held_back() -> None:
     driver = Driver(num_blocks=64, block_size=4)
     large = driver.submit([1], max_tokens=80, n=2, tenant=A)
-    caps = {1: Cap(requests=1, blocks=1)}
+    cap = Cap(requests=1, blocks=1)
     requests = RunningRequests(4)
-    assert held_back(caps, {1: large}, requests) == set()
+    assert not requests.are_above(cap, large)
     requests.add(large.sequences[0])
-    assert held_back(caps, {1: large}, requests) == set()
+    assert not requests.are_above(cap, large)
     other = driver.submit([2], max_tokens=2, tenant=A)
-    assert held_back(caps, {1: other}, requests) == {1}
-    assert held_back({1: Cap(blocks=41)}, {1: other}, requests) == set()
-    assert held_back({1: Cap(blocks=40)}, {1: other}, requests) == {1}
-    assert held_back({}, {1: other}, requests) == set()
+    assert requests.are_above(cap, other)
+    assert not requests.are_above(Cap(blocks=41), other)
+    assert requests.are_above(Cap(blocks=40), other)
+    assert not requests.are_above(Cap(), other)
 
 
 def test_a_request_counts_while_it_has_sequences_in_the_order() -> None:
