@@ -83,7 +83,6 @@ def _connection(parts: SplitResult, limit_s: float) -> http.client.HTTPConnectio
 
 
 def _cut(connected: socket.socket, too_late: threading.Event) -> None:
-    """Ends every read and write of the connection."""
     too_late.set()
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)

@@ -32,7 +32,6 @@ def feature_names(numbers: Iterable[pb.ExecutorFeature.ValueType]) -> list[str]:
 
 
 def feature_numbers(names: Iterable[str]) -> list[pb.ExecutorFeature.ValueType]:
-    """The features of these names."""
     return [pb.ExecutorFeature.Value(f"EXECUTOR_FEATURE_{name.upper()}") for name in names]
 
 

@@ -55,7 +55,6 @@ class LiveRequests:
         return request
 
     def get(self, request_id: str, tenant: str = "") -> LiveRequest | None:
-        """The live request of this id and tenant."""
         return self._requests.get(request_id, {}).get(tenant)
 
     def named(self, request_id: str) -> list[LiveRequest]:

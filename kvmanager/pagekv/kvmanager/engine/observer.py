@@ -68,7 +68,6 @@ class Observers(Observer):
         self._all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:
-        """Adds an observer of everything from now on."""
         self._all = (*self._all, observer)
 
 

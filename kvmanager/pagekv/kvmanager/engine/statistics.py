@@ -21,7 +21,6 @@ class EngineStatistics:
         self._state = state
 
     def stats(self) -> operator_pb.GetStatsResponse:
-        """A snapshot of every counter and gauge."""
         state, scheduler, cache = self._state, self._state.serving(), self._state.cache
         pool, host, counters, prompts = scheduler.pool, scheduler.host, scheduler.counters, cache.counters
         stats = operator_pb.GetStatsResponse(

@@ -81,7 +81,6 @@ class StepTimes:
         self.lead_us = min(max(wanted, 0.0), expected)
 
     def expected_us(self, plan: StepPlan) -> float:
-        """Microseconds that a step is expected to take."""
         return float(self._weights @ _made_of(plan))
 
     def bound(self) -> StepBound:

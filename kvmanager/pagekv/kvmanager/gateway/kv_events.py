@@ -49,7 +49,6 @@ class KvEvents:
         return self._batches([], found)
 
     def changed(self, diff: Diff) -> Iterator[bytes]:
-        """Batches for the changes between two step boundaries."""
         if diff.cleared:
             self._untold.clear()
             self._root = self._root_now()
@@ -69,7 +68,6 @@ class KvEvents:
             yield self._batch(batch)
 
     def _add_stored(self, batch: common.KvEventBatch, blocks: Stored) -> None:
-        """Adds an event for each block."""
         for digest, parent, token_ids in blocks.each():
             stored = batch.events.add().stored
             stored.blocks.add(block_hash=_name(digest), token_ids=token_ids, block_size=self._block_size)

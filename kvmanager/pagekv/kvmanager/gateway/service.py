@@ -73,7 +73,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         self._archiving = asyncio.Lock()
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the service."""
         vllm_grpc.add_VllmEngineServicer_to_server(self, server)
 
     async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Any) -> vllm.HealthCheckResponse:
@@ -213,7 +212,6 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
 
 
 def _zip(directory: Path) -> bytes:
-    """An archive of a tokenizer's files."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as files:
         for name in TOKENIZER_FILES:

@@ -79,11 +79,9 @@ class BlockPool:
 
     @property
     def num_published(self) -> int:
-        """Entries of the prefix table."""
         return len(self.table)
 
     def ref_count(self, block: int) -> int:
-        """Holders of the block."""
         return int(self.ref_counts[block])
 
     def num_unheld(self, blocks: Blocks) -> int:

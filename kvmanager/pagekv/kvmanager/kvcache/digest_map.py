@@ -32,7 +32,6 @@ class DigestMap:
         return len(self.block_of) - self.retired.count
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block with this digest."""
         block = self.block_of.get(digest)
         return None if block is None or block in self.retired else block
 
@@ -55,7 +54,6 @@ class DigestMap:
     # -- retired blocks
 
     def note(self, digest: bytes) -> Note | None:
-        """The note of the retired block with this digest."""
         block = self.block_of.get(digest)
         return self.retired.note(block) if block is not None and block in self.retired else None
 
@@ -70,7 +68,6 @@ class DigestMap:
             self._clear(self.retired.oldest(SWEPT))
 
     def settle(self) -> None:
-        """Clears all that is retired."""
         while self.retired.count:
             self.sweep()
 

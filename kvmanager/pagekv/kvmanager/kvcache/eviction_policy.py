@@ -160,7 +160,6 @@ class EvictionOrder:
         return len(self._probation) + len(self._protected)
 
     def __iter__(self) -> Iterator[int]:
-        """In the present eviction order."""
         return chain(self._probation, self._protected)
 
     def append(self, blocks: Blocks) -> None:

@@ -118,7 +118,6 @@ class HostPool:
         return kept is parent or (before != NO_BLOCK and kept is self._key[before])
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block with this key."""
         return self._block_of.get(digest)
 
     def columns(self) -> tuple[list[tuple[int, bytes, bytes]], NDArray[np.uint32], dict[int, Names]]:

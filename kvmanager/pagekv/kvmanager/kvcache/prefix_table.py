@@ -83,7 +83,6 @@ class PrefixTable:
     # -- reading
 
     def lookup(self, digest: bytes) -> int | None:
-        """The block with this digest."""
         return self.map.lookup(digest)
 
     def digest(self, block: int) -> bytes | None:

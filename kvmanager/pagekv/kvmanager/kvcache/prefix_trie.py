@@ -149,7 +149,6 @@ class PrefixTrie:
                 self._parent_at[follower] = new
 
     def clear(self) -> None:
-        """Removes every block."""
         self._parent[:] = _ABSENT
         self._child[:] = _NONE
         self._root_of.clear()

@@ -42,7 +42,6 @@ class RetiredBlocks:
         self.count += len(blocks)
 
     def note(self, block: int) -> Note:
-        """The note of a retired block."""
         return self._notes[int(self._batch_of[block])]
 
     def take(self, blocks: Blocks) -> list[tuple[Note, list[int]]]:

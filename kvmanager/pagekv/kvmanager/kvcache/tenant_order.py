@@ -123,7 +123,6 @@ class TenantOrder:
     # -- asking
 
     def footprint(self, tenant: int) -> int:
-        """Blocks of this tenant, held and cached."""
         return int(self._footprint[tenant]) if tenant < len(self._orders) else 0
 
     def owner(self, block: int) -> int | None:

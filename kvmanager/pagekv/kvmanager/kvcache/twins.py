@@ -22,7 +22,6 @@ class Twins:
         return block in self._digest_of
 
     def digest(self, block: int) -> bytes | None:
-        """The digest of the entry that the block is a twin of."""
         return self._digest_of.get(block)
 
     def add(self, block: int, digest: bytes) -> None:
@@ -53,6 +52,5 @@ class Twins:
             del self._digest_of[block]
 
     def clear(self) -> None:
-        """Removes all."""
         self._digest_of.clear()
         self._blocks_of.clear()

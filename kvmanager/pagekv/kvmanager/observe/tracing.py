@@ -81,7 +81,6 @@ class TracedRequest:
     first_token: int = 0
 
     def add(self, span: Span) -> None:
-        """Adds a span unless there are too many."""
         if len(self.spans) < MAX_SPANS:
             self.spans.append(span)
         else:

@@ -40,7 +40,6 @@ class EventFeed(Observer):
         return [event for event in self._kept if event["n"] > number]
 
     def note(self, kind: str, **about: Any) -> None:
-        """Records an event."""
         if self.recording:
             self.total += 1
             self._kept.append({"n": self.total, "at": round(self._clock(), 3), "kind": kind, **about})

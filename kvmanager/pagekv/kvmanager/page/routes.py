@@ -61,7 +61,6 @@ class Page:
         self._show_text = show_text
 
     def routes(self) -> list[web.AbstractRouteDef]:
-        """To be served by `HttpServer`."""
         return [
             web.get("/", self._index),
             web.static("/page", STATIC),
@@ -171,7 +170,6 @@ def tenant_rows(answer: pb.ListTenantsResponse) -> dict[str, Any]:
 
 
 def sequence_detail(table: pb.SequenceBlocks) -> dict[str, Any]:
-    """A sequence's block table, in order of the tokens."""
     return {
         "index": table.index,
         "state": state_name(table.state),

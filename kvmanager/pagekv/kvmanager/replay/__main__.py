@@ -8,7 +8,6 @@ from pagekv.common.interrupts import quiet_interrupts
 
 
 def main() -> int:
-    """Entry point."""
     with quiet_interrupts():
         from pagekv.kvmanager.replay.cli import main as run
     return run()

@@ -126,7 +126,6 @@ def make_parser() -> FlagParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line of `pagekv replay`."""
     parser, given = make_parser(), list(sys.argv[1:] if argv is None else argv)
     parser.as_json = "--json" in given
     args = parser.parse(given)

@@ -79,7 +79,6 @@ class ReplayOptions(TimedOptions):
     protected_share: float = DEFAULT_PROTECTED_SHARE
 
     def limits(self, policy: str) -> SchedulerLimits:
-        """The scheduler's bounds under a policy."""
         return SchedulerLimits(self.max_batch_tokens, self.max_running, self.watermark, policy != NO_CACHE)
 
     def order(self, policy: str, num_blocks: int) -> EvictionOrder:

@@ -47,7 +47,6 @@ class SimulatedExecutor:
         self._columns = np.zeros((4, 64), np.int64)
 
     def begin(self, plan: StepPlan) -> BegunStep:
-        """Takes in a plan."""
         self._columns[:, plan.finished] = 0
         for new in plan.new:
             if new.seq_id >= self._columns.shape[1]:
@@ -68,7 +67,6 @@ class SimulatedExecutor:
         return BegunStep(plan, request[plan.sampling], seconds, int(slots_of.sum() - known.sum()))
 
     def finish(self, step: BegunStep, now_s: float) -> StepResult:
-        """The result of a begun step that completes at `now_s`."""
         requests = step.requests
         waited = now_s - self._last_token_s[requests]
         later = self._has_token[requests]

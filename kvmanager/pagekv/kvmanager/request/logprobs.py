@@ -40,7 +40,6 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         self.extend(positions)
 
     def append(self, position: TokenLogprobs) -> None:
-        """Adds a position."""
         self._ids.append(position.token_id)
         self._values.append(position.logprob)
         for token_id, logprob in position.top:
@@ -49,7 +48,6 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
         self._ends.append(len(self._ids))
 
     def extend(self, positions: Iterable[TokenLogprobs]) -> None:
-        """Adds positions."""
         for position in positions:
             self.append(position)
 

@@ -64,7 +64,6 @@ class RequestStream:
         self._error: Exception | None = None
 
     def push(self, delta: SequenceDelta) -> None:
-        """Adds a delta; called by the engine loop."""
         held = self._pending.get(delta.index)
         if held is None:
             self._pending[delta.index] = delta

@@ -33,7 +33,6 @@ class Wakeups:
         self._pauses = 0
 
     def reader(self) -> asyncio.Future[None]:
-        """A future for a reader to wait on."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
         return self._loop.create_future()

@@ -89,7 +89,6 @@ class DecodeBatch:
     # -- life of a row
 
     def open(self, sequence: Seq) -> None:
-        """Gives the sequence a seq_id."""
         if not self._free:
             self._grow(2 * len(self._sequences))
         seq_id = heapq.heappop(self._free)

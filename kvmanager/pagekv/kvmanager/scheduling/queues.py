@@ -47,7 +47,6 @@ class WaitingQueue:
 
     @property
     def num_forking(self) -> int:
-        """Sequences in the state FORKING."""
         return self._forking.total()
 
     def add(self, request: LiveRequest) -> None:

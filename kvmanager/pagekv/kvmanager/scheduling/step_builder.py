@@ -36,7 +36,6 @@ class StepBuilder:
 
     @property
     def num_at_executor(self) -> int:
-        """Sequences at the executor in this step."""
         return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
 
     def room_for(self, tenant: int) -> int:

@@ -35,7 +35,6 @@ class TenantUsage:
     refusals: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: TenantUsage) -> None:
-        """Adds what another one took."""
         self.prompt_tokens += other.prompt_tokens
         self.cached_tokens += other.cached_tokens
         self.output_tokens += other.output_tokens
@@ -59,7 +58,6 @@ class Account:
     text: TokenBucket = field(default_factory=lambda: TokenBucket(TEXT_BURST_S))
 
     def set_limits(self, limits: TenantLimits) -> None:
-        """Other limits, from now on."""
         self.limits = limits
         per_minute, per_s = limits.tokens_per_minute, limits.tokenized_bytes_per_second
         self.tokens.set_rate(None if per_minute is None else per_minute / 60)
@@ -114,7 +112,6 @@ class Accounts:
             self._open(name)
 
     def all(self) -> list[Account]:
-        """Every account that there is."""
         accounts = list(self._by_name.values())
         return accounts if self._others is None else [*accounts, self._others]
 

@@ -48,7 +48,6 @@ class TenantsFile:
 
     @property
     def num_floor_blocks(self) -> int:
-        """The floors of all named tenants together."""
         return sum(limits.floor_blocks for limits in self.tenants.values())
 
 

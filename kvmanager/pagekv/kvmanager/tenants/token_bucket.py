@@ -37,7 +37,6 @@ class TokenBucket:
         return max(-self._level / self._rate, 1e-3)
 
     def take(self, amount: float) -> None:
-        """Takes so much, which may leave less than nothing."""
         if self._rate is not None:
             self._fill()
             self._level -= amount

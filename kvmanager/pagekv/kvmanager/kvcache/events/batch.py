@@ -105,12 +105,10 @@ class Diff:
         self.size += len(stored.digests)
 
     def remove(self, removed: Removed) -> None:
-        """Removes blocks of the table."""
         self.removed.append(removed)
         self.size += len(removed.digests)
 
     def clear(self) -> None:
-        """Removes everything, in both tiers."""
         self.cleared = True
         self.removed, self.stored, self.size = [], [], 1
 

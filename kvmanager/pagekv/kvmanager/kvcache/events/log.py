@@ -36,7 +36,6 @@ class TableLog:
     """The log of the pools of one epoch after another. Digests are 32 bytes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
         self._history = RemovalHistory()
         self._clock = clock
         self._table: PrefixTable | None = None
@@ -57,7 +56,6 @@ class TableLog:
 
     @property
     def num_watches(self) -> int:
-        """Watches that have not ended."""
         return len(self._watches)
 
     def attach(self, table: PrefixTable, host: HostPool | None = None) -> None:
@@ -117,7 +115,6 @@ class TableLog:
             self._pending.store(host_block(digest, parent, tokens, names))
 
     def host_removed(self, digest: bytes) -> None:
-        """A block was evicted from the host pool."""
         if self.watched:
             self._pending.remove(Removed(Tier.HOST, [digest]))
 
@@ -180,6 +177,5 @@ class TableLog:
         return watch
 
     def end_watches(self, error: Exception) -> None:
-        """Ends every watch with an error for its reader."""
         for watch in list(self._watches):
             watch.fail(error)

@@ -45,7 +45,6 @@ class RemovalHistory:
             self._old, self._young = self._young, {}
 
     def find(self, digest: bytes) -> Removal | None:
-        """The digest's latest removal that is remembered."""
         return self._young.get(digest) or self._old.get(digest)
 
 

@@ -59,13 +59,11 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """Adds `value`, `count` times."""
         self._counts[bisect_left(self._bounds, value)] += count
         self.total += value * count
 
     @property
     def count(self) -> int:
-        """Number of all values."""
         return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
@@ -81,7 +79,6 @@ class InterTokenLatency:
     """
 
     def __init__(self, histogram: Histogram) -> None:
-        """`histogram` takes the gaps."""
         self._histogram = histogram
         # Sequences that got a token in the latest step, in its order, and when that was.
         self._latest: list[Seq] = []
@@ -140,7 +137,6 @@ class RequestMetrics(Observer):
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
         self._clock = clock
         self._live: dict[LiveRequest, _Progress] = {}
         self.finished = dict.fromkeys(REASONS, 0)

@@ -52,7 +52,6 @@ class WorkloadRecorder(Observer):
     """Takes notes on the event loop; hashing and writing are done by the file's thread."""
 
     def __init__(self, file: RecordingFile, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
         self._file = file
         self._clock = clock
         self._begun = clock()

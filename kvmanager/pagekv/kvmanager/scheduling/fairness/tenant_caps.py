@@ -51,7 +51,6 @@ class RunningRequests:
             del self._requests[request.tenant], self._blocks[request.tenant]
 
     def count(self, tenant: int) -> int:
-        """Requests of a tenant."""
         return self._requests[tenant]
 
     def are_above(self, cap: Cap, head: LiveRequest) -> bool:

@@ -75,7 +75,6 @@ class VirtualTokens:
         return float(self._counters[tenant]) if tenant < len(self._counters) else 0.0
 
     def weight(self, tenant: int) -> float:
-        """A tenant's weight."""
         return float(self.weights[tenant]) if tenant < len(self.weights) else 1.0
 
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
@@ -99,7 +98,6 @@ class VirtualTokens:
             self._credits[few] = self.credit
 
     def welcome_nobody(self) -> None:
-        """There are no newcomers."""
         self.newcomers, self.credit = frozenset(), 0.0
         self._credits[:] = 0
 
