@@ -10,9 +10,7 @@ from pagekv.common.version import pagekv_version
 
 
 def main() -> int:
-    """Imports the server only where everything that its modules need is there; --version alone needs nothing. The event
-    loop takes SIGINT over once it runs.
-    """
+    """Imports the server only where its packages are there; --version alone needs none."""
     with quiet_interrupts():
         if sys.argv[1:] == ["--version"]:
             print(f"pagekv-manager {pagekv_version()}")

@@ -109,9 +109,7 @@ class Manager:
         operator_service_pb2_grpc.add_OperatorServiceServicer_to_server(OperatorService(self.engine, served), server)
 
     def _add_gateway(self) -> GrpcServer | None:
-        """Adds a gateway's service where flags ask for it; returns the server of its own address, if it has one. Raises
-        ExtraMissing without its stubs, and CannotProtect.
-        """
+        """Adds a gateway's service, if wanted; returns its own server, if any. Raises CannotProtect, ExtraMissing."""
         at_listen, own_listen = self._config.observe.gateway_api, self._config.access.gateway_listen
         if not at_listen and not own_listen:
             return None
@@ -141,9 +139,7 @@ class Manager:
         self._changed.set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises OSError when a port or a file cannot be had, and
-        ExtraMissing; everything opened before is closed then.
-        """
+        """Serves until `stop` is set; returns the exit status. Raises OSError and ExtraMissing, all closed again."""
         try:
             await self._start()
         except BaseException:

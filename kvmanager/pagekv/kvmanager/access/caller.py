@@ -17,9 +17,7 @@ def tenant_of_call() -> str:
 
 
 def sees_all() -> bool:
-    """Whether the present call may be told of all tenants: nobody is asked for an identity, or an operator calls and
-    acts for nobody.
-    """
+    """Whether the call may be told of all tenants: without identities, or for an operator who acts for nobody."""
     known = caller.get()
     return known is None or (Role.OPERATE in known.roles and not known.acting)
 

@@ -72,9 +72,7 @@ def check_call(identity: Identity, method: str) -> None:
 
 
 def check_route(identity: Identity, method: str, pattern: str) -> None:
-    """Raises PermissionDenied unless a caller may ask for the route, which is not open. `pattern` is the canonical form
-    of its resource.
-    """
+    """Raises PermissionDenied unless a caller may ask for the route; `pattern` is its resource's canonical form."""
     route = method, pattern
     if route not in ROLE_OF_ROUTE:
         raise PermissionDenied(f"nobody may ask for {' '.join(route)[:_NAME_CHARACTERS]}")

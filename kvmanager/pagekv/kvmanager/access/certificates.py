@@ -24,9 +24,7 @@ class Certificate:
 
 @lru_cache(maxsize=MAX_CACHED)
 def subject_of(pem: bytes) -> Certificate:
-    """The certificate in these bytes; of several the first, as TLS sends the client's own first. Raises ValueError for
-    bytes that are none.
-    """
+    """The first certificate in these bytes: TLS sends the client's own first. Raises ValueError for no such bytes."""
     if len(pem) > MAX_PEM_BYTES:
         raise ValueError(f"a certificate must have at most {MAX_PEM_BYTES} bytes, has {len(pem)}")
     try:
@@ -37,9 +35,7 @@ def subject_of(pem: bytes) -> Certificate:
 
 
 def normal_subject(text: str) -> str:
-    """RFC 4514 text of a subject as `subject_of` writes it. Raises ValueError for text that is none, and for an empty
-    subject.
-    """
+    """The RFC 4514 text as `subject_of` writes it. Raises ValueError for no such text and for an empty subject."""
     name = x509.Name.from_rfc4514_string(text)
     if not name.rdns:
         raise ValueError("a subject has one attribute at least")

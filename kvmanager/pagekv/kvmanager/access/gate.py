@@ -89,9 +89,7 @@ class Gate:
         self.authenticator.replace(read_identities(self._path))
 
     async def admit_call(self, method: str, context: Any) -> None:
-        """Makes the caller of `method`, a full name, the one of this task. Raises Unauthenticated, PermissionDenied and
-        InvalidRequest.
-        """
+        """Makes the caller this task's. Raises Unauthenticated, PermissionDenied and InvalidRequest."""
         await self._admit_call(method, context, None)
 
     async def admit_gateway_call(self, method: str, context: Any) -> None:
@@ -132,9 +130,7 @@ class Gate:
             self.audit_log.limited(known.name, _peer(context), method, str(error))
 
     async def admit_request(self, request: web.Request) -> None:
-        """Makes the caller of an HTTP request the one of this task. Raises Unauthenticated, PermissionDenied and
-        InvalidRequest.
-        """
+        """`admit_call` for HTTP requests."""
         # One task answers all requests of a connection: the caller of the one before must not stay.
         caller.set(None)
         resource = request.match_info.route.resource
@@ -176,9 +172,7 @@ class Gate:
             raise
 
     async def _identify(self, authorizations: Sequence[str], certificate_pem: bytes | None) -> Identity:
-        """Raises Unauthenticated; also where authorization was sent twice, for a proxy between may have looked at the
-        other one.
-        """
+        """Raises Unauthenticated, also for two authorizations: a proxy may have looked at the other one."""
         if len(authorizations) > 1:
             raise self.authenticator.refusal(RefusalReason.SENT_TWICE)
         return await self.authenticator.identify(next(iter(authorizations), None), certificate_pem)

@@ -121,9 +121,7 @@ class JsonWebTokens:
 
 
 def _key_id(token: str) -> str | None:
-    """The id of the key that a token names. Unsigned, but it only says which of the issuer's keys to try. Raises
-    PyJWTError.
-    """
+    """The id of the key that a token names: unsigned, but it only says which key to try. Raises PyJWTError."""
     header = jwt.get_unverified_header(token)
     # Names extensions that must be understood (RFC 7515, 4.1.11), and none is; PyJWT before 2.12 passes over it.
     if "crit" in header:
@@ -133,8 +131,6 @@ def _key_id(token: str) -> str | None:
 
 
 def _roles(claim: object) -> frozenset[Role]:
-    """Roles of a claim: a list of names, or a text with spaces between them. Names of other systems' roles are ignored,
-    and a claim of any other type has none.
-    """
+    """Roles of a claim, a list of names or a text with spaces between them; unknown names are ignored."""
     names = claim.split() if isinstance(claim, str) else claim if isinstance(claim, list) else []
     return frozenset(role for role in Role if role.value in names)

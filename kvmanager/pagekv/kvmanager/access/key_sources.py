@@ -1,6 +1,4 @@
-"""Where the key set of tokens comes from, and when it is read again. When reading fails the last good set stays: an
-issuer's outage locks nobody out.
-"""
+"""Where the key set of tokens comes from. When reading fails the last good set stays: an outage locks nobody out."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Reasons for which a caller is not known, and the error that says one. Reasons are few and say nothing that helps to
-guess a key.
-"""
+"""Reasons for which a caller is not known, few and of no help in guessing a key; and the error that says one."""
 
 from __future__ import annotations
 

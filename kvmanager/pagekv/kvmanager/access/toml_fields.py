@@ -1,6 +1,4 @@
-"""Checks of single fields in files of TOML. Errors name the field and what is wanted, and quote no value: it may be a
-secret that stands in the wrong place.
-"""
+"""Checks of single fields in files of TOML. Errors quote no value: it may be a misplaced secret."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ _Kind = TypeVar("_Kind")
 
 
 def typed(field: str, value: Any, kind: type[_Kind]) -> _Kind:
-    """The value, which is of this type and not merely of a subtype, as a boolean is of numbers. Raises TomlFileError
-    where it is another or not there.
-    """
+    """The value, of just this type: a boolean is no number. Raises TomlFileError, also where it is not there."""
     if value is None:
         raise TomlFileError(f"{field}: must be {_KINDS[kind]}, is not there")
     if type(value) is not kind:

@@ -20,9 +20,7 @@ class TomlFileError(ValueError):
 
 
 def read_toml(path: Path, *, secret: bool = False) -> dict[str, Any]:
-    """The tables of a regular file of at most MAX_FILE_BYTES, which, where it is `secret`, nobody else can change or
-    read. Raises TomlFileError.
-    """
+    """The tables of a file; where it is `secret`, nobody else may change or read it. Raises TomlFileError."""
     text = _read(path, secret=secret)
     try:
         return tomllib.loads(text.decode())

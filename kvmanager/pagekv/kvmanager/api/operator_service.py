@@ -18,9 +18,7 @@ from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
 
 
 class OperatorService(pb_grpc.OperatorServiceServicer):
-    """Every answer is a snapshot between two steps, of many blocks one for each slice of them. Errors are raised as
-    `PageKVError`.
-    """
+    """Every answer is a snapshot between two steps, of many blocks one a slice. Errors are raised as `PageKVError`."""
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries, self._snapshots, self._statistics = engine.queries, engine.snapshots, engine.statistics

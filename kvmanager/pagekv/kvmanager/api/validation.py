@@ -143,9 +143,7 @@ def _read_max_tokens(request: inference_service_pb2.GenerateRequest, num_prompt:
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
 ) -> tuple[array[int], CacheIdentity]:
-    """Token ids, uint32, and cache identity of a request about a prompt. Raises InvalidRequest, NotFound for an
-    adapter, PermissionDenied and Overloaded.
-    """
+    """Token ids and cache identity of a question. Raises InvalidRequest, NotFound, PermissionDenied, Overloaded."""
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
@@ -213,9 +211,7 @@ def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model:
 
 
 def _first_end(token_ids: array[int], start: int, ends: Collection[int]) -> int:
-    """The first position from `start` on that has one of these tokens, -1 for none: vector operations, since there may
-    be as many tokens as the context has.
-    """
+    """The first position from `start` on with one of these tokens, -1 for none; fast, since they may be many."""
     found = np.isin(np.frombuffer(token_ids, np.uint32)[start:], [*ends])
     return start + int(found.argmax()) if found.any() else -1
 
@@ -314,9 +310,7 @@ def _check(field: str, value: float, low: float, high: float, above: bool = Fals
 
 
 def check_sampling_lists(params: types_pb2.SamplingParams) -> None:
-    """Raises InvalidRequest where a list of the sampling parameters, of which only the length is asked, has too many
-    entries.
-    """
+    """Raises InvalidRequest where a list of the sampling parameters has too many entries."""
     for name, entries, most in (
         ("stop", params.stop, MAX_STOPS),
         ("stop_token_ids", params.stop_token_ids, MAX_STOP_TOKEN_IDS),

@@ -50,9 +50,7 @@ def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
 
 
 def open_watch(queries: EngineQueries, account: Account, context: Any, start_revision: int = 0) -> TableWatch:
-    """A watch that ends with its call, and is one of its tenant's until then. Raises LimitExceeded, and what
-    `EngineQueries.watch_events` raises.
-    """
+    """A watch that ends with its call and counts for its tenant. Raises LimitExceeded and as `watch_events`."""
     account.check_count("max_watchers", account.watchers)
     watch = queries.watch_events(start_revision)
     account.watchers += 1
@@ -104,9 +102,7 @@ async def watch_messages(
 
 
 async def _snapshot_piece(watch: TableWatch, with_tokens: bool) -> tuple[Sequence[pb.CacheEvent], bool]:
-    """The next events of a snapshot, MAX_EVENTS at most, and whether more may follow; the engine plans steps between
-    each few of them.
-    """
+    """The next events of a snapshot, at most MAX_EVENTS, and whether more may follow; steps go on between."""
     events: list[pb.CacheEvent] = []
     while len(events) < MAX_EVENTS:
         blocks = watch.take_snapshot(EVENTS_AT_ONCE)

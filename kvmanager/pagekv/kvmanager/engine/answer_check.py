@@ -19,9 +19,7 @@ class AnswerCheck:
         self._failed: set[int] = set()
 
     def check(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """The result of `plan` with what it sampled in the order of the plan, and failures that are new. Raises
-        WrongAnswer.
-        """
+        """The result with samples in the order of the plan and with new failures alone. Raises WrongAnswer."""
         for seq_id in plan.finished:
             self._asked.pop(seq_id, None)
             self._failed.discard(seq_id)

@@ -58,9 +58,7 @@ class CacheAdmin:
         self._timer: asyncio.TimerHandle | None = None
 
     def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer) -> None:
-        """Takes the pools of a new epoch, empty and with this log, for the model with this fingerprint. `observer`
-        is told of pins.
-        """
+        """Takes the empty pools of a new epoch, and its model; `observer` is told of pins."""
         self.pool = pool
         self.host = host
         self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
@@ -107,9 +105,7 @@ class CacheAdmin:
             )
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
-        """Counts blocks that hit, and why the first other one misses, of sequences that got their blocks for the first
-        time in the step just planned.
-        """
+        """Counts hits of prompts at their first admission, and why the first other block missed."""
         totals, size = self.counters, self.pool.block_size
         for each in admitted:
             sequence, hits = each.sequence, each.hit_blocks

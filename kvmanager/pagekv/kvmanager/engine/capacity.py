@@ -37,9 +37,7 @@ def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: Engin
 
 
 def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: EngineInfo) -> None:
-    """Raises InvalidRequest when there is room for the prompt, which has passed `check_prompt_fits`, and not for all of
-    the output that may follow it.
-    """
+    """Raises InvalidRequest when a prompt that has passed `check_prompt_fits` leaves too little for its output."""
     most = longest_sequence(model, beam_width) - num_prompt
     if max_tokens > most:
         total = num_prompt + max_tokens

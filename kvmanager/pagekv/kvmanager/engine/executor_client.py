@@ -52,9 +52,7 @@ class NoExecutor(ExecutorLost):
 
 
 class NoRoom(ExecutorLost):
-    """The executor has no memory for pools of `asked` blocks, device and host, or, where that is None, for a step. It
-    may offer less, or find more, the next time.
-    """
+    """No memory at the executor for `asked` device and host blocks, or, with None, for a step; it may find more."""
 
     def __init__(self, message: str, asked: tuple[int, int] | None) -> None:
         super().__init__(message)
@@ -71,9 +69,7 @@ class ExecutorLink:
     def __init__(
         self, target: str, wake: Callable[[], None], credentials: grpc.ChannelCredentials | None = None
     ) -> None:
-        """`wake` is called when a result or the end of the stream is there to be looked at. `credentials`: for TLS;
-        without them nothing is encrypted.
-        """
+        """`wake` is called when `take_result` has news; without `credentials` nothing is encrypted."""
         self._target = target
         self._wake = wake
         options = [
@@ -111,9 +107,7 @@ class ExecutorLink:
         return answer
 
     async def attach(self, manager_id: str, model: EngineInfo, layout: str, take_over: bool) -> pb.AttachResponse:
-        """Opens an epoch with empty pools of the model's sizes, and its stream of steps. Raises ExecutorLost or
-        AttachRefused.
-        """
+        """Opens an epoch with empty pools, and its stream of steps. Raises ExecutorLost or AttachRefused."""
         request = pb.AttachRequest(
             manager_id=manager_id,
             block_size=model.block_size,
@@ -157,9 +151,7 @@ class ExecutorLink:
         self._wake()
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
-        """Sends the next step. Raises ExecutorLost, also when the executor takes nothing in for `timeout_s`, or
-        WrongAnswer.
-        """
+        """Sends the next step. Raises WrongAnswer, and ExecutorLost, also when `timeout_s` pass meanwhile."""
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
@@ -182,9 +174,7 @@ class ExecutorLink:
             raise self._error or ExecutorLost("the stream of steps broke") from error
 
     def take_result(self) -> StepResult | None:
-        """The next result in step order, or None if there is none yet. Raises ExecutorLost, or WrongAnswer, after the
-        last one.
-        """
+        """The next result, None if there is none yet. Raises ExecutorLost or WrongAnswer after the last."""
         if self._results:
             return self._results.popleft()
         if self._error is not None:

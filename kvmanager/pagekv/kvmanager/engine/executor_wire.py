@@ -95,9 +95,7 @@ def _memory_op(kind: CopyKind, sources: array[int], destinations: array[int]) ->
 
 
 def step_bytes(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> bytes:
-    """`step_request`, serialised. Prompts that were packed ahead are put into it as they are, which takes a hundredth
-    of the time.
-    """
+    """`step_request`, serialised. Prompts that were packed ahead go in as they are, in a hundredth of the time."""
     if not any(new.sequence.request.packed_prompt for new in plan.new):
         return step_request(plan, epoch, step, eos_token_ids).SerializeToString()
     parts = [step_request(replace(plan, new=[]), epoch, step, eos_token_ids).SerializeToString()]
@@ -159,9 +157,7 @@ def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
 
 
 def step_result(message: pb.StepResult) -> StepResult:
-    """The result of a step. Raises WrongAnswer when columns do not pair, or something is no number; whether it answers
-    the plan is for `AnswerCheck` to say.
-    """
+    """The result of a step. Raises WrongAnswer for what cannot be true of any plan; `AnswerCheck` knows the plan."""
     seq_ids, tokens = list(message.sampled_seqs), list(message.sampled_tokens)
     _check_pair("sampled_tokens", len(tokens), "sampled_seqs", len(seq_ids))
     for field, value in (("execute_us", message.execute_us), ("idle_us", message.idle_us)):

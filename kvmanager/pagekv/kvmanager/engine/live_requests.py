@@ -66,9 +66,7 @@ class LiveRequests:
         return self._by_stream.get(stream)
 
     def release(self, stream: RequestStream) -> LiveRequest | None:
-        """The reader has gone: nothing of the stream is unread any more. Returns the request if it is still live.
-        Idempotent.
-        """
+        """The reader has gone: nothing is unread any more. Returns the request if it is live. Idempotent."""
         if stream in self._being_read:
             tenant, ended = self._being_read.pop(stream)
             self._count_unread(tenant, -ended)

@@ -15,9 +15,7 @@ from pagekv.kvmanager.tenants.turns import TenantTurns
 
 
 class LongPrompts:
-    """Prepares prompts of more than one slice, those of a tenant one after the other, with turns of the event loop
-    behind each slice, in which tenants alternate.
-    """
+    """Prepares prompts of more than a slice, one of each tenant at a time, with turns of the event loop between."""
 
     def __init__(self, pack: Callable[[array[int]], bytes] | None) -> None:
         """`pack` as in `PreparedPrompt.slices`."""
@@ -41,9 +39,7 @@ class LongPrompts:
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable
     ) -> PreparedPrompt | None:
-        """A prepared prompt; None, at once, for a prompt that fits into a slice. `root`: the parent digest of its first
-        block.
-        """
+        """A prepared prompt behind the digest `root`; None, at once, for one that fits into a slice."""
         if len(token_ids) <= slice_blocks(table.block_size, len(media)) * table.block_size:
             return None
         prepared = PreparedPrompt(root)

@@ -28,9 +28,7 @@ class RequestEnd(Enum):
 
 
 class Observer(SchedulerListener):
-    """Does nothing; observers override the methods they need. Arguments are live objects: copy what is needed before
-    returning. An observer that raises is dropped.
-    """
+    """Does nothing; observers override the methods they need. An observer that raises is dropped."""
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
         """A new epoch began, with empty pools; `epoch` counts this manager's, from 1."""

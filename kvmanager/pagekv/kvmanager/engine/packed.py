@@ -7,9 +7,7 @@ from numpy.typing import NDArray
 
 
 def pack_varints(numbers: NDArray[np.uint32] | NDArray[np.int32]) -> bytes:
-    """Numbers from 0 to 2**32 - 1 as a packed field has them: seven bits a byte, the lowest first, and a bit for "more
-    follows" (protobuf's encoding).
-    """
+    """Numbers from 0 to 2**32 - 1 as a packed field has them: protobuf's varints, one after the other."""
     values = numbers.astype(np.uint32, copy=False)
     if not len(values):
         return b""

@@ -150,9 +150,7 @@ class EngineQueries:
         return self.cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account, tenant)
 
     def reset_prefix_cache(self, force: bool) -> operator_pb.ResetPrefixCacheResponse | None:
-        """Removes every cached block. While blocks are held: None, and nothing changed; with `force` running sequences
-        are preempted, and pins end.
-        """
+        """Removes every cached block; None while blocks are held, unless `force` preempts and unpins."""
         return self._state.cache.reset(self._state.serving(), force)
 
     @property
@@ -161,9 +159,7 @@ class EngineQueries:
         return self._state.instance_id
 
     def watch_events(self, start_revision: int = 0) -> TableWatch:
-        """The prefix tables now and as they change or, from a revision on, their changes alone; the caller closes it.
-        Raises LimitExceeded, RevisionGone, InvalidRequest.
-        """
+        """A watch from now or from a revision on, to be closed. Raises LimitExceeded, RevisionGone, InvalidRequest."""
         if self._state.stopping:
             raise draining()
         return self.cache.log.watch(start_revision)

@@ -25,9 +25,7 @@ class Fault(Enum):
 
 
 class WrongAnswer(Exception):
-    """The executor answered a step with something that cannot be true; its epoch is over, and nothing of the answer was
-    believed. The message names field and value.
-    """
+    """The executor's answer cannot be true: its epoch is over. The message names field and value."""
 
     fault = Fault.STEP
 
@@ -46,9 +44,7 @@ class FailedSteps:
         self._attempts: dict[LiveRequest, float] = {}
 
     def count(self, plan: StepPlan, running: Iterable[Seq], fault: Fault) -> list[LiveRequest]:
-        """Counts a failed attempt of the step that was due; `running` are the sequences that held blocks then. Removes
-        and returns the requests of the step that have had all their attempts.
-        """
+        """Counts a failed attempt of a step for those `running` then; removes and returns requests out of them."""
         took_part = {*plan.sampling.tolist(), *(new.seq_id for new in plan.new)}
         for seq_id, tokens in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True):
             (took_part.add if tokens else took_part.discard)(seq_id)
@@ -79,9 +75,7 @@ MOST_ROOM_REFUSALS = 8
 
 
 class RoomRefusals:
-    """Counts how often an executor had no memory for the same pools. One that offers less each time, until the host
-    pool can be page-locked, is asked on.
-    """
+    """Counts refusals of the same pools for lack of memory. An executor that offers less each time is asked on."""
 
     def __init__(self) -> None:
         self._asked: tuple[int, int] | None = None
@@ -101,9 +95,7 @@ UNREACHABLE_S = 0.25
 
 
 class Reconnect:
-    """Pauses between attempts to attach, which grow while nothing works: an executor may fail the first step of every
-    epoch, and recomputing is work.
-    """
+    """Pauses between attempts to attach, growing while nothing works: each epoch recomputes."""
 
     def __init__(self) -> None:
         self._pause_s = RECONNECT_FIRST_S

@@ -1,6 +1,4 @@
-"""The end of a request, whichever way: its blocks are free at once, its tenant's book is closed, observers hear of
-it.
-"""
+"""The end of a request: its blocks are free at once, its tenant's book is closed, observers hear of it."""
 
 from __future__ import annotations
 

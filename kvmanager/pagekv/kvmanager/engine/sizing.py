@@ -1,6 +1,4 @@
-"""Sizes of pools, context and scheduler limits: the executor's model within the limits that the flags set; and the
-pools of these sizes.
-"""
+"""Sizes of pools, context and limits, as executor and flags allow; and pools of these sizes."""
 
 from __future__ import annotations
 
@@ -121,9 +119,7 @@ def size_limits(description: DescribeResponse, config: EngineConfig, model: Engi
 
 
 def make_pools(model: EngineInfo, config: EngineConfig, log: TableLog) -> tuple[BlockPool, HostPool]:
-    """Empty pools of the model's sizes, whose changes go to `log`. Raises AttachRefused where this process has not the
-    memory to keep so many blocks in mind.
-    """
+    """Empty pools of the model's sizes with this log. Raises AttachRefused for want of this process's memory."""
     device_blocks, host_blocks, size = model.num_device_blocks, model.num_host_blocks, config.block_size
     clock = time.monotonic if config.block_ages else None
     try:

@@ -37,9 +37,7 @@ _arrival = attrgetter("arrival")
 
 
 class EngineSnapshots:
-    """Owned by the engine loop, which shares its state. Methods raise Unavailable before the first attachment unless
-    they say otherwise.
-    """
+    """Owned by the engine loop. Methods raise Unavailable before the first attachment unless they say otherwise."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -169,9 +167,7 @@ class EngineSnapshots:
         )
 
     def block_map(self) -> BlockMap | None:
-        """Every block of both pools, as arrays of which only `host_keyed` is a copy; None before the first
-        attachment.
-        """
+        """Every block of both pools, live memory but for `host_keyed`; None before the first attachment."""
         state, cache = self._state, self._state.cache
         if state.scheduler is None:
             return None

@@ -13,9 +13,7 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 class EngineStatistics:
-    """Owned by the engine loop, which shares its state. Methods raise Unavailable before the first attachment unless
-    they say otherwise.
-    """
+    """Owned by the engine loop. Methods raise Unavailable before the first attachment unless they say otherwise."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
@@ -72,9 +70,7 @@ class EngineStatistics:
         return sum(-(-(sequence.max_total - 1) // scheduler.pool.block_size) for sequence in scheduler.running)
 
     def ref_counts(self) -> NDArray[np.int32]:
-        """How many hold each block of the device, [num_blocks]: live memory, not to be changed, nor read after the next
-        await.
-        """
+        """Holders of each block of the device, [num_blocks]: live memory, not to be read after an await."""
         return self._state.serving().pool.ref_counts
 
     def tenant_blocks(self) -> list[tuple[Account, int]]:

@@ -36,9 +36,7 @@ class StepPace:
         self._prompt_us = 0.0
 
     def begin_epoch(self, max_batch_tokens: int) -> None:
-        """Forgets the times of the executor before: this one may be another, and from nothing they are learnt in a
-        dozen steps, from wrong ones in a hundred.
-        """
+        """Forgets the times of the executor before: from wrong ones new ones are learnt slowly."""
         self._times = StepTimes(max_batch_tokens)
         self._prompt_us = 0.0
 

@@ -1,6 +1,4 @@
-"""Times of steps at the executor, learnt from its reports, and the bound that follows for steps in which tenants
-compete.
-"""
+"""Times of steps, learnt from the executor's reports, and the bound of steps while tenants compete."""
 
 from __future__ import annotations
 

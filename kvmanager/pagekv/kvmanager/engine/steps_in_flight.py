@@ -38,9 +38,7 @@ class StepsInFlight:
         self._plans.append(plan)
 
     def answered(self, result: StepResult) -> tuple[StepPlan, StepResult]:
-        """The plan that `result` answers, which stays the oldest until `pop`, and the result as `AnswerCheck` returns
-        it. Raises WrongAnswer, also when there is no such plan.
-        """
+        """The plan answered, which stays the oldest until `pop`, and the checked result. Raises WrongAnswer."""
         if not self._plans or result.step != self._step:
             due = f"must be {self._step}, with {len(self._plans)} in flight, got {result.step}"
             raise WrongAnswer("step", due)

@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BlockMap:
-    """Both pools at one moment, as arrays by block id. Views of live memory: not to be changed, nor read after the next
-    await.
-    """
+    """Both pools at one moment, by block id. Live memory: not to be changed, nor read after the next await."""
 
     # Attachments and completed steps of this manager so far.
     epoch: int

@@ -45,9 +45,7 @@ class BlockPool:
         log: TableLog | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`order`: the eviction order, least recently used by default; it starts with every block in it. `clock` gives
-        cached blocks an age, see `PrefixTable`.
-        """
+        """`order`: least recently used by default, with every block in it. `clock` as in `PrefixTable`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Holders of every block, [num_blocks]. Not to be changed by others.
@@ -190,9 +188,7 @@ class BlockPool:
             raise InvariantError(f"publish of blocks that nobody holds, among {blocks[:8].tolist()}")
 
     def invalidate(self, digests: Sequence[bytes]) -> None:
-        """Removes the blocks with these digests, whose content is void, and all that follow them from the prefix table.
-        Held blocks stay held and become private.
-        """
+        """Takes void contents and all behind them out of the prefix table; held blocks become private."""
         blocks = [block for digest in digests if (block := self.table.lookup(digest)) is not None]
         if blocks:
             self._remove(np.array(blocks, np.int32))

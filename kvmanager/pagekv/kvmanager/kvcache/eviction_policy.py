@@ -207,9 +207,7 @@ class EvictionOrder:
         return np.concatenate([unproven, proven])
 
     def hit(self, blocks: Blocks) -> None:
-        """Counts a prefix hit on all of a prompt's cached blocks from the first one on, held by now: the first `depth`
-        are proven.
-        """
+        """Counts a prefix hit on a prompt's cached blocks, held by now: the first `depth` are proven."""
         self.proven[blocks[: self.depth]] = True
 
     def invalidate(self, blocks: Blocks) -> None:

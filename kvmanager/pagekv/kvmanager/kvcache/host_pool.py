@@ -109,9 +109,7 @@ class HostPool:
         return blocks
 
     def _follows(self, block: int, parent: bytes, before: int) -> bool:
-        """Whether a keyed block follows the prefix of the digest object `parent`, which block `before` holds unless
-        that is NO_BLOCK.
-        """
+        """Whether a keyed block follows the digest object `parent`, which `before` holds unless NO_BLOCK."""
         kept = self._parent[block]
         if isinstance(kept, Root) and isinstance(parent, Root):
             return kept == parent
@@ -224,9 +222,7 @@ class HostPool:
                 self._log.host_removed(removed)
 
     def clear(self) -> None:
-        """Removes every key. Held blocks stay held and become private. The log is told by the device's pool, which is
-        cleared next.
-        """
+        """Removes every key; held blocks become private. The device's pool, cleared next, tells the log."""
         for block in list(self._block_of.values()):
             self._remove_key(block)
 

@@ -148,9 +148,7 @@ class Pins:
         return lease
 
     def unpin(self, pin_id: str, owner: str | None = None) -> int:
-        """Ends the pins of this id that an owner has, or anyone with None; returns how many blocks they held, 0 when
-        there is no such pin.
-        """
+        """Ends the pins of this id, of any owner with None; returns how many blocks they held."""
         ending = [pin for pin in self.leases(owner) if pin.pin_id == pin_id]
         return sum(map(self._end, ending))
 

@@ -267,9 +267,7 @@ class PrefixTable:
         return added
 
     def _enter(self, blocks: list[int], digests: Sequence[bytes], begin: int) -> int:
-        """Enters blocks from position `begin` on under their digests, up to the first digest that is there already;
-        returns its position.
-        """
+        """Enters blocks from position `begin` on, up to the first digest that is there; returns its position."""
         block_of, column = self._block_of, self._digest
         for position in range(begin, len(blocks)):
             block, digest = blocks[position], digests[position]

@@ -71,9 +71,7 @@ class PrefixTrie:
     # -- changing
 
     def add(self, block: int, parent: Node) -> None:
-        """Enters an absent block after its parent. Raises InvariantError, and changes nothing, when the block is in the
-        trie or the parent is a block that is not.
-        """
+        """Enters an absent block after its parent. Raises InvariantError, and changes nothing, where it cannot."""
         parent_at, child_at = self._parent_at, self._child_at
         if parent_at[block] != _ABSENT:
             raise InvariantError(f"block {block} is in the prefix trie already")
@@ -96,9 +94,7 @@ class PrefixTrie:
         self._child[blocks[:-1]] = blocks[1:]
 
     def remove(self, blocks: NDArray[np.int32]) -> list[int]:
-        """Removes blocks, each named once, and all blocks that follow them; returns those that were not named. Absent
-        blocks are passed over.
-        """
+        """Removes blocks, each named once, and all that follow; returns those not named. Ignores absent ones."""
         unnamed: list[int] = []
         while len(blocks):
             parents, children = self._parent[blocks], self._child[blocks]
@@ -178,9 +174,7 @@ class PrefixTrie:
         return self._root_of.copy()
 
     def match(self, parent: Node, tokens: NDArray[np.uint32]) -> list[int]:
-        """The longest run of blocks, the first after `parent` and each other one after the block before it, that hold
-        `tokens`, [n, block_size].
-        """
+        """The longest run of blocks after `parent`, one after the other, with `tokens`, [n, block_size]."""
         found: list[int] = []
         node = parent
         while len(found) < len(tokens):
@@ -200,9 +194,7 @@ class PrefixTrie:
         return found
 
     def verify(self, root: bytes, blocks: NDArray[np.int32], tokens: NDArray[np.uint32]) -> int:
-        """How many of these block ids, any ids, are what `match` begins with after a root: a few vector operations for
-        a run that is known, instead of a walk.
-        """
+        """How many of these block ids, any ids, `match` begins with after a root, by vector operations."""
         most = min(len(blocks), len(tokens))
         if not most or self._root_of.get(int(blocks[0])) != root or blocks.max() >= len(self._parent):
             return 0

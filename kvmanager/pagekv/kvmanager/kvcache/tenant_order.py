@@ -46,9 +46,7 @@ class _TenantBlocks(EvictionOrder):
 
 
 class TenantOrder:
-    """Free blocks of several tenants. A block costs 11 bytes, and up to 16 while it is free, however many tenants there
-    are; a tenant some hundred bytes.
-    """
+    """Free blocks of several tenants: 11 bytes a block, up to 16 while free; some hundred bytes a tenant."""
 
     def __init__(self, order: EvictionOrder, published: NDArray[np.bool_]) -> None:
         """Takes over from an order, which must not be used any more: every block that is held or cached is tenant 0's.
@@ -166,9 +164,7 @@ class TenantOrder:
     # -- changing
 
     def take(self, count: int, tenant: int, *, over_floors: bool = False) -> Blocks:
-        """`count` blocks, which are the tenant's and held from now on; the caller knows that it can have so many.
-        `over_floors`: the floors of others are nothing this time.
-        """
+        """`count` blocks for the tenant, which can have so many, with `over_floors` whatever floors keep."""
         self._reach(tenant)
         taken = [self._blank.pop(min(count, len(self._blank)))]
         left = count - len(taken[0])
@@ -192,9 +188,7 @@ class TenantOrder:
         return blocks
 
     def append(self, blocks: Blocks) -> None:
-        """Puts blocks that became free, the deepest of a chain first, behind the others of their owner; those without
-        content are nobody's from now on.
-        """
+        """Puts freed blocks, a chain's deepest first, behind their owner's; blank ones become nobody's."""
         published = self._published[blocks]
         blank = blocks[~published]
         if len(blank):

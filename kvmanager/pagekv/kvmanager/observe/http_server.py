@@ -143,9 +143,7 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _connection(self) -> asyncio.BaseProtocol:
-        """Serves a new connection. When there are too many, the oldest of those that answer nothing makes room, or the
-        new one is closed where there is none.
-        """
+        """Serves a new connection; beyond the bound the oldest idle one makes room, or the new one is closed."""
         server = self._runner.server
         assert server is not None
         if len(server.connections) >= self._max_connections:
@@ -218,9 +216,7 @@ def _refusing_expectations(handler: Callable[..., Awaitable[Any]]) -> Callable[.
 
 
 def _with_target(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """A factory for requests of CONNECT without a target too: aiohttp has no URL for one, cannot make the request, and
-    never closes the connection.
-    """
+    """A factory for requests of CONNECT without a target, too: aiohttp fails, and never closes the connection."""
 
     def make(message: Any, *rest: Any) -> web.BaseRequest:
         return factory(message if message.url is not None else message._replace(url=URL()), *rest)
@@ -229,9 +225,7 @@ def _with_target(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.B
 
 
 async def _read_body(request: web.Request) -> None:
-    """Reads the body, which handlers read again from memory. Raises HTTPRequestTimeout and
-    HTTPRequestEntityTooLarge.
-    """
+    """Reads the body, for handlers to take. Raises HTTPRequestTimeout and HTTPRequestEntityTooLarge."""
     try:
         async with asyncio.timeout(BODY_S):
             await request.read()

@@ -128,9 +128,7 @@ def otlp_processor(endpoint: str) -> SpanProcessor:
 
 
 class Tracing(Observer):
-    """Notes the phases of every request, and turns them into spans when it has ended. No state is global; callers and
-    OTEL_TRACES_SAMPLER decide which requests are sampled.
-    """
+    """Notes phases of requests, and makes spans at their ends. Callers and OTEL_TRACES_SAMPLER choose requests."""
 
     def __init__(self, processor: SpanProcessor, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`processor` gets every span. `clock` gives nanoseconds."""

@@ -22,9 +22,7 @@ Event = dict[str, Any]
 
 
 class EventFeed(Observer):
-    """Records while `recording` is set. An event has a number `n` from 1 on, a wall-clock time `at` in seconds, a kind,
-    and fields of that kind.
-    """
+    """Records while `recording` is set. Events have a number `n` from 1 on, seconds `at`, a kind and its fields."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.recording = False

@@ -22,9 +22,7 @@ _FIELDS = frozenset({"text", "token_ids", "namespace", "adapter"})
 
 
 async def explain(engine: EngineLoop, served: Served, asked: object) -> dict[str, Any]:
-    """The answer to {"text": ...} or {"token_ids": [...]}, with "namespace" and "adapter" or without. Raises
-    InvalidRequest, NotFound, Unavailable.
-    """
+    """The answer to an object with "text" or "token_ids". Raises InvalidRequest, NotFound, Unavailable."""
     if not isinstance(asked, dict) or not asked.keys() <= _FIELDS:
         raise InvalidRequest("body", f"must be a JSON object with fields among {', '.join(sorted(_FIELDS))}")
     if ("text" in asked) == ("token_ids" in asked):

@@ -68,9 +68,7 @@ def replay_cache(
 
 
 def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
-    """Takes blocks for one prompt and frees them again; returns hits. Where the pool is too small the prompt's end is
-    left out.
-    """
+    """Takes blocks for one prompt, as far as the pool goes, and frees them again; returns hits."""
     chunks = tokens.reshape(-1, pool.block_size)
     hits = pool.table.trie.match(root, chunks)
     parent = pool.table.digest(hits[-1]) if hits else root

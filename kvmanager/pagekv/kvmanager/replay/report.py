@@ -142,9 +142,7 @@ def duration(seconds: float | None) -> str:
 
 
 def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Writes hit rate over capacity, and in timed mode the time to first token below it, as .png, .pdf or else SVG.
-    Needs matplotlib. Raises OSError.
-    """
+    """Draws hit rates, and times to first token where there are any. Needs matplotlib. Raises OSError."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import Formatter, FuncFormatter, NullLocator, PercentFormatter
 

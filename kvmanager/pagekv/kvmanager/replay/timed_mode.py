@@ -88,9 +88,7 @@ def replay_timed(
 
 
 def fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
-    """Whether a request can ever run in so many blocks, as the manager judges: the last token's keys and values are
-    never needed.
-    """
+    """Whether a request can ever run in so many blocks: the last token's keys and values are never needed."""
     return -(-(record.input_length + record.output_length - 1) // block_size) <= num_blocks
 
 

@@ -31,9 +31,7 @@ class SequenceDelta:
     cumulative_logprob: float | None = None
 
     def parts(self) -> Iterable[SequenceDelta]:
-        """The same news in order, at most MOST_AT_ONCE tokens at a time, LOGPROBS_AT_ONCE with log-probabilities; how
-        the sequence ended comes with the last.
-        """
+        """The same news in order, cut after MOST_AT_ONCE tokens, or LOGPROBS_AT_ONCE; the end comes last."""
         most = LOGPROBS_AT_ONCE if self.logprobs else MOST_AT_ONCE
         return (self,) if len(self.token_ids) <= most else self._cut(most)
 

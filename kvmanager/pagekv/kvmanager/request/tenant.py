@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """A name, which cached blocks are found by, and a number, which blocks and tokens are counted by: 0 and up. Many
-    names may have one number.
-    """
+    """The name finds cached blocks, the number, from 0 on, counts. Many names may have one number."""
 
     name: str
     number: int

@@ -25,9 +25,7 @@ PATIENCE_STEPS = 16
 
 @dataclass(slots=True)
 class _Blocked:
-    """A head of the queue that did not fit: not looked at again until enough blocks are free, or some steps later, for
-    others may have published what it needs.
-    """
+    """A head that did not fit: looked at again when blocks are free, or later, for what others publish."""
 
     sequence: Seq
     # How many sequences were to come in together.
@@ -164,9 +162,7 @@ class Admission:
                 waiting.expect_fork(head.request)
 
     def _admit(self, head: Seq, step: StepBuilder) -> list[Arrival]:
-        """Takes blocks for the head of the queue and the sequences that come in with it; none, and nothing taken, when
-        there is no room.
-        """
+        """Takes blocks for the head of the queue and those that come in with it; none where there is no room."""
         group = self._group(head)
         # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
         if any(sequence.seq_id != NO_SEQ_ID for sequence in group):
@@ -179,9 +175,7 @@ class Admission:
         return arrivals
 
     def _group(self, head: Seq) -> list[Seq]:
-        """The waiting sequences of the head's request that have been admitted before; only the head where it has not,
-        or where they come one by one.
-        """
+        """The head and those of its request that were admitted before, too, unless they come one by one."""
         request = head.request
         alone = bool(self._running.order) and self._running.is_alone(request)
         if len(request.sequences) == 1 or request.apart or alone:
@@ -190,9 +184,7 @@ class Admission:
         return list(takewhile(lambda s: s.cached_tokens is not None, waiting)) or [head]
 
     def _admit_together(self, group: list[Seq], step: StepBuilder) -> list[Arrival]:
-        """Takes blocks for all of these; none, and nothing taken, when they would not leave the watermark, or there
-        are not so many slots.
-        """
+        """Takes blocks for all of these; none where that leaves no watermark, or slots are too few."""
         head, pool = group[0], self._tables.pool
         request = head.request
         # Beams leave the executor after every step, so they can take turns in one slot.

@@ -29,9 +29,7 @@ class BeamScheduler:
     _preemption: Preemption
 
     def allocate_slots(self) -> None:
-        """Gives a block to every returning beam whose table is full. To be called before anything is planned, because
-        it may preempt.
-        """
+        """A block for every returning beam whose table is full; before anything is planned, as it may preempt."""
         for sequence in self._running.returning[:]:
             if sequence.num_computed == len(sequence.block_table) * self._tables.pool.block_size:
                 block = self._preemption.block_for(sequence)
@@ -40,9 +38,7 @@ class BeamScheduler:
                     sequence.block_table.append(block)
 
     def take_candidates(self, plan: StepPlan, result: StepResult) -> list[LiveRequest]:
-        """Takes in what a step's beams reported, and advances the searches that have heard from all of theirs; returns
-        those that are done.
-        """
+        """Advances the searches all of whose beams have reported by now; returns those that are done."""
         heard: dict[int, LiveRequest] = {}
         for seq_id, sequence in plan.beams.items():
             if sequence.seq_id != seq_id or sequence.state is not SeqStatus.DRAINING:

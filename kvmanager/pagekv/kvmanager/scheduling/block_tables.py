@@ -28,9 +28,7 @@ from pagekv.kvmanager.scheduling.swapping import Swapper
 
 @dataclass(slots=True)
 class Arrival:
-    """A sequence to admit, and what it reuses: blocks of a sibling, or cached blocks; then host blocks, or tokens of a
-    cached block to copy.
-    """
+    """A sequence to admit, and what it reuses: a sibling's blocks, or cached ones, then host blocks or a copy."""
 
     sequence: Seq
     # Another sequence of the request that holds blocks, or comes before in the same admission, and how many leading
@@ -134,9 +132,7 @@ class BlockTables:
         return evicted + len(arrival.host_blocks)
 
     def _reserve(self, arrivals: Sequence[Arrival], keep_free: int, over_floors: bool) -> int:
-        """Holds everything that is reused, so that nothing of it is given away for something else. Returns 0, or how
-        many blocks are missing, with nothing held.
-        """
+        """Holds all that is reused. Returns 0, or how many blocks are missing, with nothing held."""
         pool = self.pool
         needed = sum(arrival.num_fresh for arrival in arrivals)
         hits = [arrival.hits for arrival in arrivals if len(arrival.hits)]
@@ -251,9 +247,7 @@ class BlockTables:
         return sequence.hint
 
     def _disown(self, sequence: Seq, first: int) -> None:
-        """Copies the digests from block `first` on whose objects a tier may have: contents that have left may have been
-        void, and nothing may be taken for what follows them.
-        """
+        """Copies the digests from block `first` on that a tier may have: void contents must lead nowhere."""
         left = slice(first, sequence.num_lent)
         sequence.digests[left] = [bytes(memoryview(digest)) for digest in sequence.digests[left]]
         sequence.num_lent = first
@@ -324,9 +318,7 @@ class BlockTables:
     # -- giving back
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        """Before `free`: keeps in the host pool what these sequences have computed, if the policy is for it, as far as
-        there is room.
-        """
+        """Before `free`: keeps what these have computed in the host pool, if policy and room allow."""
         policy = self.limits.swap
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:

@@ -234,9 +234,7 @@ class DecodeBatch:
         return completed
 
     def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Adds one token to each row, none of a finished sequence; returns how many each row knows now, not to be
-        changed.
-        """
+        """Adds one token to each row, none finished; returns how many each knows now, not to be changed."""
         room = 2 * self._block_size
         at = self.span(rows)
         # A ring: two blocks of latest tokens a row, used in turn.

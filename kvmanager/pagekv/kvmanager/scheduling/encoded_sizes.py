@@ -1,6 +1,4 @@
-"""Sizes of an encoded step's parts: upper bounds of what protobuf writes, so that no step is larger than executors take
-(rule P13). `engine.executor_wire` encodes.
-"""
+"""Upper bounds of the bytes of a step's parts, so that no step is too large for an executor (rule P13)."""
 
 from __future__ import annotations
 

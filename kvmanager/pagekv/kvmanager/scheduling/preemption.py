@@ -34,9 +34,7 @@ class Preemption:
         return preempted
 
     def block_for(self, sequence: Seq) -> int:
-        """One block for a sequence, preempting from the end of the order; -1 when that reached the sequence itself,
-        which then waits.
-        """
+        """One block, preempting from the end of the order; -1 when the sequence itself was, which then waits."""
         while sequence.state is SeqStatus.RUNNING:
             # Alone it goes on as it is admitted alone, over floors that were not there when it was accepted.
             alone = len(self._running.order) == 1
@@ -77,9 +75,7 @@ class Preemption:
         return last
 
     def _shares(self) -> dict[int, float]:
-        """The share of what it holds most of, blocks or slots, by tenant and divided by its weight (dominant shares:
-        Ghodsi et al., NSDI 2011).
-        """
+        """By tenant: what it holds most of, blocks or slots, over its weight (Ghodsi et al., NSDI 2011)."""
         held: dict[int, list[int]] = {}
         for sequence in self._running.order:
             count = held.setdefault(sequence.tenant, [0, 0])
@@ -167,7 +163,5 @@ class Preemption:
 
 
 def _may_be_preempted(sequence: Seq) -> bool:
-    """A draining sequence gives its blocks back by itself very soon, unless it is a beam, which may have to wait for
-    others.
-    """
+    """A draining sequence gives its blocks back very soon, unless it is a beam, which may wait for others."""
     return sequence.state is SeqStatus.RUNNING or sequence.request.search is not None

@@ -45,9 +45,7 @@ class Publisher:
         return bool(self._marked[block])
 
     def publish(self, sequence: Seq, *, computed_now: bool = False) -> None:
-        """Offers to the prefix table every block that is full, known and planned to be written; `computed_now`: by the
-        step being planned.
-        """
+        """Offers every full, known and planned block to the prefix table; `computed_now`: by this step."""
         size = self._block_size
         first, full = sequence.num_published, min(sequence.num_tokens, sequence.num_computed) // size
         if full <= first:

@@ -195,9 +195,7 @@ class RunningQueue:
     # -- out
 
     def drain(self, sequence: Seq) -> None:
-        """Every token the sequence may have is promised: it leaves the executor, and keeps its blocks until the last
-        one has come.
-        """
+        """Every token is promised: the sequence leaves the executor, and has its blocks until the last comes."""
         sequence.state = SeqStatus.DRAINING
         self.batch.stop_decoding(sequence)
         self._finished.append(sequence.seq_id)
@@ -220,8 +218,6 @@ class RunningQueue:
             self.batch.remove(sequence, finished=state is SeqStatus.FINISHED)
 
     def take_finished(self, beams: Iterable[int]) -> list[int]:
-        """Seq_ids that the executor drops with the step being planned. `beams` compute in that step alone, and are
-        dropped with the next.
-        """
+        """Seq_ids that the executor drops with the step being planned; `beams` are dropped with the next."""
         finished, self._finished = self._finished, list(beams)
         return finished

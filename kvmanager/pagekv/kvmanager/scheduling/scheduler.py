@@ -46,9 +46,7 @@ LINGERING_STEPS = 1000
 
 
 class Scheduler:
-    """Owns the queues and, through its block tables, every block. Single-threaded; `schedule` and `commit` alternate
-    freely, with at most two steps in flight.
-    """
+    """Owns queues and blocks. Single-threaded; `schedule` and `commit` alternate, with two steps in flight at most."""
 
     def __init__(
         self,
@@ -250,9 +248,7 @@ class Scheduler:
         self._tables.publisher.publish_last(sequences, tokens, raw, computed_now=computed_now)
 
     def _allocate_slots(self, step: StepBuilder, rows: Rows, sequences: list[Seq]) -> bool:
-        """One more block for each of these sequences, in these rows, whose tables are full; True if that preempted
-        any.
-        """
+        """One more block for each of these sequences, whose tables are full; True if that preempted any."""
         blocks = self._tables.allocate_each(sequences)
         preempts = blocks is None
         if blocks is None:
@@ -352,16 +348,12 @@ class Scheduler:
                     self.waiting.push(child)
 
     def remove(self, request: LiveRequest) -> None:
-        """Drops a request of which every sequence has finished. Sequences point at their request: without the pointers
-        back they need no garbage collector.
-        """
+        """Drops a finished request; without pointers back its sequences need no garbage collector."""
         self.waiting.take_children(request)
         request.sequences = []
 
     def preempt_all(self) -> None:
-        """Makes running sequences give their blocks back and wait; they are recomputed. Sequences whose last token is
-        in flight keep their blocks until it has come.
-        """
+        """Preempts all that run, to be recomputed, but those whose last token is in flight."""
         self._listener.preempting_all()
         self.preemption.preempt_all()
 

@@ -169,9 +169,7 @@ class Seq:
         return self._token_ids if self.batch is None else self.batch.token_ids(self.seq_id)
 
     def own_token_ids(self) -> array[int]:
-        """Known tokens of a sequence without a row, in an array that no other has: sequences behind the first of a
-        request wait with one for all of them.
-        """
+        """Known tokens of a sequence without a row, no longer in the array that siblings share."""
         if self.index and len(self._token_ids) == len(self.request.command.prompt_ids):
             self._token_ids = self._token_ids[:]
         return self._token_ids

@@ -81,9 +81,7 @@ class SharedPrefill:
 
 
 def pair_arrivals(group: list[Seq], block_size: int) -> list[Arrival]:
-    """Pairs each sequence of one request with a sibling whose leading blocks it can share: one that holds blocks, or
-    comes before it in `group`.
-    """
+    """Pairs each sequence of a request with the sibling, holding or before it in `group`, to share blocks with."""
     request = group[0].request
     holders = sorted((s for s in request.sequences if s.state in HOLDING), key=key)
     arrivals = []

@@ -43,9 +43,7 @@ class StepBuilder:
         return self.room if self._first is None or self._first == tenant else min(self.room, self._beside)
 
     def takes(self, sequence: Seq, count: int = 1, *, half: bool = False) -> bool:
-        """Whether `count` sequences as long as this one may enter in this step, for the bytes that a step may have, or
-        for half of them. One alone always may, behind the copies of others.
-        """
+        """Whether bytes, or half of them, are left for `count` such sequences; one alone may always enter."""
         room, left = self._tables.room, self._tables.room.left
         if count == 1 and left == room.whole:
             return True
@@ -83,9 +81,7 @@ class StepBuilder:
         return self._running.batch.promise(rows)
 
     def add_passed_over(self, rows: Rows) -> None:
-        """Sequences that decode compute nothing in this step. Nobody else has their tokens of the budget, so that never
-        more decode than it has.
-        """
+        """Sequences compute nothing in this step; the budget keeps their tokens, so all can decode later."""
         self.plan.scheduled_seq_ids += rows.tolist()
         self.plan.scheduled_tokens += [0] * len(rows)
         self.room -= len(rows)

@@ -118,9 +118,7 @@ class Swapper:
         return digests, sequence.chunks(size, 0, full)[keyed], parents
 
     def write_back(self, blocks: Blocks) -> None:
-        """Keeps the contents of published device blocks that are about to be given away: the last ones, where host
-        pool or step have not room for all.
-        """
+        """Keeps what published blocks have before they are given away, the last ones where room is short."""
         # More would take host blocks from each other, and an operation for every one that is taken twice.
         blocks = blocks[max(0, len(blocks) - min(self.host.num_free, self._room.copies_left)) :]
         table, sources = self._pool.table, blocks.tolist()
@@ -177,9 +175,7 @@ class Swapper:
         self._counters.swapped_in += len(host_blocks)
 
     def release(self, sequence: Seq) -> None:
-        """Releases what was kept for the sequence. Under their digests the contents stay for others as long as there is
-        room.
-        """
+        """Releases what was kept for the sequence; under digests contents stay while there is room."""
         own = self._own(sequence)
         if own is not None:
             # The deepest first, so that it is evicted first: it is of no use without the blocks before it.
@@ -206,9 +202,7 @@ class SwapPolicy:
     prefill_tokens_per_s: int = 0
 
     def swaps(self, blocks_out: int, blocks_in: int, tokens: int) -> bool:
-        """Whether a victim is swapped, which copies `blocks_out` blocks now and `blocks_in` later, rather than that
-        `tokens` tokens are computed again.
-        """
+        """Whether to swap a victim, blocks out now and in later, rather than compute the tokens again."""
         if self.mode != "auto":
             return self.mode == "swap"
         if not (self.out_bytes_per_s and self.in_bytes_per_s and self.prefill_tokens_per_s):

@@ -18,9 +18,7 @@ class TenantTurns:
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """A turn of a tenant: its calls get one in the order in which they ask, and wait for no call of another
-        tenant.
-        """
+        """A turn of a tenant, in the order in which its calls ask; it waits for no call of another tenant."""
         turns, calls = self._turns.get(tenant) or (asyncio.Semaphore(self._at_once), 0)
         self._turns[tenant] = turns, calls + 1
         try:

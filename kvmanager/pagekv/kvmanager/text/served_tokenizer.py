@@ -24,9 +24,7 @@ class ServedTokenizer:
         self._warming: asyncio.Task[None] | None = None
 
     async def of_model(self, model_id: str) -> Tokenizer | None:
-        """The tokenizer for a model, by its directory or hub id, "" where the executor has none; None: there is no
-        tokenizer, which is logged with the reason.
-        """
+        """The tokenizer for a model, "" where the executor has none; None, and a line of the log, without."""
         if not self._from_executor:
             return self._named
         if not model_id:

@@ -1,6 +1,4 @@
-"""A compiled chat template, for the process of its own in which it runs: its time and memory are bounded there, not
-here.
-"""
+"""A compiled chat template, for a process of its own, which bounds its time and memory."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ class TemplateSandbox:
     """A compiled template. It comes with a model and is not trusted: it sees nothing but a conversation."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the variables a template may use: bos_token, eos_token and so on. Raises
-        ChatTemplateError.
-        """
+        """`special_tokens`: variables of a template such as bos_token. Raises ChatTemplateError."""
         try:
             self._template = _environment().from_string(source)
         except TemplateSyntaxError as error:

@@ -141,9 +141,7 @@ class WorkerProcess:
                 self._reaped()
 
     def _ready(self, ticket: _Ticket) -> bool:
-        """Whether the process is set up for the job of this ticket, which is current from now on; not where its caller
-        has gone. Raises Unavailable when closed.
-        """
+        """Whether the process is set up for this ticket, now current, and wanted. Raises Unavailable."""
         if self._processes and self._processes[0].poll() is not None:
             self._reaped()
         with self._lock:

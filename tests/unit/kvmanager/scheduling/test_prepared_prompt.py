@@ -196,7 +196,7 @@ def test_what_has_left_the_table_since_is_not_hit(monkeypatch: pytest.MonkeyPatc
     elif way == "a copy has the entry now":
         cache(pool, prompt)
     else:
-        monkeypatch.setattr(pool.table, "verify", None)
+        monkeypatch.setattr(pool.table.trie, "verify", None)
     sequence = sequence_of(prompt, prepared)
     assert tables_of(pool, host_blocks).admit([Arrival(sequence)], 0) == 0
     assert sequence.num_computed == (20 if way in ("none", "a copy has the entry now") else 0)

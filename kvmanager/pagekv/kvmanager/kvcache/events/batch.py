@@ -68,9 +68,7 @@ class Stored(NamedTuple):
 
 
 def join(found: Sequence[Stored]) -> Stored:
-    """Joins at least one batch of one tier into one. `text` and `first` of the result mean nothing where the batches
-    differ in them.
-    """
+    """Joins batches of one tier, one at least. `text` and `first` mean nothing where the batches differ in them."""
     return found[0]._replace(
         digests=[*chain.from_iterable([stored.digests for stored in found])],
         parents=[*chain.from_iterable([stored.parents for stored in found])],
@@ -86,9 +84,7 @@ def _join_names(found: Sequence[Stored]) -> OptionalNames:
 
 
 class Diff:
-    """Leads from the tables at one step boundary to those at a later one: if `cleared`, both tiers are emptied first;
-    then removals apply, then insertions, in order.
-    """
+    """From one step boundary to a later one: first both tiers are emptied if `cleared`; then removed, then stored."""
 
     __slots__ = ("cleared", "removed", "size", "stored")
 
@@ -121,9 +117,7 @@ class Diff:
         self.size += later.size - later.cleared
 
     def settle(self) -> None:
-        """Drops blocks that entered and left again, or left and came back: a digest stands for its tokens and all
-        tokens before them, so neither is a change.
-        """
+        """Drops blocks that left and came back, or the reverse: a digest always stands for the same tokens."""
         for tier in {removed.tier for removed in self.removed}:
             gone = Counter(chain.from_iterable(removed.digests for removed in self.removed if removed.tier is tier))
             came = [stored for stored in self.stored if stored.tier is tier]

@@ -27,9 +27,7 @@ class TableWatch:
         revision: int,
         max_unread: int = MAX_UNREAD,
     ) -> None:
-        """`on_end` is called once, when the watch leaves the open state. `revision` is that of the snapshot, or that
-        from which the changes lead on.
-        """
+        """`on_end` is called once. `revision`: of the snapshot, or from which the changes lead on."""
         # Of the tables, as the reader has them once it has applied what was taken.
         self.revision = self._pushed = revision
         self._snapshot = snapshot
@@ -49,9 +47,7 @@ class TableWatch:
             self._ready.set()
 
     def take_snapshot(self, limit: int) -> list[Stored]:
-        """The next blocks of the snapshot, `limit` at most, fewer only at the end; raises the error that ended the
-        watch.
-        """
+        """The snapshot's next blocks, fewer than `limit` only at the end. Raises what ended the watch."""
         if self._error is not None:
             raise self._error
         return list(islice(self._snapshot, limit))

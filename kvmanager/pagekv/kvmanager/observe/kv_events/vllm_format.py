@@ -136,9 +136,7 @@ class KvEventFormat:
             yield Events(count, packed)
 
     def _stored(self, blocks: Stored, firsts: Sequence[bool]) -> Events:
-        """Events that store these blocks, of which some begin a chain; a run of blocks, each the parent of the next, is
-        one event.
-        """
+        """Events that store these blocks; a run of blocks, each the parent of the next, is one event."""
         tier, digests, parents = blocks.tier, blocks.digests, blocks.parents
         count = len(digests)
         ids = np.frombuffer(blocks.tokens, np.uint32).reshape(count, -1)

@@ -43,14 +43,10 @@ _REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FA
 
 
 class Histogram:
-    """Counts by bucket; they never fall. Takes many equal values at once: prometheus-client's own histogram takes one
-    at a time, with a lock each.
-    """
+    """Counts by bucket. Takes many equal values at once, prometheus-client's own one at a time, with a lock each."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        """Name and help as Prometheus has them. `bounds` ascend: a bucket counts values above the bound before its own
-        and up to its own.
-        """
+        """`bounds` ascend: a bucket counts values above the bound before its own and up to its own."""
         self.name, self.text = name, text
         self._bounds = list(bounds)
         # The last count is of values above every bound.

@@ -34,9 +34,7 @@ class RecordingFile:
     """One recording, which only its owner may read."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """`what` names the recording in the log. A file at `path` is kept: then the recording has a number behind its
-        name. Raises OSError.
-        """
+        """`what`: for the log. Where `path` is there, a number follows the name. Raises OSError."""
         self._what = what
         self.path, self._file = _create(path)
         self._records: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()

@@ -85,9 +85,7 @@ class WorkloadRecorder(Observer):
             self.flush()
 
     def flush(self) -> None:
-        """Writes the requests that have ended, those that wait for an earlier one too. To be called before the file is
-        closed.
-        """
+        """Writes all requests that have ended; to be called before the file is closed."""
         for entry in self._entries:
             if entry.output_length is not None:
                 self._write(entry)

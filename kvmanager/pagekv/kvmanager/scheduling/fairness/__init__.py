@@ -1,3 +1,1 @@
-"""Fairness among tenants that compete: whose request is next, what each may hold, and how long a step may be for the
-sake of newcomers.
-"""
+"""Fairness among tenants that compete: whose request is next, what each may hold, how long a step may be."""

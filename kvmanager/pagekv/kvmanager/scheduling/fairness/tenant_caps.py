@@ -16,9 +16,7 @@ class Cap(NamedTuple):
 
 
 class RunningRequests:
-    """Requests with sequences in the running order, counted as these come and go: how many each tenant has, and blocks
-    that they may come to need together.
-    """
+    """Requests in the running order by tenant: how many, and blocks that they may come to need together."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
