@@ -43,8 +43,8 @@ def download_key_set(url: str, limit_s: float = LIMIT_S) -> bytes:
         finally:
             connection.close()
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = f"took longer than {limit_s:g} s" if _is_late(error, too_late) else _words(error)
-        raise KeySetDownloadError(reason) from error
+        is_late = too_late.is_set() or isinstance(error, TimeoutError)
+        raise KeySetDownloadError(f"took longer than {limit_s:g} s" if is_late else _words(error)) from error
     if too_late.is_set():
         raise KeySetDownloadError(f"took longer than {limit_s:g} s")
     return body
@@ -86,10 +86,6 @@ def _cut(connected: socket.socket, too_late: threading.Event) -> None:
     too_late.set()
     with suppress(OSError):
         connected.shutdown(socket.SHUT_RDWR)
-
-
-def _is_late(error: Exception, too_late: threading.Event) -> bool:
-    return too_late.is_set() or isinstance(error, TimeoutError)
 
 
 def _words(error: Exception) -> str:

@@ -290,11 +290,9 @@ class EngineLoop:
         except TimeoutError:
             pass
 
-    async def wait_ready(self) -> EngineInfo:
+    async def wait_ready(self) -> None:
         """Waits for the first attachment."""
         await self._ready.wait()
-        assert self._state.model is not None
-        return self._state.model
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new requests, lets live ones finish for up to `grace_s` seconds, ends the rest with Draining, so that

@@ -5,11 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pagekv.common.flags import flag, flag_group, integer, number
-from pagekv.kvmanager.kvcache.eviction_policy import (
-    DEFAULT_POLICY,
-    DEFAULT_PROTECTED_SHARE,
-    EvictionOrder,
-)
+from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PROTECTED_SHARE, EvictionOrder
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
