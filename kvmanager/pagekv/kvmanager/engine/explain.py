@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from pagekv.kvmanager.engine.paging import page_token, read_page_token
-from pagekv.kvmanager.engine.prefix_match import match_prefix
+from pagekv.kvmanager.engine.prefix_match import PrefixMatch
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
-from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 from pagekv.v1 import cache_service_pb2 as pb
 
 
@@ -27,23 +26,21 @@ class PrefixExplainer:
         pool: BlockPool,
         log: TableLog,
         root: bytes,
-        token_ids: Sequence[int],
+        match: PrefixMatch,
         media: Sequence[MediaSpan],
         other_roots: Sequence[tuple[str, bytes]],
-        prepared: PreparedPrompt | None = None,
         *,
         numbers: bool,
     ) -> None:
         """`root` is the digest before the first block, `other_roots` are adapters ("": none) and the roots that the
-        prompt would have with them, `prepared` as in `match_prefix`. `numbers`: blocks have their numbers, and times
-        are in steps, too.
+        prompt would have with them. `numbers`: blocks have their numbers, and times are in steps, too.
         """
         self._numbers = numbers
         size = pool.block_size
         self._pool, self._log, self._root, self._media = pool, log, root, media
-        self._tokens, chunks, self._digests, self._hits = match_prefix(pool, root, token_ids, media, prepared)
+        self._tokens, chunks, self._digests, self._hits = match
         # Compared by tokens alone, so only up to the first medium.
-        plain = min((span.position for span in media), default=len(token_ids)) // size
+        plain = min((span.position for span in media), default=len(self._tokens)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
         reach = [(len(pool.table.trie.match(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])

@@ -126,11 +126,9 @@ class EngineQueries:
         made in slices, with a turn of the event loop between two. `numbers`: as in PrefixExplainer. Raises
         InvalidRequest.
         """
-        cache, root = self.cache, self.cache.root(identity)
-        explainer = PrefixExplainer(
-            *(cache.pool, cache.log, root, token_ids, identity.media, cache.other_roots(identity), prepared),
-            numbers=numbers,
-        )
+        cache, root, match = self.cache, self.cache.root(identity), self.cache.match(token_ids, identity, prepared)
+        others = cache.other_roots(identity)
+        explainer = PrefixExplainer(cache.pool, cache.log, root, match, identity.media, others, numbers=numbers)
         return await page_in_slices(explainer.page, page_size, token)
 
     def pin_prefix(

@@ -9,6 +9,7 @@ from support.engine.integrity import check_pool
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.kvmanager.engine.explain import KnownAdapters, PrefixExplainer
+from pagekv.kvmanager.engine.prefix_match import match_prefix
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan
 from pagekv.kvmanager.kvcache.block_pool import BlockPool
 from pagekv.kvmanager.kvcache.events.log import TableLog
@@ -35,7 +36,8 @@ class Bench:
         numbers: bool = True,
     ) -> pb.ExplainPrefixResponse:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
-        explainer = PrefixExplainer(self.pool, self.log, root, prompt, media, other_roots, numbers=numbers)
+        match = match_prefix(self.pool, root, prompt, media, None)
+        explainer = PrefixExplainer(self.pool, self.log, root, match, media, other_roots, numbers=numbers)
         return explainer.page(page_size, token)
 
     def outcomes(self, prompt: list[int], **more: object) -> list[pb.BlockOutcome.ValueType]:
