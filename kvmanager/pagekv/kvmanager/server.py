@@ -139,7 +139,7 @@ class Manager:
         self._changed.set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises OSError and ExtraMissing, all closed again."""
+        """Serves until `stop` is set; returns the exit status. Raises OSError and ExtraMissing, with all closed."""
         try:
             await self._start()
         except BaseException:

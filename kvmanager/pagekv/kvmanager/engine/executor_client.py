@@ -52,7 +52,7 @@ class NoExecutor(ExecutorLost):
 
 
 class NoRoom(ExecutorLost):
-    """No memory at the executor for `asked` device and host blocks, or, with None, for a step; it may find more."""
+    """The executor has no memory for `asked` blocks, device and host, or, with None, for a step. It may find more."""
 
     def __init__(self, message: str, asked: tuple[int, int] | None) -> None:
         super().__init__(message)

@@ -109,7 +109,7 @@ class HostPool:
         return blocks
 
     def _follows(self, block: int, parent: bytes, before: int) -> bool:
-        """Whether a keyed block follows the digest object `parent`, which `before` holds unless NO_BLOCK."""
+        """Whether a block follows the digest object `parent`, which block `before` has, unless NO_BLOCK."""
         kept = self._parent[block]
         if isinstance(kept, Root) and isinstance(parent, Root):
             return kept == parent

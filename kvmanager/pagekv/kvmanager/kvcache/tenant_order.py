@@ -164,7 +164,7 @@ class TenantOrder:
     # -- changing
 
     def take(self, count: int, tenant: int, *, over_floors: bool = False) -> Blocks:
-        """`count` blocks for the tenant, which can have so many, with `over_floors` whatever floors keep."""
+        """`count` blocks, the tenant's from now on; there must be so many. `over_floors`: whatever floors keep."""
         self._reach(tenant)
         taken = [self._blank.pop(min(count, len(self._blank)))]
         left = count - len(taken[0])

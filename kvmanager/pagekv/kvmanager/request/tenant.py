@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """The name finds cached blocks, the number, from 0 on, counts. Many names may have one number."""
+    """Cached blocks are found by `name`, all is counted by `number`, from 0 on. Many names may have one number."""
 
     name: str
     number: int

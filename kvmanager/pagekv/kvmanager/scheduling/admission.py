@@ -25,7 +25,7 @@ PATIENCE_STEPS = 16
 
 @dataclass(slots=True)
 class _Blocked:
-    """A head that did not fit: looked at again when blocks are free, or later, for what others publish."""
+    """A head that did not fit, looked at again when enough is free, or some steps later, as others publish."""
 
     sequence: Seq
     # How many sequences were to come in together.

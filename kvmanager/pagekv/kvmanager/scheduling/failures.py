@@ -48,7 +48,7 @@ class Failures:
         return {request: reasons[seq_id] for seq_id, request in live.items()}
 
     def _void_readers(self, failed: Seq, start: int, ending: set[LiveRequest]) -> None:
-        """Voids what others with the same tokens up to `start` have from there on: tokens find blocks."""
+        """Voids what others with the same tokens up to `start` have behind: tokens alone find blocks."""
         prefix = failed.token_ids[: start + 1]
         readers: dict[LiveRequest, list[Seq]] = {}
         # All that hold blocks, wait to come back, or are promised tokens; each once.

@@ -34,7 +34,7 @@ class Preemption:
         return preempted
 
     def block_for(self, sequence: Seq) -> int:
-        """One block, preempting from the end of the order; -1 when the sequence itself was, which then waits."""
+        """One block, preempting from the end of the order; -1 if the sequence itself had to go, and waits."""
         while sequence.state is SeqStatus.RUNNING:
             # Alone it goes on as it is admitted alone, over floors that were not there when it was accepted.
             alone = len(self._running.order) == 1

@@ -81,7 +81,7 @@ class SharedPrefill:
 
 
 def pair_arrivals(group: list[Seq], block_size: int) -> list[Arrival]:
-    """Pairs each sequence of a request with the sibling, holding or before it in `group`, to share blocks with."""
+    """Pairs each sequence of a request with a sibling whose blocks it can share: a holder, or one before it."""
     request = group[0].request
     holders = sorted((s for s in request.sequences if s.state in HOLDING), key=key)
     arrivals = []

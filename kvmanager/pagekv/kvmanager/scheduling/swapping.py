@@ -118,7 +118,7 @@ class Swapper:
         return digests, sequence.chunks(size, 0, full)[keyed], parents
 
     def write_back(self, blocks: Blocks) -> None:
-        """Keeps what published blocks have before they are given away, the last ones where room is short."""
+        """Keeps what published blocks hold before they are given away: the last ones, if room is short."""
         # More would take host blocks from each other, and an operation for every one that is taken twice.
         blocks = blocks[max(0, len(blocks) - min(self.host.num_free, self._room.copies_left)) :]
         table, sources = self._pool.table, blocks.tolist()

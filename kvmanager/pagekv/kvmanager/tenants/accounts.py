@@ -72,7 +72,7 @@ class Account:
         self._check_rate("tokens_per_minute", self.tokens, self.limits.tokens_per_minute)
 
     def check_count(self, limit: str, held: int, more: int = 1, retry_delay_s: float = 0.0) -> None:
-        """Raises LimitExceeded, or Overloaded with a delay, where `held` things and more pass this limit."""
+        """Raises LimitExceeded where `held` and `more` pass this limit, Overloaded where there is a delay."""
         most = getattr(self.limits, limit)
         if most is None or held + more <= most:
             return

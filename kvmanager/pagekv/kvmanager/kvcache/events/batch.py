@@ -84,7 +84,7 @@ def _join_names(found: Sequence[Stored]) -> OptionalNames:
 
 
 class Diff:
-    """From one step boundary to a later one: first both tiers are emptied if `cleared`; then removed, then stored."""
+    """Leads from one step boundary to a later one: `cleared` empties both tiers, then `removed`, then `stored`."""
 
     __slots__ = ("cleared", "removed", "size", "stored")
 
