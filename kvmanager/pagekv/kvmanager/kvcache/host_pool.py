@@ -228,8 +228,9 @@ class HostPool:
 
     def _remove_key(self, block: int) -> bytes:
         """Returns the key that the block had: it must have one."""
-        key, self._key[block] = self._key[block], None
+        key = self._key[block]
         assert key is not None
         del self._block_of[key]
+        self._key[block] = None
         self._names.pop(block, None)
         return key
