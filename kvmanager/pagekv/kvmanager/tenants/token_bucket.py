@@ -20,7 +20,7 @@ class TokenBucket:
         self._at = clock()
 
     def set_rate(self, per_s: float | None) -> None:
-        """Another rate, None for no limit. What is owed stays; behind no limit the bucket begins full."""
+        """Another rate, None for no limit. A debt stays; behind no limit the bucket begins full."""
         self._fill()
         if self._rate is None and per_s is not None:
             self._level = per_s * self._burst_s
