@@ -189,7 +189,7 @@ class GetStatsResponse(google.protobuf.message.Message):
     prompt_blocks_total: builtins.int
     """Blocks that the prompts counted in prompt_tokens_total span, a partial last one included."""
     cached_blocks_total: builtins.int
-    """Of those, full blocks served from the prefix cache."""
+    """Of those, full blocks served from the prefix cache, whichever tier they came from."""
     block_hit_rate: builtins.float
     """cached_blocks_total / prompt_blocks_total, 0 to 1; 0 before the first prompt. Not prefix_hit_rate, which counts
     tokens.

@@ -195,16 +195,18 @@ class BlockTables:
 
     def admitted(self, arrival: Arrival) -> Admitted:
         """How a prompt fared at the prefix cache; to be asked after its first admission, before it publishes."""
-        sequence, size = arrival.sequence, self._block_size
-        hits, identity = sequence.num_published, sequence.request.command.identity
+        sequence, size, from_host = arrival.sequence, self._block_size, len(arrival.host_blocks)
+        hits, identity = sequence.num_published + from_host, sequence.request.command.identity
         if not (self.limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
             return Admitted(sequence, hits, None, 0)
         self.publisher.extend_digests(sequence)
         digest, start, end = sequence.digests[hits], hits * size, (hits + 1) * size
-        if self.pool.table.lookup(digest) is not None:
+        in_host = end == sequence.num_tokens and self.host.lookup(digest) is not None
+        if in_host or self.pool.table.lookup(digest) is not None:
             # The last block, of which one token has to be computed all the same.
             return Admitted(sequence, hits, None, 0)
-        alike = 0 if media_keys(identity.media, start, end) else arrival.alike
+        # Blocks that the device has not are followed by none that it has.
+        alike = 0 if from_host or media_keys(identity.media, start, end) else arrival.alike
         if alike is None:
             parent = sequence.block_table[hits - 1] if hits else sequence.request.root
             _, alike = self.pool.table.trie.longest_run(parent, np.array(sequence.token_ids[start:end], np.uint32))

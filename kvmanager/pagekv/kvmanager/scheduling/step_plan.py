@@ -93,9 +93,9 @@ class Admitted(NamedTuple):
     """A sequence that got its blocks for the first time, and how its prompt fared at the prefix cache then."""
 
     sequence: Seq
-    # Leading blocks that were found on the device.
+    # Leading blocks that were found, on the device or behind them in the host pool.
     hit_blocks: int
-    # Digest of the first full block that was not in the prefix table; None where there is none.
+    # Digest of the first full block that was in neither; None where there is none.
     missed: bytes | None
     # Leading tokens of the missed block that a cached block after the same prefix has, too.
     shared_tokens: int

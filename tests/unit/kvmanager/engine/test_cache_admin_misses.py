@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from support.engine.engine_harness import command, identified, read, run
+from support.engine.scheduler_driver import Driver
+from support.engine.states import state_of
 from support.event_loop import run_by
 
+from pagekv.kvmanager.engine.cache_admin import CacheAdmin
 from pagekv.kvmanager.engine.loop import EngineLoop
+from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.kvcache.block_hash import CacheIdentity
 
 ANY = CacheIdentity()
@@ -52,3 +56,20 @@ async def test_both_hit_rates_are_exported_under_their_own_names(engine: EngineL
     stats = engine.statistics.stats()
     assert (stats.prompt_blocks_total, stats.cached_blocks_total, stats.block_hit_rate) == (6, 2, 2 / 6)
     assert (stats.prompt_tokens_total, stats.cached_tokens_total, stats.prefix_hit_rate) == (19, 8, 8 / 19)
+
+
+def test_blocks_of_the_host_pool_are_counted_as_hits_and_not_as_evicted() -> None:
+    """The device has evicted the prompt, and the second tier of the cache serves all of its full blocks."""
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=16, write_back=True, depth=1)
+    cache = CacheAdmin(True, 0.5, lambda: None)
+    statistics = EngineStatistics(state_of(driver, cache))
+    for prompt in ([*range(13)], [*range(30, 45)], [*range(60, 75)], [*range(13)]):
+        driver.submit(prompt, max_tokens=1)
+        plan = driver.plan()
+        assert plan is not None
+        cache.count_admissions(plan.admitted)
+        driver.drain()
+    found = statistics.stats()
+    assert (found.cached_blocks_total, found.cached_tokens_total) == (3, 12)
+    assert (found.block_hit_rate, found.prefix_hit_rate) == (3 / 16, 12 / 56)
+    assert (found.misses_never_seen_total, found.misses_evicted_total, found.misses_partial_tail_total) == (3, 0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.engine.integrity import pending
 from support.engine.scheduler_driver import Driver, expect, output
 
@@ -64,6 +65,37 @@ def test_a_plan_says_who_was_admitted_and_what_the_prefix_cache_lacked() -> None
     # The last block is cached, and computed all the same, for its last token is sampled from.
     whole = admitted([*range(8)])
     assert (whole.hit_blocks, whole.missed) == (1, None)
+
+
+@pytest.mark.parametrize(("length", "hits"), [(13, 3), (12, 2), (11, 2)])
+def test_blocks_that_come_back_from_the_host_pool_are_hits(length: int, hits: int) -> None:
+    """The device has evicted all three, so nothing hits there, and nothing is missed either; of twelve tokens the last
+    block is in the host pool, and computed all the same.
+    """
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=16, write_back=True, depth=1)
+    for prompt in ([*range(12)], [*range(30, 45)], [*range(60, 75)]):
+        driver.submit(prompt, max_tokens=1)
+        driver.drain()
+    again = driver.submit([*range(length)], max_tokens=1)
+    plan = driver.plan()
+    assert plan is not None
+    (found,) = plan.admitted
+    assert again.sequences[0].cached_tokens == hits * 4
+    assert (found.hit_blocks, found.missed, found.shared_tokens) == (hits, None, 0)
+    driver.drain()
+
+
+def test_what_follows_blocks_of_the_host_pool_is_missed() -> None:
+    driver = Driver(num_blocks=4, block_size=4, host_blocks=16, write_back=True, depth=1)
+    for prompt in ([*range(12)], [*range(30, 45)], [*range(60, 75)]):
+        driver.submit(prompt, max_tokens=1)
+        driver.drain()
+    parted = driver.submit([*range(8), 90, 91, 92, 93, 94], max_tokens=1)
+    plan = driver.plan()
+    assert plan is not None
+    (found,) = plan.admitted
+    assert (found.hit_blocks, found.missed, found.shared_tokens) == (2, parted.sequences[0].digests[2], 0)
+    driver.drain()
 
 
 def test_copies_are_runs_of_one_kind_in_order() -> None:
