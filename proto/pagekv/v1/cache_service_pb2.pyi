@@ -30,13 +30,13 @@ class _BlockOutcomeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     BLOCK_OUTCOME_UNSPECIFIED: _BlockOutcome.ValueType  # 0
     """Unknown to the reader's version of this file."""
     BLOCK_OUTCOME_HIT: _BlockOutcome.ValueType  # 1
-    """Cached and reachable."""
+    """Cached and reachable, on the device or in the host pool."""
     BLOCK_OUTCOME_NEVER_SEEN: _BlockOutcome.ValueType  # 2
     """No block with these tokens after this prefix was stored, as far back as the manager remembers (as many
     removed blocks as the device has, at least 4096 and at most 32768).
     """
     BLOCK_OUTCOME_EVICTED: _BlockOutcome.ValueType  # 3
-    """It was stored and its memory was taken since."""
+    """It was stored and its memory was taken since, in the host pool too."""
     BLOCK_OUTCOME_OTHER_IDENTITY: _BlockOutcome.ValueType  # 4
     """Cached for another adapter of the same namespace."""
     BLOCK_OUTCOME_PARTIAL_TAIL: _BlockOutcome.ValueType  # 5
@@ -56,13 +56,13 @@ class BlockOutcome(_BlockOutcome, metaclass=_BlockOutcomeEnumTypeWrapper):
 BLOCK_OUTCOME_UNSPECIFIED: BlockOutcome.ValueType  # 0
 """Unknown to the reader's version of this file."""
 BLOCK_OUTCOME_HIT: BlockOutcome.ValueType  # 1
-"""Cached and reachable."""
+"""Cached and reachable, on the device or in the host pool."""
 BLOCK_OUTCOME_NEVER_SEEN: BlockOutcome.ValueType  # 2
 """No block with these tokens after this prefix was stored, as far back as the manager remembers (as many
 removed blocks as the device has, at least 4096 and at most 32768).
 """
 BLOCK_OUTCOME_EVICTED: BlockOutcome.ValueType  # 3
-"""It was stored and its memory was taken since."""
+"""It was stored and its memory was taken since, in the host pool too."""
 BLOCK_OUTCOME_OTHER_IDENTITY: BlockOutcome.ValueType  # 4
 """Cached for another adapter of the same namespace."""
 BLOCK_OUTCOME_PARTIAL_TAIL: BlockOutcome.ValueType  # 5
@@ -198,7 +198,7 @@ class ExplainPrefixResponse(google.protobuf.message.Message):
     prompt_tokens: builtins.int
     """Tokens in the prompt."""
     cached_tokens: builtins.int
-    """Leading tokens cached in full blocks."""
+    """Leading tokens cached in full blocks, on the device and then in the host pool."""
     @property
     def blocks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___BlockExplanation]:
         """In prompt order."""
@@ -239,8 +239,8 @@ class BlockExplanation(google.protobuf.message.Message):
     block_hash: builtins.str
     """Block hash in hex; empty for a partial tail."""
     block_id: builtins.int
-    """The block that holds it when outcome is HIT or UNREACHABLE; that shares its first tokens when DIVERGED or
-    PARTIAL_TAIL.
+    """The device block that holds it when outcome is HIT or UNREACHABLE, absent where the host pool does; that shares its
+    first tokens when DIVERGED or PARTIAL_TAIL.
     """
     reason: builtins.str
     """In words, for a person."""

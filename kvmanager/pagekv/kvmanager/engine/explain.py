@@ -30,22 +30,26 @@ class PrefixExplainer:
         media: Sequence[MediaSpan],
         other_roots: Sequence[tuple[str, bytes]],
         *,
+        kept: int = 0,
         numbers: bool,
     ) -> None:
-        """`root` is the digest before the first block, `other_roots` are adapters ("": none) and the roots that the
-        prompt would have with them. `numbers`: blocks have their numbers, and times are in steps, too.
+        """`root` is the digest before the first block, `match` what the device has of the prompt, and `kept` how many
+        blocks behind that the host pool has. `other_roots` are adapters ("": none) and the roots that the prompt would
+        have with them. `numbers`: blocks have their numbers, and times are in steps, too.
         """
         self._numbers = numbers
         size = pool.block_size
         self._pool, self._log, self._root, self._media = pool, log, root, media
         self._tokens, chunks, self._digests, self._hits = match
+        # Blocks that hit, on the device and then in the host pool.
+        self._found = len(self._hits) + kept
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(self._tokens)) // size
         # By other adapter: how many leading blocks are cached for it. The longest is kept.
         reach = [(len(pool.table.trie.match(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
         # Now, since the hits may be blocks of anything when a later page is made.
-        self._near = self._nearest(len(self._hits))
+        self._near = (-1, 0) if kept else self._nearest(len(self._hits))
 
     def page(self, page_size: int, token: str = "") -> pb.ExplainPrefixResponse:
         """Explains a page of the prompt's blocks. Raises InvalidRequest for a token that is not of this prompt."""
@@ -58,15 +62,16 @@ class PrefixExplainer:
             blocks=[self._full_block(index) if index < full else self._tail() for index in range(start, end)],
             next_page_token=page_token(of, end) if end < total else "",
             prompt_tokens=len(self._tokens),
-            cached_tokens=len(self._hits) * size,
+            cached_tokens=self._found * size,
         )
 
     def _full_block(self, index: int) -> pb.BlockExplanation:
         size, digest = self._pool.block_size, self._digests[index]
         explanation = partial(pb.BlockExplanation, start=index * size, end=(index + 1) * size, block_hash=digest.hex())
-        if index < len(self._hits):
-            block = int(self._hits[index])
-            reason = f"cached in block {block}" if self._numbers else "cached"
+        if index < self._found:
+            block = int(self._hits[index]) if index < len(self._hits) else None
+            where = "the host pool" if block is None else f"block {block}"
+            reason = f"cached in {where}" if self._numbers else "cached"
             if (index + 1) * size == len(self._tokens):
                 reason += "; a request still computes its last token"
             return explanation(
@@ -83,7 +88,7 @@ class PrefixExplainer:
         if index < reach:
             where = f"for adapter {adapter!r}" if adapter else "without an adapter"
             return explanation(outcome=pb.BLOCK_OUTCOME_OTHER_IDENTITY, reason=f"cached {where}")
-        if index > len(self._hits):
+        if index > self._found:
             return explanation(
                 outcome=pb.BLOCK_OUTCOME_NEVER_SEEN, reason="never stored; it follows a block that misses"
             )
@@ -102,7 +107,7 @@ class PrefixExplainer:
         size, index = self._pool.block_size, len(self._digests)
         tail = len(self._tokens) - index * size
         reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
-        near, shared = self._near if index == len(self._hits) else (-1, 0)
+        near, shared = self._near if index == self._found else (-1, 0)
         if shared:
             reason += f"; {self._named(near)} begins with the first {shared}"
         return pb.BlockExplanation(
@@ -114,7 +119,7 @@ class PrefixExplainer:
             shared_tokens=shared,
         )
 
-    def _number(self, block: int) -> int | None:
+    def _number(self, block: int | None) -> int | None:
         return block if self._numbers else None
 
     def _named(self, block: int) -> str:

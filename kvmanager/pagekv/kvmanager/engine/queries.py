@@ -126,9 +126,13 @@ class EngineQueries:
         made in slices, with a turn of the event loop between two. `numbers`: as in PrefixExplainer. Raises
         InvalidRequest.
         """
-        cache, root, match = self.cache, self.cache.root(identity), self.cache.match(token_ids, identity, prepared)
-        others = cache.other_roots(identity)
-        explainer = PrefixExplainer(cache.pool, cache.log, root, match, identity.media, others, numbers=numbers)
+        cache, root = self.cache, self.cache.root(identity)
+        match, others = cache.match(token_ids, identity, prepared), cache.other_roots(identity)
+        explainer = PrefixExplainer(
+            *(cache.pool, cache.log, root, match, identity.media, others),
+            kept=self._kept_behind(match, root),
+            numbers=numbers,
+        )
         return await page_in_slices(explainer.page, page_size, token)
 
     def pin_prefix(

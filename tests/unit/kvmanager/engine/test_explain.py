@@ -34,10 +34,11 @@ class Bench:
         page_size: int = 4096,
         token: str = "",
         numbers: bool = True,
+        kept: int = 0,
     ) -> pb.ExplainPrefixResponse:
         other_roots = [(adapter, root_of(adapter_id=adapter)) for adapter in others]
         match = match_prefix(self.pool, root, prompt, media, None)
-        explainer = PrefixExplainer(self.pool, self.log, root, match, media, other_roots, numbers=numbers)
+        explainer = PrefixExplainer(self.pool, self.log, root, match, media, other_roots, kept=kept, numbers=numbers)
         return explainer.page(page_size, token)
 
     def outcomes(self, prompt: list[int], **more: object) -> list[pb.BlockOutcome.ValueType]:
@@ -112,6 +113,24 @@ def test_golden_alignment() -> None:
     short = bench.explain(prompt[:4090])
     assert (short.cached_tokens, len(short.blocks)) == (4080, 256)
     assert "10 of 16 tokens: only full blocks are cached; 6 more would fill it" in short.blocks[255].reason
+
+
+def test_what_the_host_pool_keeps_behind_the_device_hits_too() -> None:
+    """Neither is it told as evicted, nor is what the device has after the same prefix compared with what follows it."""
+    bench = Bench()
+    cache(bench.pool, [*range(12)])
+    evict_all(bench.pool)
+    first, _ = cache(bench.pool, [*range(4), 90, 91, 92, 93])
+    prompt = [*range(12), 12, 13]
+    assert bench.outcomes(prompt) == [HIT, pb.BLOCK_OUTCOME_EVICTED, pb.BLOCK_OUTCOME_EVICTED, TAIL]
+    found = bench.explain(prompt, kept=1)
+    assert [block.outcome for block in found.blocks] == [HIT, HIT, pb.BLOCK_OUTCOME_EVICTED, TAIL]
+    assert [block.reason for block in found.blocks[:2]] == [f"cached in block {first}", "cached in the host pool"]
+    assert [block.HasField("block_id") for block in found.blocks[:2]] == [True, False]
+    assert (found.cached_tokens, found.blocks[1].shared_tokens) == (8, 4)
+    parted = bench.explain([*range(8), 90, 91, 92, 93, 90], kept=1)
+    assert [block.outcome for block in parted.blocks] == [HIT, HIT, NEVER, TAIL]
+    assert [block.reason for block in bench.explain(prompt, kept=1, numbers=False).blocks[:2]] == ["cached", "cached"]
 
 
 def test_never_seen() -> None:

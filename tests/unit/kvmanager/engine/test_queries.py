@@ -264,5 +264,8 @@ def test_a_lookup_goes_on_in_the_host_pool_where_the_device_ends() -> None:
     assert (match.device_tokens, match.host_tokens, match.partial_tokens) == (2, 2, 0)
     host.keep(digests[2:3], rows[2:3], digests[1:2])
     assert queries.lookup_prefix(tokens, CacheIdentity()).host_tokens == 6
+    explained = asyncio.run(queries.explain_prefix(tokens, CacheIdentity(), 99))
+    assert [block.outcome for block in explained.blocks] == [pb.BLOCK_OUTCOME_HIT] * 4 + [pb.BLOCK_OUTCOME_PARTIAL_TAIL]
+    assert [block.HasField("block_id") for block in explained.blocks] == [True] + [False] * 4
     assert queries.lookup_prefix([*tokens[:4], 0, 0], CacheIdentity()).host_tokens == 2
     assert queries.lookup_prefix(tokens, CacheIdentity(namespace="other")).host_tokens == 0

@@ -106,7 +106,8 @@ def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) 
 
 def _story(block: BlockExplanation) -> tuple[str, str]:
     """Equal for neighbouring blocks that are told in one row."""
-    return block.outcome, "" if block.outcome in ("hit", "unreachable") else block.reason
+    numbered = block.outcome in ("hit", "unreachable") and block.block_id is not None
+    return block.outcome, "" if numbered else block.reason
 
 
 def _row(indices: list[int], blocks: list[BlockExplanation]) -> tuple[str, str, str, str]:

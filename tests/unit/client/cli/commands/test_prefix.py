@@ -28,8 +28,11 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
         return cache_pb.BlockExplanation(start=4 * number, end=4 * number + 4, outcome=outcome, reason=reason, **more)
 
     pages = [
-        [block(i, hit, f"cached in block {i + 7}", block_id=i + 7) for i in range(3)]
-        + [block(3, cache_pb.BLOCK_OUTCOME_EVICTED, "evicted 2 steps and 0.5 s ago")],
+        [
+            *(block(i, hit, f"cached in block {i + 7}", block_id=i + 7) for i in range(2)),
+            block(2, hit, "cached in the host pool"),
+            block(3, cache_pb.BLOCK_OUTCOME_EVICTED, "evicted 2 steps and 0.5 s ago"),
+        ],
         [block(i, unreachable, f"cached in block {9 - i}, but", block_id=9 - i) for i in (4, 5)]
         + [cache_pb.BlockExplanation(start=24, end=25, outcome=cache_pb.BLOCK_OUTCOME_PARTIAL_TAIL, reason="1 of 4")],
     ]
@@ -55,7 +58,8 @@ def test_explain_tells_blocks_with_the_same_story_in_one_row(
     assert capsys.readouterr().out.splitlines() == [
         "12 of 25 tokens cached in full blocks (48%)",
         "blocks  tokens  outcome       why",
-        "0-2     0-11    hit           cached in blocks 7 to 9",
+        "0-1     0-7     hit           cached in blocks 7 to 8",
+        "2       8-11    hit           cached in the host pool",
         "3       12-15   evicted       evicted 2 steps and 0.5 s ago",
         "4-5     16-23   unreachable   cached in blocks 5 4, but a block before them is not",
         "6       24-24   partial tail  1 of 4",
