@@ -77,6 +77,23 @@ def test_random_schedules(case: Case) -> None:
     assert [driver.output(state) for state in states] == case.answers
 
 
+@pytest.mark.parametrize("cut", [1, 16, 23])
+def test_later_tokens_and_other_blocks_change_no_bit(case: Case, cut: int) -> None:
+    """Prompts of one length that part at a token: up to it the same bytes in every layer, wherever their blocks lie."""
+    first, other = prompts_of([24, 24], seed=9)
+    driver = Driver(case.backend, block_size=8)
+    states = [driver.sequence(prompt) for prompt in (first, first[:cut] + other[cut:])]
+    for state in states:
+        driver.step({state.seq_id: 24}, [state])
+    assert set(states[0].block_table).isdisjoint(states[1].block_table)
+    # [layers, keys or values, tokens, ...]
+    one, unlike = (
+        case.backend.cache.device[state.block_table].permute(1, 2, 0, 3, 4, 5).flatten(2, 3) for state in states
+    )
+    assert one[:, :, :cut].equal(unlike[:, :, :cut])
+    assert not one[:, :, cut:].equal(unlike[:, :, cut:])
+
+
 def test_keys_and_values_of_a_token_are_those_of_everything_before_it(case: Case) -> None:
     """The same tokens at the same positions: after the same beginning the same bytes in every layer, after another one
     other bytes in all layers but the first, which has seen nothing but the token yet.

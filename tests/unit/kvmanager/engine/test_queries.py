@@ -125,6 +125,24 @@ async def test_an_id_of_another_namespace_ends_no_pin_where_nothing_is_cached(en
     engine.queries.cache.unpin("mine")
 
 
+@pytest.mark.parametrize("other", [CacheIdentity("b"), ANY, CacheIdentity("a", "lora"), CacheIdentity("a", tenant="t")])
+@run_by(run)
+async def test_another_namespace_adapter_or_tenant_finds_nothing(engine: EngineLoop, *, other: CacheIdentity) -> None:
+    """Requests compute everything, lookups and explanations know of nothing, and there is nothing to pin."""
+    mine = CacheIdentity("a")
+    await read(engine.submit(identified("first", [*EIGHT, 8], mine)))
+    assert engine.queries.lookup_prefix(EIGHT, mine).device_tokens == 8
+    found = engine.queries.lookup_prefix(EIGHT, other)
+    assert (found.device_tokens, found.partial_tokens, list(found.block_ids)) == (0, 0, [])
+    assert pb.BLOCK_OUTCOME_HIT not in await outcomes(engine, EIGHT, other)
+    assert engine.queries.pin_prefix(EIGHT, other, 60).pin_id == ""
+    await read(engine.submit(identified("second", [*EIGHT, 8], other)))
+    assert engine.statistics.stats().cached_tokens_total == 0
+    assert engine.queries.lookup_prefix(EIGHT, other).device_tokens == 8
+    await read(engine.submit(identified("third", [*EIGHT, 8], mine)))
+    assert engine.statistics.stats().cached_tokens_total == 8
+
+
 @run_by(run)
 async def test_a_lease_ends_by_itself(engine: EngineLoop) -> None:
     await read(engine.submit(command("a", EIGHT, 1)))
