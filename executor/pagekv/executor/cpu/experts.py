@@ -33,6 +33,9 @@ class PackedExperts(nn.Module):
         """Takes the weights out of transformers' module. `make`: the product of weights `[out, in]` and bias."""
         super().__init__()
         self.num_experts: int = experts.num_experts
+        self._dtype: torch.dtype = experts.down_proj.dtype
+        # Compiled loops: the rows of all experts in one call.
+        self._each = getattr(make, "each", _one_by_one)
         name = "gate_up_proj" if experts.has_gate else "up_proj"
         self._gate: Callable[[torch.Tensor], torch.Tensor] = experts._apply_gate if experts.has_gate else experts.act_fn
         self._up, self._down = (_products(experts, each, make) for each in (name, "down_proj"))
@@ -42,7 +45,9 @@ class PackedExperts(nn.Module):
         count, order = chosen.shape[1], chosen.flatten().argsort(stable=True)
         ends = chosen.flatten().bincount(minlength=self.num_experts).cumsum(0).tolist()
         bounds = list(pairwise([0, *ends]))
-        found = _each(self._down, self._gate(_each(self._up, rows[order // count], bounds)), bounds)
+        # As transformers' grouped products do; loops would take the bytes of another type for numbers of this one.
+        gated = self._gate(self._each(self._up, rows[order // count].to(self._dtype), bounds))
+        found = self._each(self._down, gated.to(self._dtype), bounds)
         found = found * weights.flatten()[order, None]
         back = torch.empty_like(found)
         back[order] = found
@@ -77,14 +82,10 @@ def _products(experts: Any, name: str, make: MakeProduct) -> list[Callable[[torc
     ]
 
 
-def _each(
+def _one_by_one(
     products: Sequence[Callable[[torch.Tensor], torch.Tensor]], rows: torch.Tensor, bounds: Sequence[tuple[int, int]]
 ) -> torch.Tensor:
     """`[S, out]` of rows `[S, in]`, those within the bounds of a product by that one."""
-    # Compiled loops: in one call.
-    if hasattr(products[0], "each"):
-        found: torch.Tensor = products[0].each(products, rows, bounds)
-        return found
     return torch.cat(
         [product(rows[low:high]) for product, (low, high) in zip(products, bounds, strict=True) if high > low]
     )

@@ -12,6 +12,8 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from pagekv.executor.cpu.experts import PackedExperts, pack_experts
 from pagekv.executor.cpu.linear import PackedLinear
+from pagekv.executor.cpu.native.product import Product
+from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.products import fastest_product
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "ernie4_5_moe", "glm4_moe", "gpt_oss")
@@ -67,15 +69,32 @@ def test_experts_compute_what_those_of_transformers_do(family: str, dtype: torch
         assert distance < (1e-5 if dtype is torch.float32 else 0.02)
 
 
+@pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_rows_do_not_depend_on_others() -> None:
-    model = _model("qwen3_moe", torch.float32)
-    pack_experts(model, fastest_product(torch.float32))
+def test_rows_do_not_depend_on_others(dtype: torch.dtype) -> None:
+    model = _model("qwen3_moe", dtype)
+    pack_experts(model, Product)
     _, _, ours = _experts(model)[0]
-    rows, chosen, weights = torch.randn(7, 48), torch.randint(0, 4, (7, 2)), torch.rand(7, 2)
+    rows, chosen, weights = torch.randn(70, 48).to(dtype), torch.randint(0, 4, (70, 2)), torch.rand(70, 2)
     together = ours(rows, chosen, weights)
-    alone = torch.cat([ours(rows[[at]], chosen[[at]], weights[[at]]) for at in range(7)])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    for size in (1, 9):
+        parts = zip(*(each.split(size) for each in (rows, chosen, weights)), strict=True)
+        assert torch.equal(torch.cat([ours(*part) for part in parts]), together)
+
+
+@pytest.mark.parametrize("loops", [False, True])
+@torch.inference_mode()
+def test_rows_of_another_type_are_converted(loops: bool) -> None:
+    """As transformers' grouped products do."""
+    model = _model("qwen3_moe", torch.float32)
+    _, _, theirs = _experts(model)[0]
+    rows, chosen, weights = torch.randn(5, 48).bfloat16(), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    expected = theirs(rows.float(), chosen, weights)
+    pack_experts(model, fastest_product(torch.float32) if loops else None)
+    found = _experts(model)[0][2](rows, chosen, weights)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=1e-3)
 
 
 def test_experts_that_ranks_share_stay() -> None:
