@@ -90,8 +90,8 @@ class FusedDecoder:
         self._layers = []
         self._recordable = True
         head = decoder.take_head()
-        product = fastest_product(head.weight.dtype)
-        self._head = self._whole(product(head.weight, head.bias))
+        self._make = fastest_product(head.weight.dtype)
+        self._head = self._whole(self._make(head.weight, head.bias))
         del head
         for index, scores_here in enumerate(scores):
             layer = decoder.take_layer(index)
@@ -102,7 +102,7 @@ class FusedDecoder:
         self._programs: WeakKeyDictionary[KvCache, OrderedDict[object, tuple[Program, _Inputs]]] = WeakKeyDictionary()
 
     def _product(self, part: Linear, activation: str | None = None) -> Product | TorchProduct:
-        found = fastest_product(part.weight.dtype)(part.weight, part.bias, activation)
+        found = self._make(part.weight, part.bias, activation)
         self._recordable = self._recordable and isinstance(found, Product) and not found.pads_rows
         return found
 
@@ -115,9 +115,8 @@ class FusedDecoder:
             return lambda rows: down(gate_up(rows))
         # Operators of torch cannot be recorded.
         self._recordable, module = False, part
-        make = fastest_product(next(module.parameters()).dtype)
-        pack_linears(module, make)
-        pack_experts(module, make)
+        pack_linears(module, self._make)
+        pack_experts(module, self._make)
         return lambda rows: module(rows[None])[0]
 
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
