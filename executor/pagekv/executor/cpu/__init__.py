@@ -7,7 +7,7 @@ A reader may take the modules in this order:
     by loops                    fused_decoder, sharded_decoder, rotations, products, paged_reads
     by transformers' model      gathered_reads, gathered_attention, linear, experts
     memory                      kv_cache, step_memory
-    the start                   choose_forward, profile
+    the start                   choose_forward, routing, profile
     threads and processor       threads, openmp_runtime, instruction_set
 """
 

@@ -15,7 +15,8 @@ from transformers.models.starcoder2.modeling_starcoder2 import Starcoder2MLP
 
 from pagekv.executor.cpu import choose_forward, products
 from pagekv.executor.cpu.choose_forward import LOOPS, load_forward
-from pagekv.executor.cpu.forward import ModuleForward
+from pagekv.executor.cpu.experts import PackedExperts
+from pagekv.executor.cpu.forward import ModuleForward, StepForward
 from pagekv.executor.cpu.fused_decoder import FusedDecoder
 from pagekv.executor.cpu.gathered_attention import GatheredStepAttention
 from pagekv.executor.cpu.linear import PackedLinear
@@ -261,14 +262,42 @@ def test_a_model_is_not_there_twice(llama: Path, monkeypatch: pytest.MonkeyPatch
     assert len(models) == 2
 
 
-@pytest.mark.parametrize(("wrong", "agrees"), [((0,), True), ((0, 1), True), ((0, 1, 2), False)])
-def test_a_row_may_differ_with_some_prompts_but_not_with_each(wrong: tuple[int, ...], agrees: bool) -> None:
-    expected = torch.randn(3, 4, 8)
-    found = expected.clone()
-    for prompt in wrong:
-        found[prompt, 2] *= -1
-    assert choose_forward._agree(found, expected, 1e-3) == agrees
-    # Another row at each prompt.
-    for prompt in range(3):
-        found[prompt, 3] = torch.nan
-    assert not choose_forward._agree(found, expected, 1e-3)
+@pytest.mark.parametrize("fused", [True, False])
+def test_experts_that_are_all_but_equally_good_are_no_difference(tmp_path: Path, fused: bool) -> None:
+    """Rounding chooses one of them, and the other gives a row quite different numbers."""
+    config = family_config("mixtral", num_experts_per_tok=1)
+    model = save_config(config, tmp_path)
+    for layer in model.model.layers:
+        router = layer.mlp.gate.weight.data
+        router[1] = router[0] + 1e-7 * torch.randn(router.shape[1])
+    model.save_pretrained(tmp_path)
+    _, forward = load_forward(tmp_path, torch.float32, fused=fused)
+    assert isinstance(forward, FusedDecoder) == fused
+    if isinstance(forward, ModuleForward):
+        assert any(isinstance(each, PackedExperts) for each in forward._model.modules())
+
+
+def test_experts_that_compute_something_else_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_config(family_config("qwen3_moe"), tmp_path)
+    right, reference = load_forward(tmp_path, torch.float32, fused=False)
+    expected = choose_forward._logits(reference, right)
+    forward = PackedExperts.forward
+    monkeypatch.setattr(PackedExperts, "forward", lambda *given: forward(*given) * 0.9)
+    loaded, chosen = load_forward(tmp_path, torch.float32, fused=True)
+    assert isinstance(chosen, ModuleForward)
+    torch.testing.assert_close(choose_forward._logits(chosen, loaded), expected)
+
+
+def test_routers_that_choose_something_else_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though experts compute as they do in transformers' model."""
+    save_config(family_config("qwen3_moe"), tmp_path)
+    make = choose_forward._loops
+
+    def other(loaded: LoadedModel, shards: Shards | None) -> StepForward:
+        for layer in loaded.model.model.layers:
+            layer.mlp.gate.weight.data.neg_()
+        return make(loaded, shards)
+
+    monkeypatch.setattr(choose_forward, "_loops", other)
+    _, forward = load_forward(tmp_path, torch.float32, fused=True)
+    assert isinstance(forward, ModuleForward)
