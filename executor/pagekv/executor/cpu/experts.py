@@ -66,9 +66,14 @@ def pack_experts(model: nn.Module, make: MakeProduct | None = None) -> None:
         for name, child in list(parent.named_children()):
             said = all(hasattr(child, each) for each in _SAID)
             more = any(getattr(child, each, False) for each in _MORE)
-            # Hooks join what ranks have computed.
-            if said and not (more or child._forward_pre_hooks or child._forward_hooks):
+            # By hooks or distributed tensors, of which each rank has a share, ranks join what they have computed.
+            shared = child._forward_pre_hooks or child._forward_hooks or any(map(_is_distributed, child.parameters()))
+            if said and not (more or shared):
                 setattr(parent, name, PackedExperts(child, make))
+
+
+def _is_distributed(parameter: nn.Parameter) -> bool:
+    return hasattr(parameter, "to_local")
 
 
 def _products(experts: Any, name: str, make: MakeProduct) -> list[Callable[[torch.Tensor], torch.Tensor]]:

@@ -97,11 +97,15 @@ def test_rows_of_another_type_are_converted(loops: bool) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=1e-3)
 
 
-def test_experts_that_ranks_share_stay() -> None:
-    """Their hooks join what ranks have computed."""
+@pytest.mark.parametrize("by_hooks", [True, False])
+def test_experts_that_ranks_share_stay(by_hooks: bool) -> None:
+    """Their hooks or distributed tensors join what ranks have computed."""
     model = _model("qwen3_moe", torch.float32)
     _, _, theirs = _experts(model)[0]
-    theirs.register_forward_hook(lambda *_: None)
+    if by_hooks:
+        theirs.register_forward_hook(lambda *_: None)
+    else:
+        theirs.down_proj.to_local = None
     pack_experts(model, PackedLinear)
     kinds = [type(child) for _, _, child in _experts(model)]
     assert kinds == [type(theirs), PackedExperts]
