@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from support.engine.engine_harness import Bench, Link, command, config, expect, read, run, until
+from support.engine.engine_harness import Bench, Link, command, config, expect, identified, read, run, until
 from support.engine.integrity import check_engine
 from support.event_loop import in_event_loop, run_by
 
