@@ -3,10 +3,9 @@ is in `src`; `bench` measures them.
 
 A reader may take the modules in this order:
 
-    attention                   attention, attention_plan
+    attention                   attention, attention_plan, attention_launch
     decodes                     decode_plan, shared_splits
-    prompts                     prefill_plan, prefill_splits, prefill_launch
-    both                        merge_launch
+    prompts                     prefill_plan, prefill_splits
     other kernels               rows, sampling, swap
     a launch                    launch_config, params, tensors, cupy_launcher
     compilation                 variants, sources, nvrtc, machine_code

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from pagekv.kernels import launch_config
+from pagekv.kernels.attention_launch import launch_attention
 from pagekv.kernels.attention_plan import (
     AttentionPlan,
     GraphKey,
@@ -28,9 +29,7 @@ from pagekv.kernels.attention_plan import (
 )
 from pagekv.kernels.decode_plan import DecodeWork, every_item_is_wide, most_members
 from pagekv.kernels.launch_config import Launcher
-from pagekv.kernels.merge_launch import launch_merge
-from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, DECODE, fill
-from pagekv.kernels.prefill_launch import launch_prefill
+from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, fill
 from pagekv.kernels.prefill_plan import PrefillWork
 from pagekv.kernels.prefill_splits import SPLIT_RULE, partial_bytes
 from pagekv.kernels.rows import Norm
@@ -298,51 +297,14 @@ class PagedAttention:
             "sinks": 0 if self._sinks is None else self._sinks.data_ptr() + 4 * layer * self.num_heads,
             **self._fields,
         }
-        split = SPLIT_RULE.splits(self._windows[layer])
-        if plan.num_decode_items or plan.num_wide_items:
-            self._decode(values, plan)
-        if plan.num_prefill_items:
-            launch_prefill(
-                self._launcher,
-                self.variant,
-                plan,
-                {**values, "query_start": plan.at["query_start"], "context_lens": plan.at["context_lens"]},
-                num_heads=self.num_heads,
-                num_kv_heads=self.num_kv_heads,
-                split=split,
-                wgmma=self._wgmma_prefill,
-            )
-        launch_merge(self._launcher, self.variant, plan, values, num_heads=self.num_heads, split=split)
-
-    def _decode(self, values: Mapping[str, float], plan: AttentionPlan) -> None:
-        """`values`: the fields that both kernels of attention have."""
-        partial_out, partial_state = plan.partials(self.num_heads, self.variant.head_size)
-        kinds = (
-            ("pagekv_decode_wide", plan.num_wide_items, "wide_items"),
-            ("pagekv_decode", plan.num_decode_items, "decode_items"),
+        launch_attention(
+            self._launcher,
+            self.variant,
+            plan,
+            values,
+            split=SPLIT_RULE.splits(self._windows[layer]),
+            wgmma=self._wgmma_prefill,
         )
-        for kernel, num_items, items in kinds:
-            if not num_items:
-                continue
-            wide = kernel == "pagekv_decode_wide"
-            self._launcher.launch(
-                kernel,
-                self.variant,
-                launch_config.decode(self.variant, num_items, self.num_heads, self.num_kv_heads, wide=wide),
-                fill(
-                    DECODE,
-                    items=plan.at[items],
-                    item_contexts=0 if wide else plan.at["item_contexts"],
-                    dealt=plan.at["dealt"] + 8 * wide,
-                    members=plan.at["members"] if wide else 0,
-                    merges=plan.at["merge_items"],
-                    merge_counters=plan.at["merge_counters"] if plan.fused_merges else 0,
-                    partial_out=partial_out,
-                    partial_state=partial_state,
-                    num_items=num_items,
-                    **values,
-                ),
-            )
 
     def copy_blocks(self, pairs: Tensor) -> None:
         """Copies whole blocks: `pairs` is int32 [n, 2] on the device, source and destination.

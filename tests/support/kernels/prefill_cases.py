@@ -22,9 +22,8 @@ from support.kernels.stored_sequences import (
     store,
 )
 
+from pagekv.kernels.attention_launch import launch_attention
 from pagekv.kernels.attention_plan import AttentionPlan
-from pagekv.kernels.merge_launch import launch_merge
-from pagekv.kernels.prefill_launch import launch_prefill
 from pagekv.kernels.prefill_plan import prefill_tile, prefill_work
 from pagekv.kernels.prefill_splits import SPLIT_RULE, SplitRule
 from pagekv.kernels.variants import Variant
@@ -141,7 +140,13 @@ def run_prefill(
     items = np.concatenate([work.items, np.full((padding, 4), -1, np.int32)])
     rows = Rows.of(np.concatenate(prompts.computed()))
     scratch = aligned_empty((work.num_partials, heads, variant.head_size + 2), np.float32)  # NaN
-    at = {"prefill_items": address(items), "split_items": address(work.split_items), "row_merges": address(work.merges)}
+    at = {
+        "query_start": address(query_start),
+        "context_lens": address(context_lens),
+        "prefill_items": address(items),
+        "split_items": address(work.split_items),
+        "row_merges": address(work.merges),
+    }
     plan = AttentionPlan(
         num_rows=int(query_start[-1]),
         table_stride=cache.tables.shape[1],
@@ -155,21 +160,16 @@ def run_prefill(
         at=at,
         scratch=address(scratch),
     )
-    values = attention_values(sequences, cache, rows, features) | {"context_lens": address(context_lens)}
     unused = np.setdiff1d(np.arange(len(cache.pool)), cache.tables)
-    split = rule.splits(features.window)
     with launcher.forbidden(*(cache.pool[block] for block in unused)):
-        launch_prefill(
+        launch_attention(
             launcher,
             variant,
             plan,
-            {**values, "query_start": address(query_start)},
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            split=split,
+            attention_values(sequences, cache, rows, features),
+            split=rule.splits(features.window),
             wgmma=wgmma,
         )
-        launch_merge(launcher, variant, plan, values, num_heads=heads, split=split)
     return rows.result()
 
 
