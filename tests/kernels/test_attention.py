@@ -82,7 +82,7 @@ def test_a_layer_outside_of_the_pool_is_refused() -> None:
 def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
     # One step with a decode of the first sequence and a chunk of the second equals both done apart.
     counts, contexts = np.array([1, 5], np.int32), scene.lengths
-    host = scene.attention.plan(
+    host = scene.attention.planner.step(
         StepBatch(np.array([0, 1, 6], np.int32), contexts, scene.tables, np.array([True, False]))
     )
     words = torch.from_numpy(host.words)
@@ -97,7 +97,7 @@ def test_a_mixed_step_is_its_parts(scene: Scene) -> None:
 def test_a_padded_plan_gives_the_same_bits(scene: Scene) -> None:
     # Replays of a captured graph.
     batch = StepBatch(np.arange(3, dtype=np.int32), scene.lengths, scene.tables, np.array([True, True]))
-    host = scene.attention.plan(batch, graph=GraphKey(batch=4, table_width=5, items=6))
+    host = scene.attention.planner.step(batch, graph=GraphKey(batch=4, table_width=5, items=6))
     words, scratch = torch.from_numpy(host.words), torch.empty(scene.attention.scratch_bytes(6), dtype=torch.uint8)
     query = torch.zeros(4, 8, 64, dtype=torch.float16)
     query[:2] = scene.query[[2, 39]]
@@ -116,7 +116,7 @@ def test_a_launch_that_failed_leaves_nothing_to_the_next_step(scene: Scene) -> N
     tables = np.resize(scene.tables[1], (sequences, scene.tables.shape[1]))
     lengths = np.resize(scene.lengths[1:], sequences)
     batch = StepBatch(np.arange(sequences + 1, dtype=np.int32), lengths, tables, np.ones(sequences, bool))
-    host = scene.attention.plan(batch, work=scene.attention.plan_decodes(batch, share=False))
+    host = scene.attention.planner.step(batch, work=scene.attention.planner.decodes(batch, share=False))
     words, query = torch.from_numpy(host.words.copy()), scene.query[:sequences].contiguous()
     counter = host.offsets["dealt"]
 

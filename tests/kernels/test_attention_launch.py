@@ -39,7 +39,7 @@ def step(new: int, past: int, *, windows: tuple[int, ...] = (), heads: int = 32,
     attention = PagedAttention(recorder, _Placed(pool), variant, num_heads=heads, windows=windows)
     tables = np.arange(len(pool), dtype=np.int32)[None]
     batch = StepBatch(ints(0, new), ints(new + past), tables, np.array([False]))
-    host = attention.plan(batch)
+    host = attention.planner.step(batch)
     scratch = attention.scratch_bytes(host.counts["num_partials"])
     rows = _Placed(torch.empty((new, heads, 128), dtype=torch.bfloat16, device="meta"))
     launched = []
@@ -47,7 +47,7 @@ def step(new: int, past: int, *, windows: tuple[int, ...] = (), heads: int = 32,
         attention.attend(layer, rows, rows, host.bind(4096, 8192 if scratch else 0))
         launched.append(recorder.launched)
         recorder.launched = []
-    return attention.plan_prefills(batch), scratch, launched
+    return attention.planner.prefills(batch), scratch, launched
 
 
 class _Placed:

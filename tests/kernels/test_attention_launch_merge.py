@@ -33,7 +33,7 @@ def attend(scene: Scene, counts: list[int], decodes: list[bool]) -> tuple[torch.
     ends = np.cumsum(scene.lengths)[chosen]
     rows = np.concatenate([np.arange(end - n, end) for n, end in zip(counted, ends, strict=True)])
     starts = np.concatenate([[0], np.cumsum(counted)]).astype(np.int32)
-    host = scene.attention.plan(StepBatch(starts, contexts, scene.tables[chosen], np.array(decodes)[chosen]))
+    host = scene.attention.planner.step(StepBatch(starts, contexts, scene.tables[chosen], np.array(decodes)[chosen]))
     words = torch.from_numpy(host.words)
     size = scene.attention.scratch_bytes(host.counts["num_partials"])
     scratch = torch.full((max(size, 16),), 0xFF, dtype=torch.uint8)

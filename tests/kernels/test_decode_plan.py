@@ -238,9 +238,9 @@ def test_a_prefix_shared_by_64_sequences_is_read_a_few_times(heads: int, least: 
     """2,048 tokens are shared, 512 are each sequence's own: attention reads at most a third of the keys. With 4 heads
     a KV head 16 sequences are members of one item, so the prefix is read four times and not 64 times."""
     attention, batch = llama(64, 2048, 512, heads)
-    shared = attention.plan_decodes(batch).keys_read
+    shared = attention.planner.decodes(batch).keys_read
     apart = replace(batch, block_tables=np.arange(64 * 160, dtype=np.int32).reshape(64, 160))
-    alone = attention.plan_decodes(apart).keys_read
+    alone = attention.planner.decodes(apart).keys_read
     assert alone == 64 * 2560
     assert alone / shared >= least
 
@@ -248,6 +248,6 @@ def test_a_prefix_shared_by_64_sequences_is_read_a_few_times(heads: int, least: 
 def test_rows_that_share_little_are_read_alone() -> None:
     """A second launch a layer would cost more than it saves."""
     attention, batch = llama(2, 256 * (shared_splits.MIN_SAVED - 1), 512)
-    assert not len(attention.plan_decodes(batch).wide_items)
+    assert not len(attention.planner.decodes(batch).wide_items)
     attention, batch = llama(2, 256 * shared_splits.MIN_SAVED, 512)
-    assert len(attention.plan_decodes(batch).wide_items) == shared_splits.MIN_SAVED
+    assert len(attention.planner.decodes(batch).wide_items) == shared_splits.MIN_SAVED

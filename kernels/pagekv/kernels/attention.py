@@ -2,7 +2,7 @@
 tensor is anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
 
     attention = PagedAttention(CupyLauncher(), pool, variant, num_heads=32)
-    plan = attention.plan(batch).bind(...)          # attention_plan.py: once a step
+    plan = attention.planner.step(batch).bind(...)  # attention_plan.py: once a step
     for layer in range(num_layers):
         attention.write(layer, key, value, plan)    # the new tokens' keys and values into their slots
         attention.attend(layer, query, out, plan)   # decode, merge and prefill, as far as the step has such rows
@@ -13,42 +13,21 @@ Everything is enqueued on the launcher's current stream; nothing waits.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from collections.abc import Sequence
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.attention_launch import launch_attention
-from pagekv.kernels.attention_plan import (
-    AttentionPlan,
-    GraphKey,
-    HostPlan,
-    StepBatch,
-    plan_decodes,
-    plan_prefills,
-    plan_step,
-)
-from pagekv.kernels.decode_plan import DecodeWork, every_item_is_wide, most_members
+from pagekv.kernels.attention_plan import AttentionPlan, StepPlanner
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.params import BLOCK_COPY, CACHE_WRITE, fill
-from pagekv.kernels.prefill_plan import PrefillWork
 from pagekv.kernels.prefill_splits import SPLIT_RULE, partial_bytes
 from pagekv.kernels.rows import Norm
-from pagekv.kernels.tensors import Ints, Tensor, dtype_name
+from pagekv.kernels.tensors import Tensor, dtype_name
 from pagekv.kernels.variants import BLOCK_SIZES, UnsupportedVariant, Variant, check_heads, check_wgmma
 
 LAYOUT_AXES = ("num_blocks", "num_layers", "2", "block_size", "num_kv_heads", "head_size")
 MAX_POOL_ROWS = 2**32
 """Row indices of the decode kernel have 32 bits; at 256 bytes a row that is a terabyte."""
-
-
-class _Planned(TypedDict):
-    """Arguments of `plan_step` and `plan_decodes`."""
-
-    block_size: int
-    num_heads: int
-    num_kv_heads: int
-    variant: Variant
-    window: int
 
 
 class PagedAttention:
@@ -123,6 +102,8 @@ class PagedAttention:
         self.scale = 1 / math.sqrt(head_size) if scale is None else scale
         self.soft_cap = soft_cap
         self._windows = tuple(windows) or (0,) * self.num_layers
+        window = 0 if 0 in self._windows else max(self._windows)
+        self.planner = StepPlanner(self.num_blocks, self.block_size, num_heads, self.num_kv_heads, variant, window)
         self._launcher, self._wgmma_prefill = launcher, wgmma_prefill
         # Keep the memory behind the addresses below.
         self._pool, self._sinks, self._kv_scales = pool, sinks, kv_scales
@@ -137,53 +118,6 @@ class PagedAttention:
             "block_size_log2": self.block_size.bit_length() - 1,
         }
 
-    @property
-    def plan_window(self) -> int:
-        """`window` for `plan_step`: the widest window of any layer, 0 if any layer sees everything."""
-        return 0 if 0 in self._windows else max(self._windows)
-
-    @property
-    def _planned(self) -> _Planned:
-        """Arguments that all planners have."""
-        return {
-            "block_size": self.block_size,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "variant": self.variant,
-            "window": self.plan_window,
-        }
-
-    def plan(
-        self,
-        batch: StepBatch,
-        *,
-        graph: GraphKey | None = None,
-        work: DecodeWork | None = None,
-        extra: Mapping[str, Ints] | None = None,
-    ) -> HostPlan:
-        """`plan_step` for this model and pool."""
-        return plan_step(batch, num_blocks=self.num_blocks, graph=graph, work=work, extra=extra, **self._planned)
-
-    def plan_decodes(self, batch: StepBatch, *, share: bool = True) -> DecodeWork:
-        """The decode items of a batch, which `plan` makes where it is not given them. `share`: rows may share reads."""
-        return plan_decodes(batch, share=share, **self._planned)
-
-    def plan_prefills(self, batch: StepBatch) -> PrefillWork:
-        """The prefill items of a batch, which `plan` makes too."""
-        return plan_prefills(
-            batch,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            variant=self.variant,
-            window=self.plan_window,
-        )
-
-    @property
-    def most_members(self) -> int:
-        """Rows that may share a read; 1 where every item is a wide one, shared or not."""
-        group = self.num_heads // self.num_kv_heads
-        return 1 if every_item_is_wide(self.variant, group) else most_members(self.variant, group)
-
     def scratch_bytes(self, num_partials: int) -> int:
         """Bytes of device memory for a step's partial results: outputs, then (maximum, sum) pairs, float32."""
         return num_partials * partial_bytes(self.num_heads, self.variant.head_size)
@@ -191,7 +125,7 @@ class PagedAttention:
     def most_prompt_scratch(self, num_rows: int, context_len: int) -> int:
         """The most bytes that partial results of a step's prompts take: of so many rows, in contexts of at most so many
         tokens."""
-        return self.scratch_bytes(num_rows * SPLIT_RULE.most_partials(context_len, self.plan_window))
+        return self.scratch_bytes(num_rows * SPLIT_RULE.most_partials(context_len, self.planner.window))
 
     def write(
         self,

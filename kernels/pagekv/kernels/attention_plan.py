@@ -2,7 +2,7 @@
 addresses.
 
     batch = StepBatch(query_start, context_lens, block_tables, decodes)
-    host = plan_step(batch, num_blocks=..., block_size=..., num_heads=..., num_kv_heads=..., variant=..., extra=...)
+    host = StepPlanner(num_blocks, block_size, num_heads, num_kv_heads, variant).step(batch)
     buffer[: host.words.size].copy_(pinned)        # the step's only upload; the caller owns both buffers
     plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
 
@@ -145,144 +145,135 @@ class HostPlan:
         return AttentionPlan(**self.counts, fused_merges=self.fused_merges, at=at, scratch=scratch)
 
 
-def plan_decodes(
-    batch: StepBatch,
-    *,
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    variant: Variant,
-    window: int = 0,
-    share: bool = True,
-) -> DecodeWork:
-    """The work of a batch's decodes; of the batch's lengths and ids nothing is checked. Arguments as of `plan_step`;
-    `share`: rows may share reads."""
-    sequences = np.flatnonzero(np.asarray(batch.decodes, bool)).astype(np.int32)
-    group = num_heads // num_kv_heads
-    return decode_work(
-        rows=np.asarray(batch.query_start, np.int32)[sequences],
-        sequences=sequences,
-        context_lens=np.asarray(batch.context_lens, np.int32)[sequences],
-        window=window,
-        tables=np.asarray(batch.block_tables, np.int32)[sequences],
-        block_size=block_size,
-        most_members=most_members(variant, group) if share else 1,
-        all_wide=every_item_is_wide(variant, group),
-    )
+@dataclass(frozen=True, slots=True)
+class StepPlanner:
+    """Plans the steps of a model over a pool."""
 
+    num_blocks: int
+    block_size: int
+    num_heads: int
+    num_kv_heads: int
+    variant: Variant
+    """Of the kernels, for their tiles."""
+    window: int = 0
+    """The widest window of any layer; 0 if any layer sees everything."""
 
-def plan_prefills(
-    batch: StepBatch,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    variant: Variant,
-    window: int = 0,
-) -> PrefillWork:
-    """The work of a batch's prompts; nothing of the batch is checked. Arguments as of `plan_step`."""
-    return prefill_work(
-        np.asarray(batch.query_start, np.int32),
-        np.asarray(batch.context_lens, np.int32),
-        np.flatnonzero(~np.asarray(batch.decodes, bool)).astype(np.int32),
-        group_size=num_heads // num_kv_heads,
-        tile=prefill_tile(variant),
-        window=window,
-    )
+    @property
+    def _group(self) -> int:
+        return self.num_heads // self.num_kv_heads
 
+    @property
+    def most_members(self) -> int:
+        """Rows that may share a read; 1 where every item is a wide one, shared or not."""
+        wide = every_item_is_wide(self.variant, self._group)
+        return 1 if wide else most_members(self.variant, self._group)
 
-def plan_step(
-    batch: StepBatch,
-    *,
-    num_blocks: int,
-    block_size: int,
-    num_heads: int,
-    num_kv_heads: int,
-    variant: Variant,
-    window: int = 0,
-    graph: GraphKey | None = None,
-    work: DecodeWork | None = None,
-    extra: Mapping[str, Ints] | None = None,
-) -> HostPlan:
-    """Validates a batch and lays out its work.
-
-    `variant`: of the kernels, for their tiles. `window`: the widest window of any layer (0 if any layer sees
-    everything). `graph`: sizes of the sections. `work`: the batch's `plan_decodes`, where it is known.
-    `extra`: more int32 arrays for the same upload. Raises ValueError naming the field and the first offending entry.
-    """
-    query_start, context_lens, tables = (
-        np.ascontiguousarray(array, np.int32) for array in (batch.query_start, batch.context_lens, batch.block_tables)
-    )
-    counts = validate(batch, num_blocks, block_size)
-    positions = row_positions(query_start, context_lens, counts)
-    slots = row_slots(tables, positions, counts, block_size)
-    if work is None:
-        work = plan_decodes(
-            batch,
-            block_size=block_size,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            variant=variant,
-            window=window,
+    def decodes(self, batch: StepBatch, *, share: bool = True) -> DecodeWork:
+        """The work of a batch's decodes; of the batch's lengths and ids nothing is checked. `share`: rows may share
+        reads."""
+        sequences = np.flatnonzero(np.asarray(batch.decodes, bool)).astype(np.int32)
+        return decode_work(
+            rows=np.asarray(batch.query_start, np.int32)[sequences],
+            sequences=sequences,
+            context_lens=np.asarray(batch.context_lens, np.int32)[sequences],
+            window=self.window,
+            tables=np.asarray(batch.block_tables, np.int32)[sequences],
+            block_size=self.block_size,
+            most_members=most_members(self.variant, self._group) if share else 1,
+            all_wide=every_item_is_wide(self.variant, self._group),
         )
-    # The first sequence beyond the step's has no keys.
-    padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
-    work = work.with_empty_rows(padding, len(context_lens))
-    prefills = plan_prefills(batch, num_heads=num_heads, num_kv_heads=num_kv_heads, variant=variant, window=window)
-    # A graph's decodes may have as many as its tables have room for.
-    longest = most_partials(graph.table_width * block_size, window) if graph else work.most_partials
-    fused_merges = longest <= MOST_FUSED_PARTIALS
-    arrays = {
-        "query_start": query_start,
-        "context_lens": context_lens,
-        "block_tables": tables,
-        "slots": slots,
-        "positions": positions,
-        "decode_items": work.items,
-        "item_contexts": work.item_contexts,
-        "wide_items": work.wide_items,
-        "members": work.members,
-        # Of either decode kernel: items dealt, and how many there are. Padding begins behind them.
-        "dealt": np.array([[0, len(work.items)], [0, len(work.wide_items)]], np.int32),
-        "merge_items": work.merges,
-        "merge_counters": np.zeros((len(work.merges), merge_counters(num_heads, num_kv_heads)), np.int32),
-        "prefill_items": prefills.items,
-        "split_items": prefills.split_items,
-        "row_merges": _row_merges(work, prefills, fused_merges),
-        **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
-    }
-    num_partials = work.num_partials + prefills.num_partials
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if graph:
-        if num_partials > graph.partials:
-            raise ValueError(f"partials: {num_partials} do not fit the {graph.partials} of the graph")
-        if len(padding) and graph.batch == len(context_lens):
-            raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
-        num_partials = graph.partials
-        shapes |= graph.shapes()
-        if work.all_wide:
-            shapes |= {
-                "decode_items": (0, 4),
-                "item_contexts": (0,),
-                "wide_items": (graph.items, 4),
-                "members": (graph.batch, 4),
-            }
-        shapes["merge_counters"] = (shapes["merge_items"][0], *shapes["merge_counters"][1:])
-    words, offsets = pack(arrays, shapes)
-    return HostPlan(
-        words,
-        offsets,
-        {
-            "num_rows": shapes["slots"][0],
-            "table_stride": shapes["block_tables"][1],
-            "num_decode_items": shapes["decode_items"][0],
-            "num_wide_items": shapes["wide_items"][0],
-            "num_merge_items": shapes["merge_items"][0],
-            "num_prefill_items": shapes["prefill_items"][0],
-            "num_split_items": shapes["split_items"][0],
-            "num_partials": num_partials,
-        },
-        fused_merges,
-    )
+
+    def prefills(self, batch: StepBatch) -> PrefillWork:
+        """The work of a batch's prompts; nothing of the batch is checked."""
+        return prefill_work(
+            np.asarray(batch.query_start, np.int32),
+            np.asarray(batch.context_lens, np.int32),
+            np.flatnonzero(~np.asarray(batch.decodes, bool)).astype(np.int32),
+            group_size=self._group,
+            tile=prefill_tile(self.variant),
+            window=self.window,
+        )
+
+    def step(
+        self,
+        batch: StepBatch,
+        *,
+        graph: GraphKey | None = None,
+        work: DecodeWork | None = None,
+        extra: Mapping[str, Ints] | None = None,
+    ) -> HostPlan:
+        """Validates a batch and lays out its work.
+
+        `graph`: sizes of the sections. `work`: the batch's `decodes`, where they are known. `extra`: more int32 arrays
+        for the same upload. Raises ValueError naming the field and the first offending entry.
+        """
+        query_start, context_lens, tables = (
+            np.ascontiguousarray(array, np.int32)
+            for array in (batch.query_start, batch.context_lens, batch.block_tables)
+        )
+        counts = validate(batch, self.num_blocks, self.block_size)
+        positions = row_positions(query_start, context_lens, counts)
+        slots = row_slots(tables, positions, counts, self.block_size)
+        work = self.decodes(batch) if work is None else work
+        # The first sequence beyond the step's has no keys.
+        padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
+        work = work.with_empty_rows(padding, len(context_lens))
+        prefills = self.prefills(batch)
+        # A graph's decodes may have as many as its tables have room for.
+        longest = most_partials(graph.table_width * self.block_size, self.window) if graph else work.most_partials
+        fused_merges = longest <= MOST_FUSED_PARTIALS
+        arrays = {
+            "query_start": query_start,
+            "context_lens": context_lens,
+            "block_tables": tables,
+            "slots": slots,
+            "positions": positions,
+            "decode_items": work.items,
+            "item_contexts": work.item_contexts,
+            "wide_items": work.wide_items,
+            "members": work.members,
+            # Of either decode kernel: items dealt, and how many there are. Padding begins behind them.
+            "dealt": np.array([[0, len(work.items)], [0, len(work.wide_items)]], np.int32),
+            "merge_items": work.merges,
+            "merge_counters": np.zeros((len(work.merges), merge_counters(self.num_heads, self.num_kv_heads)), np.int32),
+            "prefill_items": prefills.items,
+            "split_items": prefills.split_items,
+            "row_merges": _row_merges(work, prefills, fused_merges),
+            **{name: np.ascontiguousarray(array, np.int32) for name, array in (extra or {}).items()},
+        }
+        num_partials = work.num_partials + prefills.num_partials
+        shapes = {name: array.shape for name, array in arrays.items()}
+        if graph:
+            if num_partials > graph.partials:
+                raise ValueError(f"partials: {num_partials} do not fit the {graph.partials} of the graph")
+            if len(padding) and graph.batch == len(context_lens):
+                raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
+            num_partials = graph.partials
+            shapes |= graph.shapes()
+            if work.all_wide:
+                shapes |= {
+                    "decode_items": (0, 4),
+                    "item_contexts": (0,),
+                    "wide_items": (graph.items, 4),
+                    "members": (graph.batch, 4),
+                }
+            shapes["merge_counters"] = (shapes["merge_items"][0], *shapes["merge_counters"][1:])
+        words, offsets = pack(arrays, shapes)
+        return HostPlan(
+            words,
+            offsets,
+            {
+                "num_rows": shapes["slots"][0],
+                "table_stride": shapes["block_tables"][1],
+                "num_decode_items": shapes["decode_items"][0],
+                "num_wide_items": shapes["wide_items"][0],
+                "num_merge_items": shapes["merge_items"][0],
+                "num_prefill_items": shapes["prefill_items"][0],
+                "num_split_items": shapes["split_items"][0],
+                "num_partials": num_partials,
+            },
+            fused_merges,
+        )
 
 
 def _row_merges(decodes: DecodeWork, prefills: PrefillWork, fused_merges: bool) -> Ints:

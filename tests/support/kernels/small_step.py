@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from pagekv.kernels.attention_plan import HostPlan, StepBatch, plan_step
+from pagekv.kernels.attention_plan import HostPlan, StepBatch, StepPlanner
 from pagekv.kernels.variants import Variant
 
 VARIANT = Variant("float16", "float16", 64)
@@ -20,14 +20,8 @@ BATCH = StepBatch(
 )
 
 
-def plan(batch: StepBatch = BATCH, **changes: Any) -> HostPlan:
-    """The plan of `batch` over a pool of NUM_BLOCKS; `changes` are arguments of `plan_step`."""
-    arguments = {
-        "num_blocks": NUM_BLOCKS,
-        "block_size": BLOCK_SIZE,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "variant": VARIANT,
-        **changes,
-    }
-    return plan_step(batch, **arguments)
+def plan(
+    batch: StepBatch = BATCH, *, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE, **how: Any
+) -> HostPlan:
+    """The plan of `batch` over a pool of so many blocks; `how`: further arguments of `StepPlanner.step`."""
+    return StepPlanner(num_blocks, block_size, num_heads=4, num_kv_heads=2, variant=VARIANT).step(batch, **how)

@@ -141,7 +141,7 @@ def _logits(
             block_tables=np.arange(num_blocks, dtype=np.int32)[None],
             decodes=np.array([start > 0]),
         )
-        host = attention.plan(batch)
+        host = attention.planner.step(batch)
         words = torch.from_numpy(host.words).to(where, copy=True)
         scratch = torch.empty(attention.scratch_bytes(host.counts["num_partials"]), dtype=torch.uint8, device=where)
         plan = host.bind(words.data_ptr(), scratch.data_ptr() if len(scratch) else 0)

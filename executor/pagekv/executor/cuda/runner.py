@@ -94,8 +94,8 @@ class StepRunner:
             pool_tokens,
             self._loaded.max_model_len,
             self.pools.block_size,
-            window=self.attention.plan_window,
-            most_members=self.attention.most_members,
+            window=self.attention.planner.window,
+            most_members=self.attention.planner.most_members,
         )
         words = max(self._empty_plan(key).words.size for key in keys)
         # As much again for what sampling needs.
@@ -159,13 +159,13 @@ class StepRunner:
     def _decodes(self, inputs: StepInputs) -> tuple[DecodeWork, GraphKey | None]:
         """The work of the step's decodes, and the shape of the graph that does it."""
         batch = inputs.batch
-        work = self.attention.plan_decodes(batch)
+        work = self.attention.planner.decodes(batch)
         if not self.graphs.enabled or not inputs.decodes_only:
             return work, None
         shape = self._graph_shape(batch, work)
         if shape is None and len(work.wide_items) and not work.all_wide:
             # Reading a prefix once saves less than a graph.
-            alone = self.attention.plan_decodes(batch, share=False)
+            alone = self.attention.planner.decodes(batch, share=False)
             if (shape := self._graph_shape(batch, alone)) is not None:
                 work = alone
         return work, shape
@@ -180,7 +180,7 @@ class StepRunner:
     ) -> HostPlan:
         """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
         rows = key.batch if key is not None else len(inputs.input_ids)
-        return self.attention.plan(
+        return self.attention.planner.step(
             inputs.batch,
             graph=key,
             work=work,

@@ -73,7 +73,7 @@ def upload(
     machine: CudaMachine, attention: PagedAttention, batch: StepBatch
 ) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
     """The batch's plan on the device, and the memory behind its addresses."""
-    plan = attention.plan(batch)
+    plan = attention.planner.step(batch)
     words = torch.from_numpy(plan.words).to(machine.device)
     size = max(16, attention.scratch_bytes(plan.counts["num_partials"]))
     scratch = torch.empty(size, dtype=torch.uint8, device=machine.device)
@@ -112,9 +112,9 @@ def paged(
     query = torch.randn(rows, case.heads.num_heads, HEAD_SIZE, device=machine.device).to(torch.bfloat16)
     bound, held = upload(machine, attention, step)
     rounds = max(rounds, layers) if case.new == 1 else min(layers, PREFILL_ROUNDS)
-    work = attention.plan_decodes(step)
+    work = attention.planner.decodes(step)
     apart = work.num_splits and int(case.contexts.sum()) / max(work.keys_read, 1)
-    out, prompts = torch.empty_like(query), attention.plan_prefills(step)
+    out, prompts = torch.empty_like(query), attention.planner.prefills(step)
     return Paged(attention, bound, query, out, layers, rounds, (*held, pool), apart, prompts)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagekv.executor.cuda.graphs import MAX_GRAPH_BATCH, GraphCache, Recorded, graph_key, ladder, padded_batch
-from pagekv.kernels.attention_plan import GraphKey, StepBatch, plan_decodes, plan_step
+from pagekv.kernels.attention_plan import GraphKey, StepBatch, StepPlanner
 from pagekv.kernels.decode_plan import decode_work
 from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import Variant
@@ -36,18 +36,13 @@ def test_every_batch_fits_its_graph(data: st.DataObject, count: int, window: int
     width = -(-max(lengths) // block_size)
     tables = np.zeros((count, width), np.int32) + (0 if shared else np.arange(count, dtype=np.int32)[:, None])
     batch = StepBatch(np.arange(count + 1, dtype=np.int32), context_lens, tables, np.ones(count, np.bool_))
-    variant = Variant("bfloat16", "bfloat16", 64)
-    work = plan_decodes(
-        batch, block_size=block_size, num_heads=num_heads, num_kv_heads=2, variant=variant, window=window
-    )
+    planner = StepPlanner(count, block_size, num_heads, 2, Variant("bfloat16", "bfloat16", 64), window)
+    work = planner.decodes(batch)
     key = graph_key(count, width, work.num_splits, 0 if work.all_wide else len(work.wide_items))
     assert key is not None
     assert count <= key.batch <= max(2 * count, 32 * -(-count // 32))
     # Raises where anything does not fit.
-    host = plan_step(
-        batch, num_blocks=count, block_size=block_size, num_heads=num_heads, num_kv_heads=2, variant=variant,
-        window=window, graph=key, work=work,
-    )  # fmt: skip  # several a line
+    host = planner.step(batch, graph=key, work=work)
 
     dealt = host.words[host.offsets["dealt"] :][:4].reshape(2, 2)
     assert not dealt[:, 0].any()
