@@ -16,7 +16,7 @@ from gpu_first.in_process import GREEDY, REHEARSED, TOP_P, InProcess, Sizes, all
 from gpu_first.llama import two_layers, write_model
 from gpu_first.serving_steps import backend_of, give_memory_back
 from gpu_first.step import Context
-from pagekv.executor.cuda.sharded_decoder import ShardedLayers
+from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
@@ -70,7 +70,7 @@ def step_one_rank(context: Context) -> None:
 def _tokens(context: Context, directory: Path, batch: int, sizes: Sizes, **options: Any) -> list[list[int]]:
     backend = backend_of(context, directory, dtype="float32", **{"kv_memory": 2**26, **options})
     if (shards := options.get("shards")) is not None:
-        context.log.check("layers are those of a rank", isinstance(backend.forward, ShardedLayers))
+        context.log.check("layers of a rank are fused", isinstance(backend.forward, FusedLayers))
         shards.limit_waits(WAIT_S)
     allocate(backend, sizes)
     outputs: list[list[int]] = []

@@ -3,7 +3,7 @@
 A reader may take the modules in this order:
 
     a step                      backend, runner, step_inputs, forward, kernel_attention, graphs
-    in fused layers             fused_decoder, sharded_decoder
+    in fused layers             fused_decoder
     its tokens                  step_sampling, kernel_sampler, torch_sampler, penalties, logprobs
     over ranks                  rank_sampling, rank_marks
     memory and the device       pools, device

@@ -16,7 +16,6 @@ from pagekv.executor.cuda.forward import DeviceForward, TransformersForward
 from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.sharded_decoder import ShardedLayers
 from pagekv.executor.model.attention_interface import LAST_ROW
 from pagekv.executor.model.decoder import read_decoder
 from pagekv.executor.model.loading import LoadedModel
@@ -92,8 +91,7 @@ def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> 
         try:
             decoder = read_decoder(loaded.model, experts=True)
             assert decoder is not None
-            parts = (decoder, loaded, device.launcher, device.torch_device)
-            forward = FusedLayers(*parts) if shards is None else ShardedLayers(*parts, shards)
+            forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device, shards)
             if not _agree(loaded, _logits(forward, loaded, device), expected):
                 reason = "the fused layers do not compute what transformers does: please report this model"
         # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.

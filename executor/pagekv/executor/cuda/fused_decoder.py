@@ -13,6 +13,7 @@ from torch.nn.functional import linear
 from pagekv.executor.model.attention_interface import LogitRows
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, GatedProducts, Linear, RmsNorm
 from pagekv.executor.model.loading import LoadedModel
+from pagekv.executor.model.shards import Shards
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.launch_config import Launcher
@@ -39,8 +40,19 @@ class _Layer:
 class FusedLayers:
     """Computes what transformers' model of the same weights does. Implements `DeviceForward`."""
 
-    def __init__(self, decoder: Decoder, loaded: LoadedModel, launcher: Launcher, device: torch.device) -> None:
-        """Takes the weights out of the decoder, layer by layer, so that both layouts are there of one of them only."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        loaded: LoadedModel,
+        launcher: Launcher,
+        device: torch.device,
+        shards: Shards | None = None,
+    ) -> None:
+        """Takes the weights out of the decoder, layer by layer, so that both layouts are there of one of them only.
+        `shards`: each rank computes its heads and its gated elements, and twice a layer all sum. Logits are those of
+        rank 0; zeros on the others.
+        """
+        self._shards, self._num_logits = shards, loaded.vocab_size
         geometry = loaded.geometry
         name = str(geometry.dtype).removeprefix("torch.")
         self._decoder = decoder
@@ -82,11 +94,11 @@ class FusedLayers:
 
     def _summed(self, rows: torch.Tensor) -> torch.Tensor:
         """The rows that a product of attention's heads, or of gated elements, adds to the stream."""
-        return rows
+        return rows if self._shards is None else self._shards.sum(rows)
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
         """The logits of all tokens, from those that the head gives."""
-        return logits
+        return logits if self._shards is None else self._shards.gather(logits, self._num_logits)
 
     def _attend(
         self, index: int, layer: _Layer, qkv: torch.Tensor, attention: PagedAttention, plan: AttentionPlan

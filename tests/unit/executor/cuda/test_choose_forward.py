@@ -155,12 +155,12 @@ def test_ranks_compute_in_one_way_and_tell_a_failure_from_a_difference(
         raise KeyError("no such name")
 
     monkeypatch.setattr(choose_forward, "_logits", lambda *args, **options: torch.ones(2, 4))
-    monkeypatch.setattr(choose_forward, "ShardedLayers", lambda *parts: FusedLayers(*parts[:-1]))
+    monkeypatch.setattr(choose_forward, "FusedLayers", lambda *parts: FusedLayers(*parts[:-1]))
     shards, device, found = Among(), HostDevice(), []
     found.append(choose_forward._checked(load_model(llama, torch.float32), device, shards))
     monkeypatch.setattr(choose_forward, "_agree", lambda *given: False)
     found.append(choose_forward._checked(load_model(llama, torch.float32), device, shards))
-    monkeypatch.setattr(choose_forward, "ShardedLayers", broken)
+    monkeypatch.setattr(choose_forward, "FusedLayers", broken)
     found.append(choose_forward._checked(load_model(llama, torch.float32), device, shards))
     assert found == [
         "another rank cannot",

@@ -18,7 +18,7 @@ from support.executor.cuda_host import HostDevice, host_backend, save_small_mode
 from pagekv.executor.cuda.backend import _with_scales
 from pagekv.executor.cuda.choose_forward import load_forward
 from pagekv.executor.cuda.forward import TransformersForward
-from pagekv.executor.cuda.sharded_decoder import ShardedLayers
+from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.model.loading import LoadedModel, load_model
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
@@ -123,7 +123,7 @@ def test_ranks_compute_all_in_one_way(llama: Path, other_can: bool, caplog: pyte
     shards = Agreeing()
     shards.others = [int(other_can)]
     _, forward = load_forward(lambda: load_model(llama, torch.float32), HostDevice(), fused=True, shards=shards)
-    assert isinstance(forward, ShardedLayers if other_can else TransformersForward)
+    assert isinstance(forward, FusedLayers if other_can else TransformersForward)
     reasons = [getattr(record, "fields", {}).get("reason") for record in caplog.records]
     assert ("another rank cannot" in reasons) is not other_can
 

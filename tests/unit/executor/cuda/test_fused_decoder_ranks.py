@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from pagekv.executor.cuda.sharded_decoder import ShardedLayers
+from pagekv.executor.cuda.fused_decoder import FusedLayers
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 
@@ -26,7 +26,7 @@ class Counted(Shards):
 
 
 def test_products_are_joined() -> None:
-    layers = ShardedLayers.__new__(ShardedLayers)
+    layers = FusedLayers.__new__(FusedLayers)
     layers._shards, layers._num_logits = Counted(), 5
     rows = torch.ones(2, 3)
     assert torch.equal(layers._summed(rows), torch.full((2, 3), 2.0))
