@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from pagekv.executor.ranks.leader import Leader
 from pagekv.executor.ranks.link import Kind, RankLink
 from pagekv.executor.ranks.reports import RankReport
+from pagekv.executor.ranks.watch import RankWatch
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.state_digest import DIGEST_BYTES
 from pagekv.executor.session.step_check import EpochLimits
@@ -109,7 +110,7 @@ def measured_us(ranks: int, sequences: int, steps: int = 200) -> tuple[float, fl
     if not (child := os.fork()):
         answer_all([theirs for _, theirs in pairs])
         os._exit(0)
-    leader = Leader({rank: RankLink(ours) for rank, (ours, _) in enumerate(pairs, 1)}, 600.0)
+    leader = Leader(RankWatch({rank: RankLink(ours) for rank, (ours, _) in enumerate(pairs, 1)}, 600.0))
     limits = EpochLimits(BLOCK_SIZE, 10**6, 0, 2**17, 2**17, sequences, frozenset())
     whole, sending = [], []
     for number in range(1, steps + 1):

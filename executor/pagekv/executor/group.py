@@ -25,7 +25,7 @@ from pagekv.executor.machine import available_bytes, usable_cores
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.start_check import check_ranks
 from pagekv.executor.ranks.agreement import FAILURE
-from pagekv.executor.ranks.follower import Follower
+from pagekv.executor.ranks.follower import LEADER, Follower
 from pagekv.executor.ranks.gathering import Gathering, JoinTime, Meeting, NoGroup, join
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.link import Kind
@@ -41,7 +41,7 @@ from pagekv.executor.ranks.rendezvous import (
     tell_served,
 )
 from pagekv.executor.ranks.start_errors import CannotStart, can_pass, expected_words, words_of
-from pagekv.executor.ranks.watch import end_start
+from pagekv.executor.ranks.watch import RankWatch, end_start
 from pagekv.executor.world import World
 
 if TYPE_CHECKING:
@@ -124,16 +124,11 @@ def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
         add_to_port_file(config.port_file, cannot_start=reason)
         end_start(reason, world)
 
-    leader = Leader(
-        links,
-        config.rank_timeout_s,
-        cannot_start=cannot_start,
-        serves=None if served else lambda: tell_served(store),
-        with_parent=world.has_store,
-    )
-    with _start(world, served, lambda reason, kind: leader.watch.end(reason, kind=kind)):
+    watch = RankWatch(links, config.rank_timeout_s, cannot_start=cannot_start, with_parent=world.has_store)
+    leader = Leader(watch, serves=None if served else lambda: tell_served(store))
+    with _start(world, served, lambda reason, kind: watch.end(reason, kind=kind)):
         _join_collectives(config, store, world, meeting, joining)
-        backend = load(leader.watch.lose)
+        backend = load(watch.lose)
     return GroupBackend(backend, leader)
 
 
@@ -145,16 +140,17 @@ def follow(config: ExecutorConfig, world: World, load: Load) -> int:
     # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    follower = Follower(
-        link,
+    watch = RankWatch(
+        {LEADER: link},
         config.rank_timeout_s,
         cannot_start=lambda reason: end_start(reason, world),
         with_parent=world.has_store,
     )
+    follower = Follower(watch)
     log.info("joined the group", rank=world.rank, ranks=world.size)
     with _start(world, served, follower.end):
         _join_collectives(config, store, world, meeting, joining)
-        backend = load(follower.watch.lose)
+        backend = load(watch.lose)
     follower.run(backend)
     log.info("stopped", rank=world.rank)
     return 0

@@ -12,9 +12,10 @@ from support.executor.executor_steps import ALL_FEATURES
 
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.oracle.backend import OracleModel
-from pagekv.executor.ranks.follower import Follower
+from pagekv.executor.ranks.follower import LEADER, Follower
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.link import RankLink
+from pagekv.executor.ranks.watch import RankWatch
 from pagekv.executor.session.step_check import EpochLimits
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
@@ -55,7 +56,8 @@ class RankGroup:
         for link in self.links:
             link.close()
         for follower in self.followers:
-            follower.close()
+            follower.watch.stop()
+            follower.watch.links[LEADER].close()
 
 
 def rank_group(own: Backend, *others: Backend, timeout_s: float = TIMEOUT_S) -> RankGroup:
@@ -63,8 +65,8 @@ def rank_group(own: Backend, *others: Backend, timeout_s: float = TIMEOUT_S) -> 
     lost: list[str] = []
     pairs = [socket.socketpair() for _ in others]
     links = {rank: RankLink(pair[0]) for rank, pair in enumerate(pairs, 1)}
-    followers = [Follower(RankLink(pair[1]), timeout_s, lost.append) for pair in pairs]
-    leader = Leader(links, timeout_s, lost.append)
+    followers = [Follower(RankWatch({LEADER: RankLink(pair[1])}, timeout_s, lost.append)) for pair in pairs]
+    leader = Leader(RankWatch(links, timeout_s, lost.append))
     threads = [
         threading.Thread(target=follower.run, args=(backend,), daemon=True)
         for follower, backend in zip(followers, others, strict=True)

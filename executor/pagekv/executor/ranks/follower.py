@@ -15,9 +15,9 @@ from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendFeature
 from pagekv.executor.ranks.agreement import description_to_json
 from pagekv.executor.ranks.calls import failure
-from pagekv.executor.ranks.link import Kind, LinkLost, Message, RankLink
+from pagekv.executor.ranks.link import Kind, LinkLost, Message
 from pagekv.executor.ranks.reports import RankReport
-from pagekv.executor.ranks.watch import RankWatch, end_process
+from pagekv.executor.ranks.watch import RankWatch
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.collector import Collector
 from pagekv.executor.session.epoch import Epoch, LaunchedStep
@@ -29,26 +29,15 @@ from pagekv.executor.session.worker_thread import next_job
 from pagekv.executor.world import OTHERS_S
 
 log = Log(__name__)
-_LEADER = 0
+LEADER = 0
 
 
 class Follower:
     """States: connected from the beginning, over when `run` returns."""
 
-    def __init__(
-        self,
-        link: RankLink,
-        timeout_s: float,
-        lost: Callable[[str], None] = end_process,
-        *,
-        cannot_start: Callable[[str], None] | None = None,
-        with_parent: bool = False,
-    ) -> None:
-        """`lost` is called with the reason when rank 0 is lost, or this rank cannot go on; `cannot_start` as
-        `RankWatch` does.
-        """
-        self._link = link
-        self.watch = RankWatch({_LEADER: link}, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
+    def __init__(self, watch: RankWatch) -> None:
+        """`watch`: over the link to rank 0, not started."""
+        self.watch, self._link = watch, watch.links[LEADER]
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
         self._epoch: Epoch | None = None
         self._collector = Collector()
@@ -60,7 +49,7 @@ class Follower:
         try:
             self._link.send_json(kind, content)
         except LinkLost as error:
-            self.watch.lose(f"rank 0 was lost: {error}", _LEADER)
+            self.watch.lose(f"rank 0 was lost: {error}", LEADER)
 
     def run(self, backend: Backend) -> None:
         """Does with the backend what rank 0 says, until the group ends in order. To be called on the thread that made
@@ -85,15 +74,10 @@ class Follower:
         self.watch.end(reason, kind=kind)
         self._reader.join(OTHERS_S)
 
-    def close(self) -> None:
-        """Ends the connection. Idempotent."""
-        self.watch.stop()
-        self._link.close()
-
     def _read(self) -> None:
         try:
             while (message := self._link.receive()).kind is not Kind.BYE:
-                self.watch.heard(_LEADER)
+                self.watch.heard(LEADER)
                 if message.kind is Kind.ENDS:
                     self.watch.lose(f"rank 0 ends: {message.content}")
                 elif message.kind is Kind.CANNOT_START:
@@ -103,7 +87,7 @@ class Follower:
             self.watch.stop()
             self._messages.put(None)
         except LinkLost as error:
-            self.watch.lose(f"rank 0 was lost: {error}", _LEADER)
+            self.watch.lose(f"rank 0 was lost: {error}", LEADER)
             self._messages.put(None)
 
     def _run_step(self, epoch: Epoch, data: bytes) -> None:

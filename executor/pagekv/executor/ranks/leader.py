@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
@@ -24,7 +24,7 @@ from pagekv.executor.ranks.agreement import RanksDisagree, description_from_json
 from pagekv.executor.ranks.calls import Call, CallBroken, failure
 from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
 from pagekv.executor.ranks.reports import RankReport, RankReports, RanksLate
-from pagekv.executor.ranks.watch import RankWatch, end_process
+from pagekv.executor.ranks.watch import RankWatch
 from pagekv.executor.session.epoch import RanksDiffer
 from pagekv.executor.session.step import Step
 from pagekv.executor.session.step_check import EpochLimits
@@ -35,30 +35,18 @@ T = TypeVar("T")
 class Leader:
     """The other ranks, as rank 0 sees them. Implements `OtherRanks`."""
 
-    def __init__(
-        self,
-        links: Mapping[int, RankLink],
-        timeout_s: float,
-        lost: Callable[[str], None] = end_process,
-        *,
-        cannot_start: Callable[[str], None] | None = None,
-        serves: Callable[[], None] | None = None,
-        with_parent: bool = False,
-    ) -> None:
-        """`links` by rank, 1 and up; `lost` is called with the reason when one of them is lost, `cannot_start` as
-        `RankWatch` does. `serves` is called once all ranks have pools, which ends their start; None: a group of these
-        ranks has served before.
+    def __init__(self, watch: RankWatch, serves: Callable[[], None] | None = None) -> None:
+        """`watch`: over the links to the others, not started. `serves` is called once all ranks have pools, which ends
+        their start; None: a group of these ranks has served before.
         """
-        self._links = links
-        self.watch = RankWatch(links, timeout_s, lost, cannot_start=cannot_start, with_parent=with_parent)
-        self._serves = serves
-        self._reports = RankReports(links, timeout_s)
+        self.watch, self._links, self._serves = watch, watch.links, serves
+        self._reports = RankReports(self._links, watch.timeout_s)
         # The latest call of the backend.
-        self._call = Call("", links, self._break)
+        self._call = Call("", self._links, self._break)
         self._epoch = 0
-        for rank, link in links.items():
+        for rank, link in self._links.items():
             threading.Thread(target=self._read, args=(rank, link), name=f"rank {rank}", daemon=True).start()
-        self.watch.start()
+        watch.start()
 
     @property
     def size(self) -> int:

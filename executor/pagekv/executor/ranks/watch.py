@@ -82,11 +82,10 @@ class RankWatch:
         where the group would find the same if it were started anew. `with_parent`: torchrun has started this process,
         so its end is a loss too, and a rank of its that is lost, but hangs, is ended.
         """
-        self._links = links
+        self.links, self.timeout_s = links, timeout_s
         for link in links.values():
             link.limit_sends(timeout_s)
         self._interval_s = timeout_s / BEATS
-        self._timeout_s = timeout_s
         self._lost, self._cannot_start = lost, cannot_start or lost
         # Beats of our own since something came, by rank: a machine that slept does not count its sleep.
         self._silent = dict.fromkeys(links, 0)
@@ -108,7 +107,7 @@ class RankWatch:
         # Never let go: several threads may find the same loss.
         if not self._over.is_set() and self._losing.acquire(blocking=False):
             self.end(reason, *ranks)
-            for pid in [self._links[rank].peer_pid for rank in ranks if self._parent]:
+            for pid in [self.links[rank].peer_pid for rank in ranks if self._parent]:
                 end_sibling(pid, self._parent)
             self._lost(reason)
 
@@ -121,7 +120,7 @@ class RankWatch:
     def end(self, reason: str, *lost: int, kind: Kind = Kind.ENDS) -> None:
         """The group ends, since this rank does: tells so the ranks that are not lost."""
         self._over.set()
-        for rank, link in self._links.items():
+        for rank, link in self.links.items():
             if rank not in lost:
                 link.say_last(reason, kind)
 
@@ -133,10 +132,10 @@ class RankWatch:
         while not self._over.wait(self._interval_s):
             if self._parent and os.getppid() != self._parent:
                 self.lose("the process that started this rank is gone")
-            for rank, link in self._links.items():
+            for rank, link in self.links.items():
                 self._silent[rank] += 1
                 if self._silent[rank] > BEATS:
-                    self.lose(f"rank {rank} said nothing for {self._timeout_s:g} s (--rank-timeout-s)", rank)
+                    self.lose(f"rank {rank} said nothing for {self.timeout_s:g} s (--rank-timeout-s)", rank)
                 # Its reader says that the link is lost.
                 with suppress(LinkLost):
                     link.beat()

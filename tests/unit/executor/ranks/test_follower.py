@@ -14,9 +14,10 @@ from support.waiting import wait_until
 
 from pagekv.executor.backend.interface import Backend, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend
-from pagekv.executor.ranks.follower import Follower
+from pagekv.executor.ranks.follower import LEADER, Follower
 from pagekv.executor.ranks.link import Kind, RankLink
 from pagekv.executor.ranks.reports import RankReport
+from pagekv.executor.ranks.watch import RankWatch
 
 
 @contextmanager
@@ -24,7 +25,8 @@ def following(backend: Backend) -> Iterator[tuple[RankLink, list[str], threading
     """Rank 0's end of the link, why the rank would have ended, and its thread."""
     one, other = socket.socketpair()
     lost: list[str] = []
-    follower, link = Follower(RankLink(other), TIMEOUT_S, lost.append), RankLink(one)
+    far, link = RankLink(other), RankLink(one)
+    follower = Follower(RankWatch({LEADER: far}, TIMEOUT_S, lost.append))
     thread = threading.Thread(target=follower.run, args=(backend,), daemon=True)
     thread.start()
     link.send_json(Kind.ALLOCATE, [4, 20, 0])
@@ -35,7 +37,7 @@ def following(backend: Backend) -> Iterator[tuple[RankLink, list[str], threading
     link.send(Kind.BYE)
     thread.join(TIMEOUT_S)
     assert not thread.is_alive()
-    follower.close()
+    far.close()
     link.close()
 
 

@@ -19,6 +19,7 @@ from pagekv.executor.ranks import calls
 from pagekv.executor.ranks.follower import Follower
 from pagekv.executor.ranks.leader import GroupBackend, Leader
 from pagekv.executor.ranks.link import RankLink
+from pagekv.executor.ranks.watch import RankWatch
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.attach_check import AttachOrder
 from pagekv.executor.session.epoch import Epoch, LaunchedStep, RanksDiffer
@@ -195,10 +196,10 @@ def test_a_call_that_fails_gives_a_start_up_and_later_ones_do_not() -> None:
     served: list[str] = []
     given_up: list[str] = []
     near, far = socket.socketpair()
-    leader = Leader(
-        {1: RankLink(near)}, TIMEOUT_S, cannot_start=given_up.append, serves=lambda: served.append("served")
-    )
-    follower = Follower(RankLink(far), TIMEOUT_S, cannot_start=given_up.append)
+    watches = [
+        RankWatch({rank: RankLink(end)}, TIMEOUT_S, cannot_start=given_up.append) for rank, end in ((1, near), (0, far))
+    ]
+    leader, follower = Leader(watches[0], serves=lambda: served.append("served")), Follower(watches[1])
     other = Failing(MODEL)
     threading.Thread(target=follower.run, args=(other,), daemon=True).start()
     backend = GroupBackend(OracleBackend(MODEL), leader)
