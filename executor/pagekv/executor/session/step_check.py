@@ -22,7 +22,7 @@ from pagekv.executor.session.field_checks import (
     check_size,
 )
 from pagekv.executor.session.step import NO_SAMPLING, Step
-from pagekv.executor.session.written_slots import CopiedSlots, WrittenSlots
+from pagekv.executor.session.written_slots import WrittenSlots
 
 # Tokens one step may compute at most, even where more were profiled.
 MAX_STEP_TOKENS = 65536
@@ -46,20 +46,6 @@ class EpochLimits:
         return -(-self.max_model_len // self.block_size)
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedStep:
-    """The outcome of a good step: the sequences that are live after it, by seq_id, and the shares of those that compute
-    tokens, both in the order of entering; the tokens of all shares; what the copies leave written; and by block that
-    tokens are computed for, the slot behind the last of them.
-    """
-
-    live: dict[int, SequenceState]
-    scheduled: list[Scheduled]
-    num_tokens: int
-    copied: CopiedSlots
-    ends: dict[int, int]
-
-
 def check_step(
     step: Step,
     epoch: int,
@@ -75,22 +61,21 @@ def check_step(
         raise StaleEpoch(f"epoch: {step.epoch} is over: attach again (P6)")
     if step.step != next_step:
         raise InvalidRequest("step", f"must be {next_step}, one more than the step before, got {step.step}", "R1")
-    check = _Check(step, live, limits, written)
-    return CheckedStep(check.live, check.scheduled, check.num_tokens, check.copied, check.ends)
+    return CheckedStep(step, live, limits, written)
 
 
-class _Check:
-    """One pass over one step; a class only because the checks share what the step brings in."""
+class CheckedStep:
+    """A step that `check_step` found good, and what follows from it."""
 
     def __init__(
         self, step: Step, live: Mapping[int, SequenceState], limits: EpochLimits, written: WrittenSlots
     ) -> None:
-        self._step = step
-        self._limits = limits
-        self._written = written
+        self._step, self._limits, self._written = step, limits, written
+        # The written slots as the copies leave them.
         self.copied = written.copied()
-        # By block that the step computes tokens for: the slot behind the last of them.
+        # By block that tokens are computed for: the slot behind the last of them.
         self.ends: dict[int, int] = {}
+        # The sequences that are live after the step, by seq_id, in the order of entering.
         self.live = dict(live)
         for index, seq_id in enumerate(step.finished_seqs):
             if seq_id not in live:
@@ -109,6 +94,8 @@ class _Check:
                 "R20",
             )
         appended, counts = self._appended(), self._counts()
+        # Tokens of all sequences; and the shares of those that compute any, in the order of entering.
+        self.num_tokens = 0
         self.scheduled = self._schedule(appended, counts)
         for index, state in enumerate(step.new_seqs):
             if state.computed_tokens:
