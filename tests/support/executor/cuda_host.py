@@ -45,13 +45,6 @@ class Recordable(NeverWaits):
     WAITING: tuple[str, ...] = (*NeverWaits.WAITING, "lift_fresh")
 
 
-class HostMark:
-    """Everything is done when it returns."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
 class HostStreams(Streams):
     """Every copy is done when it returns."""
 
@@ -106,8 +99,8 @@ class HostDevice(CudaDevice):
     def unpin(self, tensor: torch.Tensor) -> None:
         self.pinned_bytes -= tensor.nbytes
 
-    def mark(self) -> Any:
-        return HostMark()
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
 
     def synchronize(self) -> None:
         pass

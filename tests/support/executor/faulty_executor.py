@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Callable
 
 from pagekv.executor import choose_backend, server
 from pagekv.executor.backend.interface import Backend, Launch, Scheduled
@@ -52,13 +52,9 @@ class FaultyOracle(OracleBackend):
 
 def emulated(fails_at: int | None) -> Backend:
     """The cuda backend, whose device's marks tell of the fault, as a GPU's do: when the host waits for the step."""
-    from support.executor.cuda_host import HostDevice, HostMark, host_backend
+    from support.executor.cuda_host import HostDevice, host_backend
 
     from pagekv.common.models import resolve_model
-
-    class Mark(HostMark):
-        def synchronize(self) -> None:
-            device.synchronize()
 
     class FaultyDevice(HostDevice):
         marks = 0
@@ -67,10 +63,10 @@ def emulated(fails_at: int | None) -> Backend:
             if fails_at is not None and self.marks >= fails_at:
                 raise RuntimeError(WORDS)
 
-        def mark(self) -> Any:
+        def mark(self) -> Callable[[], None]:
             # A step of the profile has none.
             self.marks += 1
-            return Mark()
+            return self.synchronize
 
     device = FaultyDevice()
     return host_backend(resolve_model("demo"), device, dtype="float32", kv_memory=2**25)

@@ -108,9 +108,19 @@ class CudaDevice:
         """Unlocks what `pin` locked; copies of it must have ended."""
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
-    def mark(self) -> DeviceMark:
-        """Marks the end of what is enqueued so far. Any thread may wait for it (`synchronize`)."""
-        return DeviceMark(self.torch_device)
+    def mark(self) -> Callable[[], None]:
+        """Marks the end of what is enqueued so far. Any thread may wait for it, by calling the result."""
+        # Blocking: a thread that waits sleeps instead of spinning.
+        event = torch.cuda.Event(blocking=True)
+        event.record()
+
+        def wait() -> None:
+            # CUDA gives a thread the first GPU until it takes another one, and a context there takes half a GiB: of the
+            # GPU of another rank, where this is none of the first.
+            torch.cuda.set_device(self.torch_device)
+            event.synchronize()
+
+        return wait
 
     def synchronize(self) -> None:
         """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
@@ -191,23 +201,6 @@ class CudaDevice:
 
         self._replays.add(replay)
         return replay
-
-
-class DeviceMark:
-    """The end of what was enqueued when it was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Blocking: a thread that waits sleeps instead of spinning.
-        self._event = torch.cuda.Event(blocking=True)
-        self._event.record()
-
-    def synchronize(self) -> None:
-        """Waits until the device has come here."""
-        # CUDA gives a thread the first GPU until it takes another one, and a context there takes half a GiB: of the
-        # GPU of another rank, where this is none of the first.
-        torch.cuda.set_device(self._device)
-        self._event.synchronize()
 
 
 def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:

@@ -6,20 +6,12 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from functools import partial
 
 from pagekv.executor.model.shards import Shards
 
 # Looks in the time that a rank may let others wait.
 LOOKS = 5
-
-
-class Mark(Protocol):
-    """A place in the device's stream."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has come there."""
-        ...
 
 
 class RankMarks:
@@ -28,25 +20,25 @@ class RankMarks:
     wait at the same time.
     """
 
-    def __init__(self, mark: Callable[[], Mark], shards: Shards) -> None:
+    def __init__(self, mark: Callable[[], Callable[[], None]], shards: Shards) -> None:
         self._mark, self._shards = mark, shards
         # When the waits under way began, by thread and by `time.monotonic`.
         self._began: dict[int, float] = {}
         self._watching: threading.Thread | None = None
 
-    def __call__(self) -> Mark:
-        """A mark at the end of what is enqueued."""
-        return LimitedMark(self._mark(), self)
+    def __call__(self) -> Callable[[], None]:
+        """As `CudaDevice.mark`."""
+        return partial(self._wait, self._mark())
 
-    def wait(self, mark: Mark) -> None:
-        """Waits for a mark; without a limit while ranks load."""
+    def _wait(self, wait: Callable[[], None]) -> None:
+        """Without a limit while ranks load."""
         limit_s, thread = self._shards.limit_s, threading.get_ident()
         if limit_s is not None and self._watching is None:
             self._watching = threading.Thread(target=self._watch, args=(limit_s,), name="marks", daemon=True)
             self._watching.start()
         self._began[thread] = time.monotonic()
         try:
-            mark.synchronize()
+            wait()
         finally:
             del self._began[thread]
 
@@ -57,13 +49,3 @@ class RankMarks:
             if time.monotonic() - began > limit_s:
                 self._shards.lost(f"a rank lets this one wait in a step for {limit_s:g} s (--rank-timeout-s)")
                 return
-
-
-class LimitedMark:
-    """One of `RankMarks`. Implements `Mark`."""
-
-    def __init__(self, mark: Mark, marks: RankMarks) -> None:
-        self._inner, self._marks = mark, marks
-
-    def synchronize(self) -> None:
-        self._marks.wait(self._inner)

@@ -30,7 +30,6 @@ from pagekv.executor.cuda.kernel_attention import make_attention
 from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
-from pagekv.executor.cuda.rank_marks import Mark
 from pagekv.executor.cuda.step_inputs import DeviceSequences, StepInputs, build_inputs
 from pagekv.executor.cuda.step_sampling import StepSampling
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
@@ -57,7 +56,7 @@ class StepRunner:
         max_sequences: int,
         graphs: bool = True,
         shards: Shards | None = None,
-        mark: Callable[[], Mark] | None = None,
+        mark: Callable[[], Callable[[], None]] | None = None,
         wgmma_prefill: bool = False,
     ) -> None:
         """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends
@@ -240,9 +239,9 @@ class StepRunner:
 class StepOnDevice:
     """A launched step. Implements `Launch`."""
 
-    _mark: Mark
-    # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled once the mark is
-    # reached.
+    # Waits until the device has come to its end.
+    _wait: Callable[[], None]
+    # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled by then.
     _states: list[SequenceState]
     _tokens: torch.Tensor
     # The sequences that asked for log-probabilities, and in chunks of them that of the token, and ids and
@@ -255,7 +254,7 @@ class StepOnDevice:
 
     def collect(self) -> dict[int, Sampled]:
         """As `Launch.collect`."""
-        self._mark.synchronize()
+        self._wait()
         tokens: list[int] = self._tokens.tolist()
         sampled = {state.seq_id: Sampled(token) for state, token in zip(self._states, tokens, strict=True)}
         rows = [row for chunk in self._logprobs for row in zip(*(part.tolist() for part in chunk), strict=True)]

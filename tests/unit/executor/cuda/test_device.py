@@ -226,5 +226,5 @@ def test_a_thread_that_waits_for_a_mark_takes_no_other_gpu(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "set_device", done.append)
     device = _device()
     device.torch_device = torch.device("cuda:1")
-    device.mark().synchronize()
+    device.mark()()
     assert done == ["record", torch.device("cuda:1"), "wait"]

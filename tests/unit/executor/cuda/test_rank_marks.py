@@ -18,7 +18,7 @@ class Gate:
     def __init__(self) -> None:
         self.begun, self.opened = threading.Event(), threading.Event()
 
-    def synchronize(self) -> None:
+    def wait(self) -> None:
         self.begun.set()
         assert self.opened.wait(TIMEOUT_S)
 
@@ -27,15 +27,15 @@ def test_only_a_wait_beyond_the_limit_ends_the_rank() -> None:
     lost: SimpleQueue[str] = SimpleQueue()
     shards = Shards(World(0, 2, 2), lost.put)
     gates = [Gate(), Gate(), Gate()]
-    marks = RankMarks(iter(gates).__next__, shards)
+    marks = RankMarks(iter([gate.wait for gate in gates]).__next__, shards)
     first, second, third = (marks() for _ in gates)
     # Without a limit, while ranks load, nothing is watched.
     gates[0].opened.set()
-    first.synchronize()
+    first()
     shards.limit_s = 0.2
     gates[1].opened.set()
-    second.synchronize()
-    waiting = threading.Thread(target=third.synchronize)
+    second()
+    waiting = threading.Thread(target=third)
     waiting.start()
     words = lost.get(timeout=TIMEOUT_S)
     assert words == "a rank lets this one wait in a step for 0.2 s (--rank-timeout-s)"
@@ -51,11 +51,11 @@ def test_a_wait_of_one_thread_does_not_hide_that_of_another() -> None:
     shards.limit_s = 0.2
     stuck, passed = Gate(), Gate()
     passed.opened.set()
-    marks = RankMarks(iter([stuck, passed]).__next__, shards)
-    waiting = threading.Thread(target=marks().synchronize)
+    marks = RankMarks(iter([stuck.wait, passed.wait]).__next__, shards)
+    waiting = threading.Thread(target=marks())
     waiting.start()
     assert stuck.begun.wait(TIMEOUT_S)
-    marks().synchronize()
+    marks()()
     assert lost.get(timeout=TIMEOUT_S).startswith("a rank lets this one wait")
     stuck.opened.set()
     waiting.join(TIMEOUT_S)
