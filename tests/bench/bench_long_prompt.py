@@ -172,7 +172,7 @@ async def measure_executor(repeats: int) -> list[tuple[float, int]]:
         turns.begin()
 
         async def taken() -> Step:
-            return await wire.large_step(await wire.read_step(data, None, lambda epoch: None))
+            return await wire.large_step(await wire.read_step(data, None, lambda epoch: None), data)
 
         await asyncio.create_task(taken())
         await asyncio.sleep(0)

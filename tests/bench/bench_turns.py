@@ -74,10 +74,10 @@ def rows() -> Iterator[tuple[str, str]]:
         yield f"ListRequests of {count:,}", f"{longest_ms(partial(asked.list_requests_in_slices, 4096)):.1f}"
     for count, tokens in ((1, MILLION), (256, 4096), (4096, 16)):
         step = step_of(count, tokens)
-        yield f"a step in which {count:,} of {tokens:,} enter", f"{longest_ms(partial(wire.large_step, step)):.1f}"
+        yield f"a step in which {count:,} of {tokens:,} enter", f"{longest_ms(partial(wire.large_step, step, b'')):.1f}"
     copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=range(2**16), destinations=range(2**16))
     step = pb.StepRequest(memory_ops=[copies])
-    yield "a step of 65,536 copies", f"{longest_ms(partial(wire.large_step, step)):.1f}"
+    yield "a step of 65,536 copies", f"{longest_ms(partial(wire.large_step, step, b'')):.1f}"
 
 
 if __name__ == "__main__":

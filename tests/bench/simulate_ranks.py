@@ -115,7 +115,7 @@ def measured_us(ranks: int, sequences: int, steps: int = 200) -> tuple[float, fl
     whole, sending = [], []
     for number in range(1, steps + 1):
         message = step_message(number, sequences)
-        step = wire.step(message, message.SerializeToString())
+        step = wire.step(message.SerializeToString())
         cpu, begin = time.process_time(), time.perf_counter()
         leader.hand_on(5, limits, step)
         sending.append(time.perf_counter() - begin)

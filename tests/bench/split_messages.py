@@ -88,7 +88,7 @@ def measure(running: int, steps: int) -> list[Message]:
 def _requests(name: str, plans: list[StepPlan]) -> Message:
     steps = list(enumerate(plans, FIRST_STEP))
     data, encode = _timed(lambda item: step_request(item[1], EPOCH, item[0], (2,)).SerializeToString(), steps)
-    _, decode = _timed(lambda raw: executor_wire.step(pb.StepRequest.FromString(raw)), data)
+    _, decode = _timed(executor_wire.step, data)
     return _message(name, data, encode, decode)
 
 

@@ -73,7 +73,7 @@ class WireExecutor:
     def run(self, plan: StepPlan) -> StepResult:
         """Runs the oldest step that was sent, which must be that of `plan`."""
         sent = self._sent.popleft()
-        step = executor_wire.step(pb.StepRequest.FromString(sent), sent)
+        step = executor_wire.step(sent)
         report = self.epoch.launch(step).collect()
         self.largest_step = max(self.largest_step, report.computed_tokens)
         result = executor_wire.step_result(report).SerializeToString()

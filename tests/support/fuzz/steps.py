@@ -96,8 +96,7 @@ def epoch_of_steps(rng: random.Random) -> Iterator[Judged]:
             data = damaged(rng, data)
         before = data
         try:
-            message = pb.StepRequest.FromString(data)
-            result = wire.step_result(world.epoch.launch(wire.step(message)).collect())
+            result = wire.step_result(world.epoch.launch(wire.step(data)).collect())
         except SlotError:
             return
         except DecodeError:

@@ -74,13 +74,8 @@ def group_description(descriptions: Mapping[int, BackendDescription]) -> Backend
     return replace(every[0], **least, host_kv_bytes=host, features=features)
 
 
-def description_to_json(description: BackendDescription) -> dict[str, Any]:
-    """As `description_from_json` takes it."""
-    return asdict(description)
-
-
 def description_from_json(content: Mapping[str, Any]) -> BackendDescription:
-    """Raises KeyError, TypeError or ValueError for what no rank sends."""
+    """The description with these fields. Raises KeyError, TypeError or ValueError for what no rank sends."""
     values = {field.name: content[field.name] for field in fields(BackendDescription)}
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     values["features"] = tuple(map(BackendFeature, values["features"]))

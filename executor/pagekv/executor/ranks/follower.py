@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -13,14 +13,13 @@ from typing import Any
 from pagekv.common.errors import PageKVError
 from pagekv.common.logs import Log
 from pagekv.executor.backend.interface import Backend, BackendFeature
-from pagekv.executor.ranks.agreement import description_to_json
 from pagekv.executor.ranks.calls import failure
 from pagekv.executor.ranks.link import Kind, LinkLost, Message
 from pagekv.executor.ranks.reports import RankReport
 from pagekv.executor.ranks.watch import RankWatch
 from pagekv.executor.rpc import wire
 from pagekv.executor.session.collector import Collector
-from pagekv.executor.session.epoch import Epoch, LaunchedStep
+from pagekv.executor.session.epoch import Epoch
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep
 from pagekv.executor.session.step_check import EpochLimits
@@ -91,10 +90,8 @@ class Follower:
             self._messages.put(None)
 
     def _run_step(self, epoch: Epoch, data: bytes) -> None:
-        def launch() -> LaunchedStep:
-            return epoch.launch(wire.decoded_step(data))
-
-        run_step(self._collector, epoch, epoch.next_step, launch, partial(self._ended, epoch))
+        ended = partial(self._ended, epoch)
+        run_step(self._collector, epoch, epoch.next_step, lambda: epoch.launch(wire.step(data)), ended)
 
     def _ended(self, epoch: Epoch, outcome: ExecutedStep | StepFailure) -> None:
         """Reports a step, or the failure of one: rank 0 has the reports of those before, which it waits for."""
@@ -125,7 +122,7 @@ def _answer(call: Callable[[Backend, Any], dict[str, Any]], backend: Backend, co
 
 
 def _described(backend: Backend, content: dict[str, int]) -> dict[str, Any]:
-    return {"description": description_to_json(backend.describe(content["block_size"], content["token_budget"]))}
+    return {"description": asdict(backend.describe(**content))}
 
 
 def _allocated(backend: Backend, content: list[int]) -> dict[str, Any]:

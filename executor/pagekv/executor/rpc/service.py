@@ -68,7 +68,7 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         try:
             async for data in requests:
                 if len(data) <= SMALL_BYTES:
-                    step = wire.step(pb.StepRequest.FromString(data), data)
+                    step = wire.step(data)
                 else:
                     await asyncio.sleep(0)  # gRPC has copied the message in this turn
                     request = await wire.read_step(

@@ -47,20 +47,14 @@ def attach_order(message: pb.AttachRequest) -> AttachOrder:
     return AttachOrder(**{**values, "required_features": tuple(message.required_features)})
 
 
-def step(message: pb.StepRequest, encoded: bytes = b"") -> Step:
-    """The step a message asks for, and the bytes that it came in. Raises InvalidRequest where a field of it is not
-    known.
-    """
+def step(data: bytes) -> Step:
+    """The step in the bytes of a message. Raises DecodeError, and InvalidRequest where a field of it is not known."""
+    message = pb.StepRequest.FromString(data)
     check_known(message, "R35")
-    return _step(message, [_new_sequence(new) for new in message.new_seqs], encoded)
+    return _step(message, [_new_sequence(new) for new in message.new_seqs], data)
 
 
-def decoded_step(data: bytes) -> Step:
-    """The step in bytes that another rank has found good."""
-    return step(pb.StepRequest.FromString(data))
-
-
-async def large_step(message: pb.StepRequest, encoded: bytes = b"") -> Step:
+async def large_step(message: pb.StepRequest, encoded: bytes) -> Step:
     """The step that a message of `read_step` asks for, and the bytes that it came in, with turns of the event loop
     between its new sequences.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -13,7 +13,6 @@ from pagekv.executor.ranks.agreement import (
     RanksDisagree,
     check_facts,
     description_from_json,
-    description_to_json,
     group_description,
 )
 
@@ -50,4 +49,4 @@ def test_descriptions_that_differ_end_the_start(change: dict[str, object]) -> No
 
 
 def test_descriptions_travel_as_json() -> None:
-    assert description_from_json(json.loads(json.dumps(description_to_json(ONE)))) == ONE
+    assert description_from_json(json.loads(json.dumps(asdict(ONE)))) == ONE

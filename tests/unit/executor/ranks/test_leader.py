@@ -59,7 +59,7 @@ def epoch_of(group: RankGroup, number: int = 5) -> Epoch:
 
 def launch(epoch: Epoch, number: int) -> LaunchedStep:
     request = message(number, epoch.epoch)
-    return epoch.launch(wire.step(request, request.SerializeToString()))
+    return epoch.launch(wire.step(request.SerializeToString()))
 
 
 def run(epoch: Epoch, number: int) -> ExecutedStep:
@@ -318,7 +318,7 @@ def test_a_step_that_all_refuse_is_refused_as_by_one_rank() -> None:
         run(epoch, 1)
         request = pb.StepRequest(epoch=5, step=2, finished_seqs=[9])
         with pytest.raises(InvalidRequest, match="R2"):
-            epoch.launch(wire.step(request, request.SerializeToString()))
+            epoch.launch(wire.step(request.SerializeToString()))
         run(epoch_of(group, 6), 1)
     assert group.lost == []
 
@@ -355,6 +355,6 @@ def test_a_step_that_all_refuse_leaves_the_results_of_those_under_way() -> None:
         launched = [launch(epoch, number) for number in (1, 2)]
         request = pb.StepRequest(epoch=5, step=3, finished_seqs=[9])
         with pytest.raises(InvalidRequest, match="R2"):
-            epoch.launch(wire.step(request, request.SerializeToString()))
+            epoch.launch(wire.step(request.SerializeToString()))
         assert [one.collect().step for one in launched] == [1, 2]
     assert group.lost == []

@@ -150,7 +150,7 @@ async def test_bytes_that_are_no_step_of_this_contract_end_the_stream_after_good
 
 @run_by(served)
 async def test_a_bug_in_reading_steps_is_internal_with_details(it: Served, *, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(message: pb.StepRequest, encoded: bytes) -> Step:
+    def broken(data: bytes) -> Step:
         raise KeyError("a bug")
 
     epoch = await it.attach()

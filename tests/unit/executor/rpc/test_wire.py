@@ -30,7 +30,8 @@ def test_a_step_has_every_field_of_its_message() -> None:
     copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_SWAP_IN, sources=[1, 2], destinations=[3, 4])
     columns = {"finished_seqs": [1], "append_seqs": [2], "append_blocks": [3]}
     columns |= {"scheduled_seqs": [4], "scheduled_tokens": [5]}
-    step = wire.step(pb.StepRequest(epoch=7, step=8, memory_ops=[copies], new_seqs=[new], **columns))
+    request = pb.StepRequest(epoch=7, step=8, memory_ops=[copies], new_seqs=[new], **columns)
+    step = wire.step(request.SerializeToString())
     assert (step.epoch, step.step) == (7, 8)
     assert {name: getattr(step, name) for name in columns} == columns
     (state,) = step.new_seqs
@@ -52,12 +53,14 @@ def test_a_large_step_is_the_same_with_turns_of_the_event_loop_between_sequences
     copies = pb.MemoryOp(kind=pb.MEMORY_OP_KIND_COPY, sources=range(1000), destinations=range(1000, 2000))
     request = pb.StepRequest(epoch=7, step=8, memory_ops=[copies], new_seqs=news, append_seqs=[2], append_blocks=[3])
 
+    data = request.SerializeToString()
+
     async def main() -> int:
-        taking, turns = asyncio.create_task(wire.large_step(request)), 0
+        taking, turns = asyncio.create_task(wire.large_step(request, data)), 0
         while not taking.done():
             await asyncio.sleep(0)
             turns += 1
-        assert taking.result() == wire.step(request)
+        assert taking.result() == wire.step(data)
         assert taking.result().memory_ops[0].destinations == [*range(1000, 2000)]
         return turns
 
@@ -68,7 +71,7 @@ def test_absent_sampling_and_unknown_kinds_are_told_from_neutral_ones() -> None:
     request = pb.StepRequest(new_seqs=[pb.NewSequence(), pb.NewSequence(sampling=pb.StepSampling())])
     request.memory_ops.add(kind=pb.MEMORY_OP_KIND_UNSPECIFIED)
     request.memory_ops.add().MergeFromString(b"\x08\x63")  # kind 99
-    step = wire.step(request)
+    step = wire.step(request.SerializeToString())
     assert step.new_seqs[0].sampling is NO_SAMPLING
     assert step.new_seqs[1].sampling is not NO_SAMPLING
     assert step.new_seqs[1].sampling.logprobs is None
@@ -119,9 +122,9 @@ def test_a_field_that_is_not_known_is_refused_wherever_it_is(where: str) -> None
         "new_seqs[1].": request.new_seqs[1],
         "new_seqs[1].sampling.": request.new_seqs[1].sampling,
     }
-    wire.step(request)
+    wire.step(request.SerializeToString())
     parts[where].MergeFromString(UNKNOWN)
     with pytest.raises(InvalidRequest) as caught:
-        wire.step(pb.StepRequest.FromString(request.SerializeToString()))
+        wire.step(request.SerializeToString())
     assert (caught.value.field, caught.value.rule) == (f"{where}999", "R35")
     assert f"has no field 999 of {type(parts[where]).__name__}" in caught.value.description
