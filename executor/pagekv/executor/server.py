@@ -82,7 +82,6 @@ class Executor:
 
     @property
     def listening(self) -> bool:
-        """Whether it has bound its address."""
         return bool(self._grpc.port)
 
     @property

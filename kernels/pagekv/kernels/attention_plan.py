@@ -74,7 +74,6 @@ class GraphKey:
 
     @property
     def partials(self) -> int:
-        """Partial results."""
         return self.items if self.items > self.batch else 0
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

@@ -38,7 +38,6 @@ class GpuUnavailable(RuntimeError):
 
 
 def say_on_stderr(line: str) -> None:
-    """Writes a line to standard error at once."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -141,7 +140,6 @@ class CupyLauncher:
         self._at_a_time: dict[tuple[str, Variant], int] = {}
 
     def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
-        """See `Launcher.launch`."""
         if (kernel, variant) not in self._functions:
             self.prepare(variant, [kernel])
         function = self._functions[kernel, variant]

@@ -230,7 +230,6 @@ def _splits(lens: Ints, length: Ints, window: int) -> tuple[Ints, Ints, Ints]:
 
 
 def _columns(*columns: Ints) -> Ints:
-    """The columns as one array [n, len(columns)]."""
     array = np.empty((len(columns[0]), len(columns)), np.int32)
     for index, column in enumerate(columns):
         array[:, index] = column

@@ -18,7 +18,6 @@ NONE = np.zeros((0, 4), np.int32)
 
 
 def prefill_tile(variant: Variant) -> KernelTile:
-    """The tile of a variant's prefill kernel."""
     large, fp32 = variant.head_size > 128, variant.dtype == "float32"
     fp8 = variant.kv_element_bytes == 1
     rows = WARPS * ((4 if large else 8) if fp32 else (16 if large else 32))

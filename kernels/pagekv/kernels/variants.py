@@ -58,16 +58,13 @@ class Variant:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of an element of `dtype`."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def kv_element_bytes(self) -> int:
-        """Bytes of an element of `kv_dtype`."""
         return DTYPE_BYTES[self.kv_dtype]
 
     def macros(self) -> dict[str, int]:
-        """Every macro of the kernels and its value."""
         return {
             "PAGEKV_DTYPE": DTYPE_CODES[self.dtype],
             "PAGEKV_KV_DTYPE": DTYPE_CODES[self.kv_dtype],

@@ -105,7 +105,6 @@ def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> 
 
 
 def _failed(subject: str, error: Exception) -> str:
-    """The failure in one line."""
     first_line = str(error).partition("\n")[0]
     return f"{subject} failed: {type(error).__name__}: {first_line}"
 

@@ -67,7 +67,6 @@ class CudaDevice:
         self._cupy_launcher.prepare(variant, (*EVERYWHERE, "pagekv_prefill_wgmma") if wgmma_prefill else EVERYWHERE)
 
     def capability(self) -> tuple[int, int]:
-        """The compute capability."""
         return torch.cuda.get_device_capability(self.torch_device)
 
     def check_wgmma(self) -> None:

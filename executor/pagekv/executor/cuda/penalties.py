@@ -87,7 +87,6 @@ class StepPenalties:
         return entry.penalty_row
 
     def sections(self) -> dict[str, Ints]:
-        """The arrays to upload."""
         if not self._fresh:
             return {}
         return {"fresh": np.array(self._fresh, np.int32), "past": np.concatenate(self._past)}

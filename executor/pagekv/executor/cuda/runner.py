@@ -218,7 +218,6 @@ class StepRunner:
         return self.graph_logits[:num_rows].copy_(logits)
 
     def _forward(self, host: HostPlan, num_rows: int, rows: LogitRows) -> torch.Tensor:
-        """Logits of `rows` of the step's `num_rows` rows."""
         num_partials = host.counts["num_partials"]
         size = self.attention.scratch_bytes(num_partials)
         scratch = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
@@ -253,7 +252,6 @@ class StepOnDevice:
     ready: ClassVar[bool] = False
 
     def collect(self) -> dict[int, Sampled]:
-        """As `Launch.collect`."""
         self._wait()
         tokens: list[int] = self._tokens.tolist()
         sampled = {state.seq_id: Sampled(token) for state, token in zip(self._states, tokens, strict=True)}

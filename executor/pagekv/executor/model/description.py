@@ -41,7 +41,6 @@ def prompt_lengths(token_budget: int, max_model_len: int, max_sequences: int) ->
 
 
 def num_blocks(lengths: list[int], block_size: int) -> int:
-    """Blocks that prompts of these lengths take."""
     return sum(-(-length // block_size) for length in lengths)
 
 

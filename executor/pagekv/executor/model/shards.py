@@ -120,7 +120,6 @@ class Shards:
         return int(said)
 
     def all_say(self, yes: bool, *, patient: bool = False) -> bool:
-        """Whether every rank says yes."""
         return bool(self.least(int(yes), patient=patient))
 
     def why_not_all(self, reason: str, remedy: str, *, failed: bool) -> str:

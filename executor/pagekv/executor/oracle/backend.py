@@ -97,7 +97,6 @@ class _Reader:
     sum: int = 0
 
     def blocks(self, first: int, end: int, block_size: int) -> list[int]:
-        """The blocks of positions [first, end)."""
         return self.state.block_table[first // block_size : -(-end // block_size)]
 
 
@@ -188,7 +187,6 @@ class OracleBackend:
         self._num_found = np.zeros(num_device_blocks, np.int64)
 
     def copy_blocks(self, copies: BlockCopies) -> None:
-        """Copies tokens and digests of whole blocks."""
         source = self._host if copies.direction is CopyDirection.SWAP_IN else self._device
         destination = self._host if copies.direction is CopyDirection.SWAP_OUT else self._device
         if destination is self._device and self._num_found[copies.destinations].any():

@@ -105,7 +105,6 @@ class Leader:
             raise
 
     def stop(self) -> None:
-        """Ends the other ranks in order."""
         self.watch.stop()
         for link in self._links.values():
             with suppress(LinkLost):

@@ -23,7 +23,6 @@ class RankReport:
     _FORM = Struct(f"<QQ{DIGEST_BYTES}sQ")
 
     def to_bytes(self) -> bytes:
-        """As `from_bytes` takes it."""
         return self._FORM.pack(self.epoch, self.step, self.digest, self.worked_us)
 
     @classmethod
@@ -62,7 +61,6 @@ class RankReports:
         self._difference: tuple[int, RanksDiffer] | None = None
 
     def begin(self, epoch: int) -> None:
-        """Another epoch."""
         with self._changed:
             self._epoch, self._difference, self._latest, self._counted = epoch, None, (), False
             self._own.clear()

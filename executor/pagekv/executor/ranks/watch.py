@@ -99,7 +99,6 @@ class RankWatch:
         self._thread.start()
 
     def heard(self, rank: int) -> None:
-        """Something came from this rank."""
         self._silent[rank] = 0
 
     def lose(self, reason: str, *ranks: int) -> None:

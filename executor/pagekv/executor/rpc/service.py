@@ -34,7 +34,6 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         self._session = session
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the service."""
         pb_grpc.add_ExecutorServiceServicer_to_server(self, server)
 
     async def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeResponse:

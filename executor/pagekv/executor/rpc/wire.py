@@ -42,7 +42,6 @@ _SAMPLING_FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def attach_order(message: pb.AttachRequest) -> AttachOrder:
-    """The attachment a message asks for."""
     values = {field.name: getattr(message, field.name) for field in fields(AttachOrder)}
     return AttachOrder(**{**values, "required_features": tuple(message.required_features)})
 
@@ -147,7 +146,6 @@ def _sampling(message: pb.StepSampling) -> Sampling:
 
 
 def step_result(report: ExecutedStep) -> pb.StepResult:
-    """The message that reports a step."""
     return pb.StepResult(
         epoch=report.epoch,
         step=report.step,

@@ -16,7 +16,6 @@ MAX_BANNED = 1024
 
 
 def check_range(path: str, value: float, low: int, high: int, rule: str = "") -> None:
-    """A number must be from `low` to `high`."""
     # Written like this it refuses NaN and infinities too.
     if not low <= value <= high:
         raise InvalidRequest(path, f"must be from {low} to {high}, got {value}", rule)
@@ -29,7 +28,6 @@ def check_columns(path: str, column: Sequence[object], name: str, other: Sequenc
 
 
 def check_size(path: str, entries: Sequence[object], most: int, rule: str) -> None:
-    """There may be at most so many entries."""
     if len(entries) > most:
         raise InvalidRequest(path, f"must have at most {most} entries, has {len(entries)}", rule)
 
@@ -55,7 +53,6 @@ def _check_array(path: str, ids: array[int], kind: str, bound: int, rule: str) -
 
 
 def check_distinct(path: str, blocks: Sequence[int], rule: str) -> None:
-    """No block may be named twice."""
     if len(set(blocks)) != len(blocks):
         firsts = {block: index for index, block in reversed(list(enumerate(blocks)))}
         index, block = next((index, block) for index, block in enumerate(blocks) if firsts[block] != index)

@@ -25,7 +25,6 @@ class WrittenSlots:
         self._host = array("H", bytes(2 * num_host_blocks))
 
     def of(self, block: int) -> int:
-        """The written slots of a device block."""
         return self._device[block]
 
     def are_full(self, blocks: Sequence[int], block_size: int) -> bool:
@@ -67,7 +66,6 @@ class CopiedSlots:
         return sources.index(0) if 0 in sources else -1
 
     def apply(self) -> None:
-        """Changes the slots."""
         for counts, changed in ((self._device, self.on_device), (self._host, self._on_host)):
             for block, count in changed.items():
                 counts[block] = count

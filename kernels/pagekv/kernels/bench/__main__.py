@@ -27,7 +27,6 @@ NEEDS = "pip install 'pagekv[executor,cuda12]' (or cuda13, as the driver allows)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of the bench."""
     made = argparse.ArgumentParser(prog="python -m pagekv.kernels.bench", description=(__doc__ or "").split("\n")[0])
     made.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found to this file")
     made.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="time to take (default: %(default).0f)")

@@ -99,7 +99,6 @@ def differing(actual: torch.Tensor, other: torch.Tensor) -> float:
 
 
 def checks(machine: CudaMachine, setup: Setup) -> Iterator[Check]:
-    """Every check of one setup."""
     scene = Scene(machine, setup)
     allowed = ALLOWED[setup.variant.dtype] * scene.magnitude
     everyone = range(len(setup.lengths))

@@ -37,7 +37,6 @@ class KernelTiming:
     """Figures of the GPU while it ran, by the name of their column."""
 
     def columns(self) -> dict[str, float]:
-        """Columns of a row of the report."""
         times = {"microseconds": self.seconds, "microseconds_least": self.least, "microseconds_most": self.most}
         return {**{name: value * 1e6 for name, value in times.items()}, **self.state}
 
@@ -56,7 +55,6 @@ class CudaMachine:
         self._stream: Any = torch.cuda.Stream()
 
     def versions(self) -> dict[str, str]:
-        """Names and versions of the card and its software."""
         cupy = importlib.import_module("cupy")
         return {
             "gpu": torch.cuda.get_device_name(self.device),

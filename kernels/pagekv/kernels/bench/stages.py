@@ -36,7 +36,6 @@ class Bench:
 
     @property
     def spent(self) -> float:
-        """Seconds since the run began."""
         return time.monotonic() - self.started
 
     def in_reach(self, name: str, share: float, cases: Iterable[Case]) -> Iterator[Case]:
@@ -57,7 +56,6 @@ class Bench:
             self.notes.append(f"{name} {'; '.join(late)}: no time was left")
 
     def correctness(self, wanted: Iterable[Setup]) -> bool:
-        """Whether every check passed."""
         passed = True
         for setup in self.in_reach("correctness", CORRECTNESS, wanted):
             for check in checks(self.machine, setup):
