@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -15,6 +14,7 @@ from pagekv.executor.cuda.choose_sampler import Sampler
 from pagekv.executor.cuda.kernel_sampler import KernelSampling
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.step_inputs import DeviceSequences
+from pagekv.executor.cuda.step_sampling import find_in
 from pagekv.executor.cuda.torch_sampler import TorchSampling
 from pagekv.kernels.attention_plan import pack
 
@@ -38,12 +38,7 @@ class DeviceSampler:
         inputs = self.sampler([self.live.get(state) for state in states], logits.shape[1], self.table)
         sections = inputs.sections()
         words, offsets = pack(sections, {name: array.shape for name, array in sections.items()})
-        uploaded = torch.from_numpy(words)
-
-        def find(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            size = math.prod(shape) * dtype.itemsize // 4
-            return uploaded[offsets[name] : offsets[name] + size].view(dtype).view(shape)
-
+        find = find_in(torch.from_numpy(words), offsets)
         chosen, logprobs = inputs.sample(logits, find, self.last_tokens)
         kept = [int(self.last_tokens[self.live.get(state).device_index]) for state in states]
         assert kept == [max(token, 0) for token in chosen.tolist()]

@@ -4,7 +4,6 @@ operators on a few rows; else by that one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.kernel_sampler import KernelSampling
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.step_inputs import DeviceSequence
-from pagekv.executor.cuda.step_sampling import StepSampling
+from pagekv.executor.cuda.step_sampling import StepSampling, find_in
 from pagekv.executor.cuda.torch_sampler import TorchSampling
 from pagekv.kernels.attention_plan import pack
 from pagekv.kernels.sampling import MAX_VOCAB_SIZE
@@ -72,11 +71,6 @@ def _tokens(sampler: Sampler, num_logits: int, dtype: torch.dtype, device: CudaD
     sampling = sampler(entries, num_logits, PenaltyTable(num_logits, where))
     sections = sampling.sections()
     words, offsets = pack(sections, {name: array.shape for name, array in sections.items()})
-    uploaded = torch.from_numpy(words).to(where)
-
-    def find(name: str, shape: tuple[int, ...], kind: torch.dtype = torch.int32) -> torch.Tensor:
-        return uploaded[offsets[name] :][: math.prod(shape) * kind.itemsize // 4].view(kind).view(shape)
-
     last_tokens = torch.zeros(len(kinds), dtype=torch.int32, device=where)
-    sampling.sample(logits, find, last_tokens)
+    sampling.sample(logits, find_in(torch.from_numpy(words).to(where), offsets), last_tokens)
     return last_tokens.tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.cuda.step_inputs import DeviceSequences, StepInputs, build_inputs
-from pagekv.executor.cuda.step_sampling import StepSampling
+from pagekv.executor.cuda.step_sampling import StepSampling, find_in
 from pagekv.executor.model.attention_interface import ALL_ROWS, LAST_ROW, LogitRows
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.executor.model.shards import Shards
@@ -141,15 +140,16 @@ class StepRunner:
             shape, host = None, self._plan(inputs, sampling, None, work)
         self.pools.swapper.before_compute(inputs.batch.block_tables)
         self._upload(host)
+        find = find_in(self._words, host.offsets)
         if shape is not None:
             logits = self.graphs.replay(shape)[: len(inputs.sampling)]
         else:
-            rows = self._input(host, "sampled_rows", (len(inputs.sampling),)).long() if inputs.sampling else LAST_ROW
+            rows = find("sampled_rows", (len(inputs.sampling),)).long() if inputs.sampling else LAST_ROW
             logits = self._forward(host, len(inputs.input_ids), rows)
         if not inputs.sampling:
             return StepOnDevice(self._mark(), [], torch.empty(0), [], [])
         # A sequence whose logits are not numbers goes on with token 0, as the epoch will find out and do.
-        tokens, logprobs = sampling.sample(logits, lambda *where: self._input(host, *where), self._last_tokens)
+        tokens, logprobs = sampling.sample(logits, find, self._last_tokens)
         # The step's only copies to the host.
         tokens = self._to_host(tokens)
         logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
@@ -200,13 +200,6 @@ class StepRunner:
         pinned.numpy()[:] = host.words
         self._words[:size].copy_(pinned, non_blocking=True)
 
-    def _input(
-        self, host: HostPlan, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32
-    ) -> torch.Tensor:
-        """A section of the step's inputs, on the device."""
-        first, size = host.offsets[name], math.prod(shape) * dtype.itemsize // 4
-        return self._words[first : first + size].view(dtype).view(shape)
-
     def _graph_forward(self, host: HostPlan, num_rows: int) -> torch.Tensor:
         """The logits of a batch of decodes. All inputs are on the device, so a recording of it serves every step of the
         same shape.
@@ -222,9 +215,9 @@ class StepRunner:
         size = self.attention.scratch_bytes(num_partials)
         scratch = torch.empty(size, dtype=torch.uint8, device=self._device.torch_device)
         plan = host.bind(self._words.data_ptr(), scratch.data_ptr() if num_partials else 0)
-        ids = self._input(host, "input_ids", (num_rows,))
-        fed = self._last_tokens[self._input(host, "device_indices", (num_rows,)).long()]
-        positions = self._input(host, "positions", (num_rows,))
+        find = find_in(self._words, host.offsets)
+        ids, positions = find("input_ids", (num_rows,)), find("positions", (num_rows,))
+        fed = self._last_tokens[find("device_indices", (num_rows,)).long()]
         return self._model.logits(torch.where(ids < 0, fed, ids), positions, rows, self.attention, plan)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -14,6 +15,16 @@ from pagekv.kernels.tensors import Ints
 # Section name -> view of it on the device: `find(name, shape)` is int32, `find(name, shape, torch.float64)` its words
 # as doubles.
 Find = Callable[..., torch.Tensor]
+
+
+def find_in(words: torch.Tensor, offsets: Mapping[str, int]) -> Find:
+    """Finds sections, which begin at these offsets, in the int32 words of an upload."""
+
+    def find(name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        first, size = offsets[name], math.prod(shape) * dtype.itemsize // 4
+        return words[first : first + size].view(dtype).view(shape)
+
+    return find
 
 
 class StepSampling(Protocol):
