@@ -167,8 +167,10 @@ def decode_work(
     lens = np.asarray(context_lens, np.int32)
     longer = splits_longer(np.minimum(lens, window) if window else lens)
     length = LEAST_SPLIT << longer
-    oldest, first, splits = _splits(lens, length, window)
-    end = lens // length
+    # By row: its oldest visible key, its first split, the one behind its last whole one, and the number of its splits.
+    oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
+    first, end = oldest // length, lens // length
+    splits = np.maximum(-(-lens // length) - first, 1)
     merged = splits > 1
     partials = splits * merged
     merge = np.where(merged, np.cumsum(merged) - 1, -1).astype(np.int32)
@@ -220,13 +222,6 @@ def decode_work(
         keys_read=keys_read,
         all_wide=all_wide,
     )
-
-
-def _splits(lens: Ints, length: Ints, window: int) -> tuple[Ints, Ints, Ints]:
-    """By row, with splits of so many keys: its oldest visible key, its first split, and the number of its splits."""
-    oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
-    first = oldest // length
-    return oldest, first, np.maximum(-(-lens // length) - first, 1)
 
 
 def _columns(*columns: Ints) -> Ints:

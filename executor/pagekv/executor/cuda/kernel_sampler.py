@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from pagekv.executor.backend.interface import Sampling, SequenceState
 from pagekv.executor.backend.sampling import banned_tokens, changes_logits, is_penalised, uniform
 from pagekv.executor.cuda.logprobs import Logprobs, log_probabilities
 from pagekv.executor.cuda.penalties import PenaltyTable, StepPenalties
@@ -66,9 +65,10 @@ class KernelSampling:
             self._edits += edits
         filters = _filters(sampling.temperature, sampling.top_p, sampling.min_p)
         limited = 0 < sampling.top_k < self._vocab_size
+        drawn = uniform(sampling.seed, sampling.sequence_index, len(state.token_ids)) if sampling.temperature else 0.0
         self._choices.append(
             (
-                _number(state, sampling),
+                share(drawn),
                 *filters[:2],
                 sampling.top_k if limited else 0,
                 adjusted,
@@ -122,13 +122,6 @@ class KernelSampling:
         most = max(min(state.sampling.logprobs or 0, self._vocab_size) for state in self.logprobs_of)
         parts = asking.split(max(1, LOGPROB_ELEMENTS // self._vocab_size))
         return [log_probabilities(logits[at].double(), tokens[at].clamp(min=0).long(), most) for at in parts]
-
-
-def _number(state: SequenceState, sampling: Sampling) -> int:
-    """`Choice.number` of the number that is drawn."""
-    if not sampling.temperature:
-        return 0
-    return share(uniform(sampling.seed, sampling.sequence_index, len(state.token_ids)))
 
 
 @lru_cache(maxsize=4096)

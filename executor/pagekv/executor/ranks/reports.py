@@ -92,7 +92,7 @@ class RankReports:
         """
 
         def settled() -> bool:
-            return self._epoch != epoch or self._differs(step) or self._least >= step - 1
+            return self._epoch != epoch or self._differs(step) or min(self._compared.values()) >= step - 1
 
         with self._changed:
             # A backend may let an epoch begin before the last steps of the one before are collected.
@@ -123,10 +123,6 @@ class RankReports:
             self.num_differences += not self._counted
             self._counted = True
             raise self._difference[1]
-
-    @property
-    def _least(self) -> int:
-        return min(self._compared.values())
 
     def _compare(self, rank: int) -> None:
         early = self._early[rank]

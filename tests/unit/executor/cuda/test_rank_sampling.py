@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from pagekv.executor.backend.interface import Sampling, SequenceState
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.rank_sampling import RankSampling
 from pagekv.executor.cuda.step_inputs import DeviceSequence
+from pagekv.executor.cuda.step_sampling import find_in
 from pagekv.executor.model.shards import Shards
 from pagekv.executor.world import World
 from pagekv.kernels.attention_plan import pack
@@ -50,20 +50,13 @@ def test_tokens_are_those_of_rank_0(name: str) -> None:
         sections = step.sections()
         uploaded, offsets = pack(sections, {key: array.shape for key, array in sections.items()})
         words.append(uploaded.size)
-        where = torch.from_numpy(uploaded)
-
-        def find(
-            key: str, shape: tuple[int, ...], kind: torch.dtype = torch.int32, where: Any = where, at: Any = offsets
-        ) -> Any:
-            return where[at[key] :][: math.prod(shape) * kind.itemsize // 4].view(kind).view(shape)
-
         # Logits that only rank 0 has, of which the last row is no number.
         logits = torch.zeros(3, VOCAB)
         if rank == 0:
             logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
             logits[2, 0] = math.nan
         last_tokens = torch.full((6,), 7, dtype=torch.int32)
-        tokens, logprobs = step.sample(logits, find, last_tokens)
+        tokens, logprobs = step.sample(logits, find_in(torch.from_numpy(uploaded), offsets), last_tokens)
         found.append(tokens.tolist())
         last.append(last_tokens.tolist())
         assert [state.seq_id for state in step.logprobs_of] == ([2] if rank == 0 else [])
