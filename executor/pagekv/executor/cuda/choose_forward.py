@@ -14,7 +14,7 @@ from pagekv.common.phases import phase
 from pagekv.executor.cuda.device import CudaDevice
 from pagekv.executor.cuda.forward import DeviceForward, TransformersForward
 from pagekv.executor.cuda.fused_decoder import FusedLayers
-from pagekv.executor.cuda.kernel_attention import make_attention
+from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.pools import KvPools
 from pagekv.executor.model.attention_interface import LAST_ROW
 from pagekv.executor.model.decoder import read_decoder
@@ -144,5 +144,5 @@ def _logits(
         plan = host.bind(words.data_ptr(), scratch.data_ptr() if len(scratch) else 0)
         tokens = torch.tensor([index % loaded.vocab_size for index in range(start + 1, end + 1)], device=where)
         positions = torch.arange(start, end, device=where)
-        found.append(forward.logits(tokens.int(), positions.int(), LAST_ROW, attention, plan)[-1])
+        found.append(forward.logits(tokens.int(), positions.int(), LAST_ROW, KernelAttention(attention, plan))[-1])
     return torch.stack(found).float()

@@ -9,20 +9,13 @@ from transformers import PreTrainedModel
 
 from pagekv.executor.cuda.kernel_attention import KernelAttention
 from pagekv.executor.model.attention_interface import LogitRows, forward
-from pagekv.kernels.attention import PagedAttention
-from pagekv.kernels.attention_plan import AttentionPlan
 
 
 class DeviceForward(Protocol):
     """Computes a step over the pools, or what a graph records of one: the host waits for nothing."""
 
     def logits(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: LogitRows,
-        attention: PagedAttention,
-        plan: AttentionPlan,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: LogitRows, attention: KernelAttention
     ) -> torch.Tensor:
         """Logits `[R, num_logits]` of the R rows kept, from token ids and positions, int32 `[T]`, on the device."""
         ...
@@ -35,13 +28,6 @@ class TransformersForward:
         self._model = model
 
     def logits(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: LogitRows,
-        attention: PagedAttention,
-        plan: AttentionPlan,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: LogitRows, attention: KernelAttention
     ) -> torch.Tensor:
-        return forward(
-            self._model, token_ids.long()[None], positions.long()[None], rows, KernelAttention(attention, plan)
-        )
+        return forward(self._model, token_ids.long()[None], positions.long()[None], rows, attention)

@@ -10,12 +10,11 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
+from pagekv.executor.cuda.kernel_attention import KernelAttention
 from pagekv.executor.model.attention_interface import LogitRows
 from pagekv.executor.model.decoder import Decoder, DecoderLayer, GatedProducts, Linear, RmsNorm
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.executor.model.shards import Shards
-from pagekv.kernels.attention import PagedAttention
-from pagekv.kernels.attention_plan import AttentionPlan
 from pagekv.kernels.launch_config import Launcher
 from pagekv.kernels.rows import Norm, RowKernels
 from pagekv.kernels.variants import Variant
@@ -69,18 +68,13 @@ class FusedLayers:
         self._layers = [self._layer(decoder.take_layer(index)) for index in range(geometry.num_layers)]
 
     def logits(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        rows: LogitRows,
-        attention: PagedAttention,
-        plan: AttentionPlan,
+        self, token_ids: torch.Tensor, positions: torch.Tensor, rows: LogitRows, attention: KernelAttention
     ) -> torch.Tensor:
         layers, stream = self._layers, self._decoder.embed(token_ids)
         normed = self._add_norm(stream, None, None, layers[0].before_attention)
         for index, layer in enumerate(layers):
             following = layers[index + 1].before_attention if index + 1 < len(layers) else None
-            attended = self._attend(index, layer, _product(normed, layer.qkv), attention, plan)
+            attended = self._attend(index, layer, _product(normed, layer.qkv), attention)
             projected = self._summed(_product(attended, layer.out))
             normed = self._add_norm(stream, projected, layer.after_attention, layer.before_feed_forward)
             fed = self._feed_forward(layer.feed_forward, normed)
@@ -100,17 +94,15 @@ class FusedLayers:
         """The logits of all tokens, from those that the head gives."""
         return logits if self._shards is None else self._shards.gather(logits, self._num_logits)
 
-    def _attend(
-        self, index: int, layer: _Layer, qkv: torch.Tensor, attention: PagedAttention, plan: AttentionPlan
-    ) -> torch.Tensor:
+    def _attend(self, index: int, layer: _Layer, qkv: torch.Tensor, attention: KernelAttention) -> torch.Tensor:
         """`qkv` `[T, elements of queries, keys and values]` to `[T, num_heads * head_size]`."""
         heads = qkv.view(len(qkv), -1, self._head_size)
         query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
         rope = None if layer.rope is None else self._ropes[layer.rope]
         changed = None if layer.heads is None and rope is None else query
-        attention.write(index, key, value, plan, query=changed, norm=layer.heads, rope=rope)
+        attention.paged.write(index, key, value, attention.plan, query=changed, norm=layer.heads, rope=rope)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        attention.attend(index, query, out, plan)
+        attention.paged.attend(index, query, out, attention.plan)
         return out.view(len(qkv), -1)
 
     def _add_norm(

@@ -18,8 +18,7 @@ class KernelAttention:
     """The attention of one step, or of one graph. Implements `StepAttention`."""
 
     def __init__(self, paged: PagedAttention, plan: AttentionPlan) -> None:
-        self._paged = paged
-        self._plan = plan
+        self.paged, self.plan = paged, plan
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
@@ -27,8 +26,8 @@ class KernelAttention:
         """`scores` is not looked at: `PagedAttention` was constructed with it."""
         query, key, value = _rows(query), _rows(key), _rows(value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        self._paged.write(layer, key, value, self._plan)
-        self._paged.attend(layer, query, out, self._plan)
+        self.paged.write(layer, key, value, self.plan)
+        self.paged.attend(layer, query, out, self.plan)
         return out
 
 

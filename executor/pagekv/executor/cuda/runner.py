@@ -25,7 +25,7 @@ from pagekv.executor.cuda.graphs import (
     next_power,
     padded_batch,
 )
-from pagekv.executor.cuda.kernel_attention import make_attention
+from pagekv.executor.cuda.kernel_attention import KernelAttention, make_attention
 from pagekv.executor.cuda.logprobs import Logprobs
 from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.executor.cuda.pools import KvPools
@@ -218,7 +218,8 @@ class StepRunner:
         find = find_in(self._words, host.offsets)
         ids, positions = find("input_ids", (num_rows,)), find("positions", (num_rows,))
         fed = self._last_tokens[find("device_indices", (num_rows,)).long()]
-        return self._model.logits(torch.where(ids < 0, fed, ids), positions, rows, self.attention, plan)
+        attention = KernelAttention(self.attention, plan)
+        return self._model.logits(torch.where(ids < 0, fed, ids), positions, rows, attention)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """A copy in pinned memory, enqueued."""
