@@ -112,14 +112,12 @@ def _torch_has_gpu() -> bool:
 
 
 def _usable_gpu(config: ExecutorConfig, world: World) -> Gpu:
-    from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
+    from pagekv.executor.cuda.preflight import UnusableGpu, usable_gpu
 
     try:
-        gpu = find_gpu(index=world.local_rank or 0)
-        check_machine(gpu, installed_builds(), available_bytes())
+        return usable_gpu(world.local_rank or 0)
     except UnusableGpu as error:
         raise ValueError(f"--backend {config.backend}: {error}") from error
-    return gpu
 
 
 def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World, lost: Callable[[str], None]) -> Backend:

@@ -21,7 +21,7 @@ from pagekv.common.version import pagekv_version
 from pagekv.executor.backend.fingerprint import model_fingerprint
 from pagekv.executor.backend.interface import Backend
 from pagekv.executor.config import ExecutorConfig, refuse_cuda_flags
-from pagekv.executor.machine import available_bytes, usable_cores
+from pagekv.executor.machine import usable_cores
 from pagekv.executor.model.files import read_model_files
 from pagekv.executor.model.start_check import check_ranks
 from pagekv.executor.ranks.agreement import FAILURE
@@ -70,13 +70,10 @@ def settled(config: ExecutorConfig, world: World) -> ExecutorConfig:
 
 
 def _has_gpus(count: int) -> bool:
-    from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
+    from pagekv.executor.cuda.preflight import UnusableGpu, usable_gpu
 
-    builds = installed_builds()
-    if not builds.cupy:
-        return False
     try:
-        check_machine(find_gpu(index=count - 1), builds, available_bytes())
+        usable_gpu(count - 1)
     except UnusableGpu:
         return False
     return True

@@ -23,8 +23,7 @@ from gpu_first.parts import PART_SECONDS, PARTS, STEPS, short_runs
 from gpu_first.runner import ROOT, Run
 from gpu_first.step import REHEARSAL
 from gpu_first.tools import NoGpu, gpu_line, path_with_toolkit
-from pagekv.executor.cuda.preflight import UnusableGpu, check_machine, find_gpu, installed_builds
-from pagekv.executor.machine import available_bytes
+from pagekv.executor.cuda.preflight import UnusableGpu, usable_gpu
 
 FOLDER = ROOT / "build" / "gpu-first"
 NEEDED = "a GPU of compute capability 8.0 or later is needed; what can be tried without one: make gpu-rehearsal"
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return refuse(f"{error}; {NEEDED}")
     if not os.environ.get(REHEARSAL):
         try:
-            check_machine(find_gpu(), installed_builds(), available_bytes())
+            usable_gpu(0)
         except UnusableGpu as error:
             return refuse(str(error))
         add_wheels()

@@ -18,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pagekv.executor.machine import available_bytes
 from pagekv.executor.model.files import StoredModel, read_model_files
 from pagekv.executor.model.start_check import check_kv_memory, check_ranks, check_same_model
 from pagekv.kernels.variants import (
@@ -194,6 +195,13 @@ def check_machine(gpu: Gpu, builds: Builds, host_bytes: int) -> None:
             f"{host_bytes >> 20} MiB of host memory are available; {MIN_HOST_BYTES >> 20} MiB are the least that CUDA "
             "and page-locked buffers need: free some, or raise the memory limit of the container"
         )
+
+
+def usable_gpu(index: int) -> Gpu:
+    """The GPU with this number, on a machine where it can be used. Raises UnusableGpu."""
+    gpu = find_gpu(index=index)
+    check_machine(gpu, installed_builds(), available_bytes())
+    return gpu
 
 
 def served_dtypes(directory: Path, stored: StoredModel, dtype: str, kv_dtype: str) -> tuple[str, str]:
