@@ -6,8 +6,6 @@ tensor is anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, 
     for layer in range(num_layers):
         attention.write(layer, key, value, plan)    # the new tokens' keys and values into their slots
         attention.attend(layer, query, out, plan)   # decode, merge and prefill, as far as the step has such rows
-
-Everything is enqueued on the launcher's current stream; nothing waits.
 """
 
 from __future__ import annotations

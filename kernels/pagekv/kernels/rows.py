@@ -1,7 +1,4 @@
-"""Row-wise kernels of a decoder layer: add and RMSNorm, and gated activations. Imports neither CuPy nor torch.
-
-Everything is enqueued on the launcher's current stream; nothing waits.
-"""
+"""Row-wise kernels of a decoder layer: add and RMSNorm, and gated activations. Imports neither CuPy nor torch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The sampler's kernels: logits as a sequence's sampling changes them, and the next token of each row.
-
-How tokens are weighed is in `src/sampling_weight.cuh`. Everything is enqueued on the launcher's current stream; nothing
-waits.
+"""The sampler's kernels: logits as a sequence's sampling changes them, and the next token of each row. How tokens are
+weighed is in `src/sampling_weight.cuh`.
 """
 
 from __future__ import annotations

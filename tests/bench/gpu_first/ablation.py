@@ -12,7 +12,7 @@ from gpu_first.kernel_rows import decode_timing
 from gpu_first.machine import FirstMachine
 from pagekv.kernels import attention_plan, decode_plan, launch_config
 from pagekv.kernels.bench.machine import Arena
-from pagekv.kernels.bench.speed import Row
+from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.workload import GQA4, AttentionCase
 
 

@@ -16,9 +16,9 @@ from gpu_first.floors import SMALL, decode_floor, plain
 from gpu_first.machine import FirstMachine
 from pagekv.kernels.bench import workload
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
+from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.speed import (
     PREFILL_ROUNDS,
-    Row,
     layers_and_rounds,
     memory_row,
     paged,

@@ -10,7 +10,7 @@ import torch
 
 from gpu_first.machine import FirstMachine
 from pagekv.kernels.bench.machine import Arena
-from pagekv.kernels.bench.speed import Row
+from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.workload import KV_HEADS, MIB, block_bytes
 from pagekv.kernels.swap import BlockSwapper
 

@@ -254,9 +254,6 @@ class CudaBackend:
         self.cache.copy(copies, self.runner.attention)
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Raises ValueError or RuntimeError before anything is touched when an id, a length or a
-        slot is out of its bounds.
-        """
         return self.runner.launch(scheduled)
 
     def finish(self, states: list[SequenceState]) -> None:

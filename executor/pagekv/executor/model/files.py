@@ -18,18 +18,8 @@ from pagekv.executor.backend.fingerprint import MAX_HEADER_BYTES
 # have another default.
 HEADS_SHARE_HIDDEN_SIZE = frozenset(
     (
-        "gpt2",
-        "gpt_neox",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "opt",
-        "phi",
-        "phi3",
-        "qwen2",
-        "qwen2_moe",
-        "starcoder2",
+        *("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2"),
+        *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "starcoder2"),
     )
 )
 # Model types every layer of which has weights, under its number; others may have layers without any.

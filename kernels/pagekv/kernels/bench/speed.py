@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +10,7 @@ import torch
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan, StepBatch
 from pagekv.kernels.bench.machine import Arena, CudaMachine, KernelTiming
+from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.workload import (
     GIB,
     HEAD_SIZE,
@@ -23,8 +23,6 @@ from pagekv.kernels.bench.workload import (
 )
 from pagekv.kernels.prefill_plan import PrefillWork
 from pagekv.kernels.variants import Variant
-
-Row = dict[str, Any]
 
 COLD_BYTES = 1 * GIB
 """Memory that the rounds of a measurement read before they read the same again: many times the largest L2 cache."""
