@@ -7,6 +7,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from support.kernels.host_build import HostLauncher
+from support.kernels.plain_norm import PlainNorm
 from support.kernels.planted_faults import Fault, assert_noticed, visible
 
 from pagekv.kernels import launch_config
@@ -28,7 +29,7 @@ def random_rows(seed: int, dtype: str, *shape: int) -> torch.Tensor:
 
 
 def random_norm(seed: int, *shape: int) -> Norm:
-    return Norm(1 + 0.3 * random_rows(seed, "float32", *shape), 1e-3)
+    return PlainNorm(1 + 0.3 * random_rows(seed, "float32", *shape), 1e-3)
 
 
 def exact(tensor: torch.Tensor) -> Float64:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from pagekv.kernels import launch_config
 from pagekv.kernels.launch_config import Launcher
@@ -15,13 +15,15 @@ ALIGN_BYTES = 16
 """Rows begin at multiples of so many bytes and are as long."""
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """`x / sqrt(mean(x * x) + eps) * weight`."""
+class Norm(Protocol):
+    """`x / sqrt(mean(x * x) + eps) * weight`. The weight is float32 and contiguous: [size]; of the heads of queries and
+    keys `PagedAttention.write` has more shapes.
+    """
 
-    weight: Tensor
-    """float32, contiguous: [size]; of the heads of queries and keys `PagedAttention.write` has more shapes."""
-    eps: float
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def eps(self) -> float: ...
 
 
 class RowKernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+from support.kernels.plain_norm import PlainNorm
 
 from gpu_first.machine import FirstMachine
 from pagekv.kernels.bench.correctness import (
@@ -18,7 +19,6 @@ from pagekv.kernels.bench.correctness import (
 )
 from pagekv.kernels.bench.scene import LAYER, Scene, Setup
 from pagekv.kernels.prefill_splits import SPLIT_RULE
-from pagekv.kernels.rows import Norm
 from pagekv.kernels.swap import BlockSwapper
 from pagekv.kernels.variants import Variant
 
@@ -98,7 +98,7 @@ def rope_checks(machine: FirstMachine, setup: Setup, rotary_dim: int, *, normed:
 
     query, everyone = scene.query.clone(), range(len(setup.lengths))
     plan, held = scene.plan(everyone, scene.lengths, scene.lengths, decode=False)
-    norm = Norm(weight.flatten() if normed == "all" else weight, NORM_EPS) if normed else None
+    norm = PlainNorm(weight.flatten() if normed == "all" else weight, NORM_EPS) if normed else None
     scene.attention.write(LAYER, scene.key, scene.value, plan, query=query, norm=norm, rope=table)
     machine.synchronize()
     del held

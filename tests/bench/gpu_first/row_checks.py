@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from support.kernels.plain_norm import PlainNorm
 
 from gpu_first.machine import FirstMachine
 from pagekv.kernels.bench.correctness import Check
@@ -28,7 +29,7 @@ def row_checks(machine: FirstMachine, variant: Variant, rows: int = 3, size: int
         error = (actual.double() - expected).abs().max() / expected.abs().max()
         return Check(f"{name} of {rows} x {actual.shape[-1]}", float(error), allowed)
 
-    norm = Norm(1 + random(size).float() / 4, 1e-5)
+    norm = PlainNorm(1 + random(size).float() / 4, 1e-5)
     stream, added = random(rows, size), random(rows, size)
     out, expected = torch.empty_like(stream), stream.double() + 0.5 * added.double()
     kernels.add_norm(stream, added, factor=0.5, norm=norm, out=out)

@@ -4,8 +4,6 @@ RoPE and cache write, attention, gated activation. A mixture of experts is compu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 from torch.nn.functional import linear
@@ -16,24 +14,8 @@ from pagekv.executor.model.decoder import Decoder, DecoderLayer, GatedProducts, 
 from pagekv.executor.model.loading import LoadedModel
 from pagekv.executor.model.shards import Shards
 from pagekv.kernels.launch_config import Launcher
-from pagekv.kernels.rows import Norm, RowKernels
+from pagekv.kernels.rows import RowKernels
 from pagekv.kernels.variants import Variant
-
-
-@dataclass(frozen=True, slots=True)
-class _Layer:
-    """A layer, its norms as the kernels take them."""
-
-    before_attention: Norm | None
-    # Of queries and keys: weights [heads, head_size], or [elements] where either kind has one norm over all heads.
-    heads: Norm | None
-    after_attention: Norm | None
-    before_feed_forward: Norm | None
-    after_feed_forward: Norm | None
-    rope: str | None
-    qkv: Linear
-    out: Linear
-    feed_forward: GatedProducts | nn.Module
 
 
 class FusedLayers:
@@ -62,28 +44,26 @@ class FusedLayers:
         positions = torch.arange(loaded.max_model_len, device=device)[None]
         self._ropes = {key: _table(*angles) for key, angles in decoder.rotations(positions).items()}
         self._head = decoder.take_head()
-        norm = _norm(decoder.norm)
-        assert norm is not None
-        self._norm = norm
-        self._layers = [self._layer(decoder.take_layer(index)) for index in range(geometry.num_layers)]
+        self._layers = [decoder.take_layer(index) for index in range(geometry.num_layers)]
+        self._head_norms = [self._joined(layer.norms.query, layer.norms.key) for layer in self._layers]
 
     def logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: LogitRows, attention: KernelAttention
     ) -> torch.Tensor:
         layers, stream = self._layers, self._decoder.embed(token_ids)
-        normed = self._add_norm(stream, None, None, layers[0].before_attention)
+        normed = self._add_norm(stream, None, None, layers[0].norms.before_attention)
         for index, layer in enumerate(layers):
-            following = layers[index + 1].before_attention if index + 1 < len(layers) else None
+            following = layers[index + 1].norms.before_attention if index + 1 < len(layers) else None
             attended = self._attend(index, layer, _product(normed, layer.qkv), attention)
             projected = self._summed(_product(attended, layer.out))
-            normed = self._add_norm(stream, projected, layer.after_attention, layer.before_feed_forward)
+            normed = self._add_norm(stream, projected, layer.norms.after_attention, layer.norms.before_feed_forward)
             fed = self._feed_forward(layer.feed_forward, normed)
-            normed = self._add_norm(stream, fed, layer.after_feed_forward, following)
+            normed = self._add_norm(stream, fed, layer.norms.after_feed_forward, following)
         if isinstance(rows, torch.Tensor):
             stream = stream.index_select(0, rows)
         elif rows:
             stream = stream[-rows:]
-        logits = self._whole(_product(self._add_norm(stream, None, None, self._norm), self._head))
+        logits = self._whole(_product(self._add_norm(stream, None, None, self._decoder.norm), self._head))
         return self._decoder.scale_logits(logits)
 
     def _summed(self, rows: torch.Tensor) -> torch.Tensor:
@@ -94,19 +74,20 @@ class FusedLayers:
         """The logits of all tokens, from those that the head gives."""
         return logits if self._shards is None else self._shards.gather(logits, self._num_logits)
 
-    def _attend(self, index: int, layer: _Layer, qkv: torch.Tensor, attention: KernelAttention) -> torch.Tensor:
+    def _attend(self, index: int, layer: DecoderLayer, qkv: torch.Tensor, attention: KernelAttention) -> torch.Tensor:
         """`qkv` `[T, elements of queries, keys and values]` to `[T, num_heads * head_size]`."""
         heads = qkv.view(len(qkv), -1, self._head_size)
         query, key, value = heads.split((self._num_heads, self._num_kv_heads, self._num_kv_heads), dim=1)
         rope = None if layer.rope is None else self._ropes[layer.rope]
-        changed = None if layer.heads is None and rope is None else query
-        attention.paged.write(index, key, value, attention.plan, query=changed, norm=layer.heads, rope=rope)
+        norm = self._head_norms[index]
+        changed = None if norm is None and rope is None else query
+        attention.paged.write(index, key, value, attention.plan, query=changed, norm=norm, rope=rope)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         attention.paged.attend(index, query, out, attention.plan)
         return out.view(len(qkv), -1)
 
     def _add_norm(
-        self, stream: torch.Tensor, added: torch.Tensor | None, after: Norm | None, before: Norm | None
+        self, stream: torch.Tensor, added: torch.Tensor | None, after: RmsNorm | None, before: RmsNorm | None
     ) -> torch.Tensor:
         """Adds to the stream; returns its norm, or the stream itself where there is none."""
         out = None if before is None else torch.empty_like(stream)
@@ -127,21 +108,10 @@ class FusedLayers:
         self._rows.gated(gate_up, out, self._decoder.activation)
         return out
 
-    def _layer(self, layer: DecoderLayer) -> _Layer:
-        norms = layer.norms
-        return _Layer(
-            before_attention=_norm(norms.before_attention),
-            heads=self._head_norms(norms.query, norms.key),
-            after_attention=_norm(norms.after_attention),
-            before_feed_forward=_norm(norms.before_feed_forward),
-            after_feed_forward=_norm(norms.after_feed_forward),
-            rope=layer.rope,
-            qkv=layer.qkv,
-            out=layer.out,
-            feed_forward=layer.feed_forward,
-        )
-
-    def _head_norms(self, query: RmsNorm | None, key: RmsNorm | None) -> Norm | None:
+    def _joined(self, query: RmsNorm | None, key: RmsNorm | None) -> RmsNorm | None:
+        """The norms of a layer's queries and keys as one: weights [heads, head_size], or [elements] where either kind
+        has one norm over all heads.
+        """
         if query is None or key is None:
             if query is not key:
                 raise ValueError("a layer norms queries or keys alone")
@@ -151,14 +121,10 @@ class FusedLayers:
         sizes = (len(query.weight), len(key.weight))
         if sizes == (self._head_size, self._head_size):
             weights = [query.weight.expand(self._num_heads, -1), key.weight.expand(self._num_kv_heads, -1)]
-            return Norm(torch.cat(weights), query.eps)
+            return RmsNorm(torch.cat(weights), query.eps)
         if sizes == (self._num_heads * self._head_size, self._num_kv_heads * self._head_size):
-            return Norm(torch.cat([query.weight, key.weight]), query.eps)
+            return RmsNorm(torch.cat([query.weight, key.weight]), query.eps)
         raise ValueError(f"norms of queries and keys have {sizes} weights")
-
-
-def _norm(norm: RmsNorm | None) -> Norm | None:
-    return None if norm is None else Norm(norm.weight.contiguous(), norm.eps)
 
 
 def _product(rows: torch.Tensor, of: Linear) -> torch.Tensor:
