@@ -76,18 +76,19 @@ class GraphKey:
     def partials(self) -> int:
         return self.items if self.items > self.batch else 0
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every section whose shape the step alone would decide."""
+    def shapes(self, *, all_wide: bool) -> dict[str, tuple[int, ...]]:
+        """Shape of every section whose shape the step alone would decide. `all_wide`: as `DecodeWork` has it."""
+        alone, wide = (0, self.items) if all_wide else (self.items, self.wide_items)
         return {
             "query_start": (self.batch + 1,),
             "context_lens": (self.batch,),
             "block_tables": (self.batch, self.table_width),
             "slots": (self.batch,),
             "positions": (self.batch,),
-            "decode_items": (self.items, 4),
-            "item_contexts": (self.items,),
-            "wide_items": (self.wide_items, 4),
-            "members": (self.batch if self.wide_items else 0, 4),
+            "decode_items": (alone, 4),
+            "item_contexts": (alone,),
+            "wide_items": (wide, 4),
+            "members": (self.batch if wide else 0, 4),
             "merge_items": (self.batch if self.partials else 0, 4),
             "prefill_items": (0, 4),
             "split_items": (0, 4),
@@ -248,14 +249,7 @@ class StepPlanner:
             if len(padding) and graph.batch == len(context_lens):
                 raise ValueError(f"batch: {len(padding)} padded rows need one more than the {graph.batch} sequences")
             num_partials = graph.partials
-            shapes |= graph.shapes()
-            if work.all_wide:
-                shapes |= {
-                    "decode_items": (0, 4),
-                    "item_contexts": (0,),
-                    "wide_items": (graph.items, 4),
-                    "members": (graph.batch, 4),
-                }
+            shapes |= graph.shapes(all_wide=work.all_wide)
             shapes["merge_counters"] = (shapes["merge_items"][0], *shapes["merge_counters"][1:])
         words, offsets = pack(arrays, shapes)
         return HostPlan(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pagekv.kernels.variants import DTYPE_BYTES
+
 HEAD_SIZE = 128
 BLOCK_SIZE = 16
 ELEMENT_BYTES = 2  # bfloat16
@@ -66,14 +68,8 @@ class AttentionCase:
     @property
     def kv_bytes(self) -> int:
         """Keys and values of one layer, shared ones once."""
-        element_bytes = 1 if self.kv_dtype == "float8_e4m3fn" else ELEMENT_BYTES
-        return (
-            (self.shared + self.batch * (self.context - self.shared))
-            * 2
-            * self.heads.num_kv_heads
-            * HEAD_SIZE
-            * element_bytes
-        )
+        tokens = self.shared + self.batch * (self.context - self.shared)
+        return 2 * tokens * self.heads.num_kv_heads * HEAD_SIZE * DTYPE_BYTES[self.kv_dtype]
 
     @property
     def pool_bytes(self) -> int:
