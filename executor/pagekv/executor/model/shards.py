@@ -83,12 +83,9 @@ class Shards:
         narrower; zeros on the others.
         """
         padded = self._padded(rows, width)
-        if self.rank:
-            self._join(padded, lambda: dist.gather(padded, group=self._group(padded)))
-            return rows.new_zeros(*rows.shape[:-1], width)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        parts = None if self.rank else [torch.empty_like(padded) for _ in range(self.size)]
         self._join(padded, lambda: dist.gather(padded, parts, group=self._group(padded)))
-        return torch.cat(parts, -1)[..., :width]
+        return rows.new_zeros(*rows.shape[:-1], width) if parts is None else torch.cat(parts, -1)[..., :width]
 
     def gather_everywhere(self, rows: torch.Tensor, width: int) -> torch.Tensor:
         """The same on all ranks."""
