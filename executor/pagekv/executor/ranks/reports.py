@@ -45,29 +45,24 @@ class RankReports:
 
     def __init__(self, ranks: Iterable[int], timeout_s: float) -> None:
         """`timeout_s`: how long `settle` waits for a report."""
-        self._changed = threading.Condition()
-        self._timeout_s = timeout_s
-        self._epoch = 0
-        # Steps that rank 0 has collected and not every rank reported, by number: its digest and its time.
-        self._own: dict[int, tuple[bytes, int]] = {}
-        # The reports of each rank that rank 0 has not come to yet, and the latest step that was compared.
-        self._early: dict[int, list[RankReport]] = {rank: [] for rank in ranks}
-        self._compared: dict[int, int] = dict.fromkeys(self._early, 0)
-        self._worked: dict[int, dict[int, int]] = {}
-        self._latest: tuple[int, ...] = ()
-        # Epochs in which a rank differed, and whether this is one of them.
-        self.num_differences, self._counted = 0, False
-        # The first step that a rank did otherwise, and how.
-        self._difference: tuple[int, RanksDiffer] | None = None
+        self._changed, self._timeout_s, self._ranks = threading.Condition(), timeout_s, tuple(ranks)
+        # Epochs in which a rank differed.
+        self.num_differences = 0
+        self.begin(0)
 
     def begin(self, epoch: int) -> None:
         with self._changed:
-            self._epoch, self._difference, self._latest, self._counted = epoch, None, (), False
-            self._own.clear()
-            self._worked.clear()
-            for rank in self._early:
-                self._early[rank].clear()
-                self._compared[rank] = 0
+            self._epoch = epoch
+            # Steps that rank 0 has collected and not every rank reported, by number: its digest and its time.
+            self._own: dict[int, tuple[bytes, int]] = {}
+            # The reports of each rank that rank 0 has not come to yet, and the latest step that was compared.
+            self._early: dict[int, list[RankReport]] = {rank: [] for rank in self._ranks}
+            self._compared: dict[int, int] = dict.fromkeys(self._ranks, 0)
+            self._worked: dict[int, dict[int, int]] = {}
+            self._latest: tuple[int, ...] = ()
+            # The first step that a rank did otherwise, and how; and whether that is counted.
+            self._difference: tuple[int, RanksDiffer] | None = None
+            self._counted = False
             self._changed.notify_all()
 
     def add(self, rank: int, report: RankReport) -> None:
@@ -81,8 +76,8 @@ class RankReports:
     def fail(self, rank: int, epoch: int, step: int, reason: str) -> None:
         """A rank has not ended a step."""
         with self._changed:
-            if epoch == self._epoch and self._difference is None:
-                self._difference = step, RanksDiffer(f"rank {rank} differs from rank 0 at step {step}: {reason}")
+            if epoch == self._epoch:
+                self._differ(rank, step, reason)
                 self._changed.notify_all()
 
     def settle(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
@@ -99,7 +94,7 @@ class RankReports:
             if self._epoch != epoch:
                 return ()
             self._own[step] = (digest, worked_us)
-            for rank in self._early:
+            for rank in self._ranks:
                 self._compare(rank)
             if not self._changed.wait_for(settled, self._timeout_s):
                 late = [rank for rank, compared in self._compared.items() if compared < step - 1]
@@ -113,6 +108,10 @@ class RankReports:
         """Raises RanksDiffer where a rank did something else up to a step that rank 0 has done."""
         with self._changed:
             self._check(step)
+
+    def _differ(self, rank: int, step: int, how: str) -> None:
+        if self._difference is None:
+            self._difference = step, RanksDiffer(f"rank {rank} differs from rank 0 at step {step}: {how}")
 
     def _differs(self, step: int) -> bool:
         # A step that rank 0 refuses may have been refused by another rank before.
@@ -129,13 +128,12 @@ class RankReports:
         while early and early[0].step in self._own:
             report = early.pop(0)
             digest, worked_us = self._own[report.step]
-            if digest != report.digest and self._difference is None:
+            if digest != report.digest:
                 words = f"tables or tokens are not the same (digests {report.digest.hex()} and {digest.hex()})"
-                difference = RanksDiffer(f"rank {rank} differs from rank 0 at step {report.step}: {words}")
-                self._difference = report.step, difference
+                self._differ(rank, report.step, words)
             self._compared[rank] = report.step
             worked = self._worked.setdefault(report.step, {0: worked_us})
             worked[rank] = report.worked_us
-            if len(worked) == 1 + len(self._early):
+            if len(worked) == 1 + len(self._ranks):
                 self._latest = tuple(worked[each] for each in sorted(worked))
                 del self._own[report.step], self._worked[report.step]
