@@ -84,13 +84,7 @@ class RowKernels:
             "pagekv_gated",
             self._variant,
             launch_config.gated(rows, size * self._element_bytes),
-            fill(
-                GATED,
-                gate_up=gate_up.data_ptr(),
-                out=out.data_ptr(),
-                size=size,
-                gelu=int(activation == "gelu_tanh"),
-            ),
+            fill(GATED, gate_up=gate_up.data_ptr(), out=out.data_ptr(), size=size, gelu=int(activation == "gelu_tanh")),
         )
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:

@@ -175,10 +175,7 @@ KERNELS: Mapping[str, Kernel] = {
         Kernel("pagekv_merge", "merge.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
         Kernel("pagekv_prefill", "prefill.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES")),
         Kernel(
-            "pagekv_prefill_wgmma",
-            "prefill_wgmma.cu",
-            (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"),
-            arch=WGMMA_CAPABILITY,
+            "pagekv_prefill_wgmma", "prefill_wgmma.cu", (*DTYPES, HEAD_SIZE, "PAGEKV_FEATURES"), arch=WGMMA_CAPABILITY
         ),
         Kernel("pagekv_merge_rows", "merge_rows.cu", ("PAGEKV_DTYPE", HEAD_SIZE), contracts=False),
     )

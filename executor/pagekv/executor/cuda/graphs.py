@@ -79,13 +79,7 @@ def next_power(number: int) -> int:
 
 
 def ladder(
-    max_sequences: int,
-    num_tokens: int,
-    max_tokens: int,
-    block_size: int,
-    *,
-    window: int = 0,
-    most_members: int = 1,
+    max_sequences: int, num_tokens: int, max_tokens: int, block_size: int, *, window: int = 0, most_members: int = 1
 ) -> list[GraphKey]:
     """The shapes to record, largest batch first: every batch up to the largest that a graph has, with tables of each
     width up to that of a sequence of `max_tokens`, and with as many work items as such contexts have. `num_tokens`: of

@@ -85,12 +85,7 @@ def _sinks(loaded: LoadedModel) -> torch.Tensor | None:
 
 
 def serving_variant(
-    directory: Path,
-    loaded: LoadedModel,
-    geometry: BlockGeometry,
-    launcher: Launcher,
-    *,
-    wgmma_prefill: bool = False,
+    directory: Path, loaded: LoadedModel, geometry: BlockGeometry, launcher: Launcher, *, wgmma_prefill: bool = False
 ) -> Variant:
     """The kernels that serve a model over a pool of blocks of `geometry`. Raises ValueError, naming the model, the
     reason and what to do, when none do, or none with `wgmma_prefill`.

@@ -11,13 +11,7 @@ from dataclasses import asdict, fields
 
 from pagekv.common.large_messages import Bounds, parse_slices
 from pagekv.common.unknown_fields import check_known
-from pagekv.executor.backend.interface import (
-    BackendDescription,
-    BlockCopies,
-    CopyDirection,
-    Sampling,
-    SequenceState,
-)
+from pagekv.executor.backend.interface import BackendDescription, BlockCopies, CopyDirection, Sampling, SequenceState
 from pagekv.executor.session.attach_check import CONTRACT_REVISION, AttachOrder
 from pagekv.executor.session.step import NO_SAMPLING, ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits

@@ -11,13 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagekv.common.logs import Log
-from pagekv.executor.backend.interface import (
-    UNKNOWN_TOKEN,
-    Backend,
-    Finished,
-    Launch,
-    SequenceState,
-)
+from pagekv.executor.backend.interface import UNKNOWN_TOKEN, Backend, Finished, Launch, SequenceState
 from pagekv.executor.session.state_digest import StateDigest
 from pagekv.executor.session.step import ExecutedStep, Step
 from pagekv.executor.session.step_check import EpochLimits, check_step

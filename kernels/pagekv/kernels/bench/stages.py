@@ -11,13 +11,7 @@ from pagekv.kernels.bench.correctness import checks
 from pagekv.kernels.bench.machine import Arena, CudaMachine
 from pagekv.kernels.bench.report import Row
 from pagekv.kernels.bench.scene import Setup
-from pagekv.kernels.bench.workload import (
-    STAGES,
-    block_copy_cases,
-    decode_cases,
-    prefill_cases,
-    write_cases,
-)
+from pagekv.kernels.bench.workload import STAGES, block_copy_cases, decode_cases, prefill_cases, write_cases
 from pagekv.kernels.cupy_launcher import Say
 
 Case = TypeVar("Case")
