@@ -229,6 +229,17 @@ async def test_stopping_ends_every_watch(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @run_by(run)
+async def test_what_requests_of_another_adapter_cached_is_explained_in_its_own_namespace_alone(
+    engine: EngineLoop,
+) -> None:
+    """The engine notes the adapters of accepted requests, and makes the roots that the prompt has with them."""
+    await read(engine.submit(identified("a", EIGHT, CacheIdentity("mine", "lora"))))
+    other = pb.BLOCK_OUTCOME_OTHER_IDENTITY
+    assert await outcomes(engine, EIGHT, CacheIdentity("mine")) == [other, other]
+    assert await outcomes(engine, EIGHT, CacheIdentity("yours")) == [pb.BLOCK_OUTCOME_NEVER_SEEN] * 2
+
+
+@run_by(run)
 async def test_lookups_tell_what_a_copy_would_serve(engine: EngineLoop) -> None:
     await read(engine.submit(command("a", EIGHT, 1)))
     match = engine.queries.lookup_prefix([0, 1, 2, 3, 4, 5, 9], ANY)
