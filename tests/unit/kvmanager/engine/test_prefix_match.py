@@ -7,6 +7,7 @@ import random
 from array import array
 from typing import Any
 
+import numpy as np
 import pytest
 from support.engine.cached_prefixes import ROOT, cache, evict_all, hold
 from support.engine.engine_harness import Bench, command, read, run
@@ -62,6 +63,17 @@ def test_what_was_prepared_for_another_root_is_not_used() -> None:
     blocks = cache(pool, LONG[:8])
     found = match_prefix(pool, ROOT, LONG[:8], (), PreparedPrompt(b"another", [bytes(32)] * 4))
     assert found.hits.tolist() == list(blocks)
+
+
+def test_a_digest_that_stands_for_other_tokens_is_a_miss_and_an_alarm() -> None:
+    pool, asked = BlockPool(12, 2), LONG[:4]
+    digests = chain_digests(ROOT, token_bytes(asked), 2)
+    rows = np.array([LONG[:2], [90, 91]], np.uint32)
+    block = pool.allocate(2)
+    assert block is not None
+    pool.publish_chain(block, digests, ROOT, rows, first=True, media=False)
+    assert match_prefix(pool, ROOT, asked, (), None).hits.tolist() == block[:1].tolist()
+    assert pool.hash_alarms == 1
 
 
 @pytest.mark.parametrize("question", ["lookup", "explain", "pin"])
