@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.engine.engine_harness import command, identified, read, run
-from support.engine.scheduler_driver import Driver
+from support.engine.scheduler_driver import Driver, expect
 from support.engine.states import state_of
 from support.event_loop import run_by
 
@@ -73,3 +73,22 @@ def test_blocks_of_the_host_pool_are_counted_as_hits_and_not_as_evicted() -> Non
     assert (found.cached_blocks_total, found.cached_tokens_total) == (3, 12)
     assert (found.block_hit_rate, found.prefix_hit_rate) == (3 / 16, 12 / 56)
     assert (found.misses_never_seen_total, found.misses_evicted_total, found.misses_partial_tail_total) == (3, 0, 1)
+
+
+def test_blocks_of_an_answer_that_goes_on_are_no_blocks_of_its_prompt() -> None:
+    """All four full blocks are found, of which the prompt of six tokens has one; another holds its end and the answer's
+    beginning.
+    """
+    driver = Driver(block_size=4, depth=1)
+    cache = CacheAdmin(True, 0.5, lambda: None)
+    statistics = EngineStatistics(state_of(driver, cache))
+    prompt = [*range(6)]
+    answer = expect(prompt, 11)
+    for tokens, resumed in ((prompt, 0), ([*prompt, *answer[:11]], 11)):
+        driver.submit(tokens, max_tokens=12, resumed=resumed)
+        while (plan := driver.plan()) is not None:
+            cache.count_admissions(plan.admitted)
+            driver.complete()
+    found = statistics.stats()
+    assert (found.prompt_blocks_total, found.cached_blocks_total) == (4, 1)
+    assert (found.prompt_tokens_total, found.cached_tokens_total) == (12, 6)

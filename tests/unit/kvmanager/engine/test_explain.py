@@ -133,6 +133,16 @@ def test_what_the_host_pool_keeps_behind_the_device_hits_too() -> None:
     assert [block.reason for block in bench.explain(prompt, kept=1, numbers=False).blocks[:2]] == ["cached", "cached"]
 
 
+def test_no_device_block_is_compared_with_what_follows_the_host_pool() -> None:
+    """One cached block begins as the first of the prompt, one as the third; neither follows the second."""
+    bench = Bench()
+    cache(bench.pool, [0, 1, 9, 9])
+    cache(bench.pool, [8, 8, 8, 9])
+    for prompt in ([*range(8), 8, 8, 8, 8], [*range(8), 8, 8, 8]):
+        miss = bench.explain(prompt, kept=2).blocks[-1]
+        assert (miss.outcome, miss.shared_tokens) == (NEVER if len(prompt) == 12 else TAIL, 0)
+
+
 def test_never_seen() -> None:
     bench = Bench()
     cache(bench.pool, [*range(8)])
