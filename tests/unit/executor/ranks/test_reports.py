@@ -73,6 +73,17 @@ def test_a_difference_names_rank_and_step(first: bool) -> None:
     assert found.settle(6, 1, RIGHT, 0) == ()
 
 
+def test_each_epoch_that_differs_counts_once() -> None:
+    found = reports(1)
+    for epoch, counted in ((5, 1), (6, 2)):
+        found.begin(epoch)
+        found.add(1, RankReport(epoch, 1, WRONG, 0))
+        for _ in range(2):
+            with pytest.raises(RanksDiffer):
+                found.settle(epoch, 1, RIGHT, 0)
+        assert found.num_differences == counted
+
+
 def test_a_failure_counts_once_rank_0_did_the_step() -> None:
     found = reports(1)
     found.fail(1, 4, 1, "of another epoch")
