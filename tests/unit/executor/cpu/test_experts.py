@@ -97,6 +97,21 @@ def test_rows_of_another_type_are_converted(loops: bool) -> None:
     torch.testing.assert_close(found.float(), expected, rtol=0.01, atol=1e-3)
 
 
+@pytest.mark.parametrize("loops", [False, True])
+@torch.inference_mode()
+def test_a_gate_that_gives_another_type_is_converted_too(loops: bool) -> None:
+    model = _model("qwen3_moe", torch.bfloat16)
+    _, _, theirs = _experts(model)[0]
+    rows, chosen, weights = torch.randn(5, 48).bfloat16(), torch.randint(0, 4, (5, 2)), torch.rand(5, 2)
+    for parameter in theirs.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    expected, gate = theirs(rows, chosen, weights).float(), theirs._apply_gate
+    theirs._apply_gate = lambda gate_up: gate(gate_up).float()
+    pack_experts(model, fastest_product(torch.bfloat16) if loops else None)
+    found = _experts(model)[0][2](rows, chosen, weights)
+    assert (found.float() - expected).norm() <= 0.02 * expected.norm()
+
+
 @pytest.mark.parametrize("by_hooks", [True, False])
 def test_experts_that_ranks_share_stay(by_hooks: bool) -> None:
     """Their hooks or distributed tensors join what ranks have computed."""
