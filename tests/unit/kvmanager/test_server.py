@@ -184,6 +184,22 @@ def test_a_gateway_has_an_address_and_an_identity_of_its_own(tmp_path: Path, uni
         assert run(config(tmp_path, *with_gateway(tmp_path, listen)), body) == 0
 
 
+def test_calls_at_the_gateways_address_count_for_its_tenant(tmp_path: Path) -> None:
+    bounds = tmp_path / "tenants.toml"
+    bounds.write_text("[tenants.web]\nmax_calls = 1\n")
+
+    async def body(running: Running) -> None:
+        at, method = read_port_file(tmp_path / "port")["gateway"], "/vllm.grpc.engine.VllmEngine/HealthCheck"
+        account = running.manager.engine.accounts.of("web")
+        for _ in range(2):
+            assert await code_at(at, method) == grpc.StatusCode.OK
+        account.calls += 1
+        assert await code_at(at, method) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        account.calls -= 1
+
+    assert run(config(tmp_path, f"--tenants={bounds}", *with_gateway(tmp_path, "127.0.0.1:0")), body) == 0
+
+
 def test_the_gateways_address_may_be_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with held_port() as port, hold(port) as taken:
         taken.listen()
