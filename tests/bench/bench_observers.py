@@ -75,10 +75,23 @@ class _Link:
 
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
         return pb.DescribeResponse(
-            model_id="bench", model_fingerprint="f00d", vocab_size=32_000, max_model_len=8192, bytes_per_block=4096,
-            device_kv_bytes=2**40, layout="any", backend="bench", max_sequences=4096, num_layers=1, num_kv_heads=1,
-            head_size=1, kv_dtype="none", contract_revision=1, max_steps_in_flight=2, sampler="bench-1",
-        )  # fmt: skip  # several a line
+            model_id="bench",
+            model_fingerprint="f00d",
+            vocab_size=32_000,
+            max_model_len=8192,
+            bytes_per_block=4096,
+            device_kv_bytes=2**40,
+            layout="any",
+            backend="bench",
+            max_sequences=4096,
+            num_layers=1,
+            num_kv_heads=1,
+            head_size=1,
+            kv_dtype="none",
+            contract_revision=1,
+            max_steps_in_flight=2,
+            sampler="bench-1",
+        )
 
     async def attach(self, *_: Any) -> pb.AttachResponse:
         return pb.AttachResponse(epoch=1)

@@ -123,10 +123,15 @@ def counters(stack: Stack, client: PageKVClient) -> dict[str, float]:
     """Counters of the manager, CPU seconds of both processes and of the machine, and the time."""
     stats = client.stats()
     return {
-        "seconds": time.perf_counter(), "steps": stats.steps_total, "tokens": stats.generated_tokens_total,
-        "idle_us": stats.executor_idle_us_total, "busy_us": stats.executor_busy_us_total,
-        "manager": _cpu_s(stack.manager.pid), "executor": _cpu_s(stack.executor.pid), **_machine_s(),
-    }  # fmt: skip  # several a line
+        "seconds": time.perf_counter(),
+        "steps": stats.steps_total,
+        "tokens": stats.generated_tokens_total,
+        "idle_us": stats.executor_idle_us_total,
+        "busy_us": stats.executor_busy_us_total,
+        "manager": _cpu_s(stack.manager.pid),
+        "executor": _cpu_s(stack.executor.pid),
+        **_machine_s(),
+    }
 
 
 def _machine_s() -> dict[str, float]:

@@ -70,10 +70,18 @@ def make_wide(path: Path) -> None:
     """Few parameters and 16 KiB of keys and values a token: cheap to compute, dear to copy."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=16, num_key_value_heads=16,
-        head_dim=128, vocab_size=256, max_position_embeddings=2048, bos_token_id=None, eos_token_id=None,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=128,
+        vocab_size=256,
+        max_position_embeddings=2048,
+        bos_token_id=None,
+        eos_token_id=None,
         pad_token_id=0,
-    )  # fmt: skip  # several a line
+    )
     LlamaForCausalLM(config).eval().save_pretrained(path)
 
 

@@ -76,22 +76,36 @@ def make_tokenizer(corpus: Corpus) -> PreTrainedTokenizerFast:
     )
     tokenizer.train_from_iterator(corpus.train, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=EOS, eos_token=EOS, pad_token=EOS,
-        additional_special_tokens=[SYSTEM, USER, ASSISTANT], chat_template=CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False, model_max_length=CONTEXT,
-    )  # fmt: skip  # several a line
+        tokenizer_object=tokenizer,
+        bos_token=EOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        additional_special_tokens=[SYSTEM, USER, ASSISTANT],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=CONTEXT,
+    )
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Return a freshly initialised model of the demo's shape."""
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=256, intermediate_size=640, num_hidden_layers=6, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=64, max_position_embeddings=CONTEXT, rms_norm_eps=1e-5,
-            tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=640,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=64,
+            max_position_embeddings=CONTEXT,
+            rms_norm_eps=1e-5,
+            tie_word_embeddings=True,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
         )
-    )  # fmt: skip  # several a line
+    )
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, documents: list[str]) -> list[torch.Tensor]:

@@ -98,13 +98,19 @@ def test_every_continuation_is_its_seed_and_index_own(args: list[str], oracle: P
     wanted = [
         [
             expected_tokens(
-                PROMPT, 20, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, ignore_eos=True,
-                temperature=1.0, seed=seed, sequence_index=index,
+                PROMPT,
+                20,
+                vocab_size=model.vocab_size,
+                eos_token_ids=model.eos_token_ids,
+                ignore_eos=True,
+                temperature=1.0,
+                seed=seed,
+                sequence_index=index,
             )
             for index in range(n)
         ]
         for n, seed in ((5, 11), (3, 11), (1, 11), (5, 12))
-    ]  # fmt: skip  # several a line
+    ]
     assert [[result.tokens for result in results] for results in found] == wanted
     assert len({tuple(tokens) for tokens in wanted[0] + wanted[3]}) == 10
 

@@ -67,10 +67,15 @@ async def one(engine: EngineLoop, rng: random.Random, command: GenerateCommand, 
             engine.abort(command.request_id)
     for index, tokens in outputs.items():
         wanted = expected_tokens(
-            command.prompt_ids, command.sampling.max_tokens, vocab_size=VOCAB, eos_token_ids=(EOS,),
-            ignore_eos=command.sampling.ignore_eos, temperature=command.sampling.temperature,
-            seed=command.sampling.seed, sequence_index=index,
-        )  # fmt: skip  # several a line
+            command.prompt_ids,
+            command.sampling.max_tokens,
+            vocab_size=VOCAB,
+            eos_token_ids=(EOS,),
+            ignore_eos=command.sampling.ignore_eos,
+            temperature=command.sampling.temperature,
+            seed=command.sampling.seed,
+            sequence_index=index,
+        )
         assert tokens == (wanted[: len(tokens)] if aborted else wanted), command
         tally.tokens += len(tokens)
     tally.cancelled += aborted

@@ -47,9 +47,16 @@ def check(
             # The plan of a model that has layers without a window, so that members see different parts of a split.
             plan_window = 0 if share else None
             result = run_decode(
-                launcher, sequences, cache, features, fused=fused, blocks=blocks, padding=padding, share=bool(share),
+                launcher,
+                sequences,
+                cache,
+                features,
+                fused=fused,
+                blocks=blocks,
+                padding=padding,
+                share=bool(share),
                 plan_window=plan_window,
-            )  # fmt: skip  # several a line
+            )
         assert worst_error(sequences, result, features) <= TOLERANCE[variant.dtype]
 
     return run

@@ -199,9 +199,15 @@ def test_every_split_is_in_one_item_however_rows_share(
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shared_splits, "MIN_SAVED", 1)
         work = decode_work(
-            rows=10 * order, sequences=order, context_lens=lens, window=window, tables=tables, block_size=64,
-            most_members=most, all_wide=all_wide,
-        )  # fmt: skip  # several a line
+            rows=10 * order,
+            sequences=order,
+            context_lens=lens,
+            window=window,
+            tables=tables,
+            block_size=64,
+            most_members=most,
+            all_wide=all_wide,
+        )
     plain = decode_work(rows=10 * order, sequences=order, context_lens=lens, window=window)
     found = [(row, split, merge) for row, _, split, merge in work.items.tolist()]
     assert not (all_wide and found)

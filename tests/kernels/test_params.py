@@ -33,10 +33,19 @@ PLAIN = Variant("float16", "float16", 128)
 HEADERS = ("params.cuh", "row_params.cuh", "sample_params.cuh")
 # Name of the C++ structure -> its mirror.
 STRUCTS = {
-    "CacheWriteParams": CACHE_WRITE, "AddNormParams": ADD_NORM, "GatedParams": GATED, "Choice": CHOICE,
-    "SampleParams": SAMPLE, "Adjustment": ADJUSTMENT, "Edit": EDIT, "AdjustParams": ADJUST,
-    "BlockCopyParams": BLOCK_COPY, "DecodeParams": DECODE, "MergeParams": MERGE, "PrefillParams": PREFILL,
-}  # fmt: skip  # several a line
+    "CacheWriteParams": CACHE_WRITE,
+    "AddNormParams": ADD_NORM,
+    "GatedParams": GATED,
+    "Choice": CHOICE,
+    "SampleParams": SAMPLE,
+    "Adjustment": ADJUSTMENT,
+    "Edit": EDIT,
+    "AdjustParams": ADJUST,
+    "BlockCopyParams": BLOCK_COPY,
+    "DecodeParams": DECODE,
+    "MergeParams": MERGE,
+    "PrefillParams": PREFILL,
+}
 
 
 @pytest.fixture(scope="module", params=COMPILERS)

@@ -215,9 +215,15 @@ def test_both_merges_give_the_same_bits(launcher: HostLauncher, dtype: str, head
     for kernel, shape in (("pagekv_merge", launch_config.merge), ("pagekv_merge_rows", launch_config.merge_rows)):
         rows = aligned_empty((len(partials), heads, head_size), twin.STORAGE[dtype])
         params = fill(
-            MERGE, out=address(rows), partial_out=address(out), partial_state=address(state), sinks=address(sinks),
-            items=address(items), out_stride=heads * head_size, num_heads=heads,
-        )  # fmt: skip  # several a line
+            MERGE,
+            out=address(rows),
+            partial_out=address(out),
+            partial_state=address(state),
+            sinks=address(sinks),
+            items=address(items),
+            out_stride=heads * head_size,
+            num_heads=heads,
+        )
         launcher.launch(kernel, variant, shape(variant, len(items), heads), params)
         results.append(rows)
     same_bits(*results)

@@ -227,10 +227,17 @@ def check_nothing(args: list[str]) -> None:
 
 
 CHECKS: dict[str, Callable[[list[str]], None]] = {
-    "pagekv": check_pagekv, "pagekv-manager": check_manager, "pagekv-executor": check_executor,
-    "pagekv-conformance": check_conformance, "torchrun": check_torchrun, "make": check_make, "python": check_python,
-    "pip": check_pip, "docker": check_docker, "grpcurl": check_nothing,
-}  # fmt: skip  # several a line
+    "pagekv": check_pagekv,
+    "pagekv-manager": check_manager,
+    "pagekv-executor": check_executor,
+    "pagekv-conformance": check_conformance,
+    "torchrun": check_torchrun,
+    "make": check_make,
+    "python": check_python,
+    "pip": check_pip,
+    "docker": check_docker,
+    "grpcurl": check_nothing,
+}
 
 
 def commands(page: Path) -> list[Command]:

@@ -32,10 +32,16 @@ LISTS: dict[str, tuple[str, ...] | None] = {
 # Lists beside which torch is installed, as a CPU build that stands in an index of its own.
 WITHOUT_TORCH = ("executor", "dev")
 LINUX = {
-    "python_version": "3.11", "python_full_version": "3.11.9", "sys_platform": "linux", "platform_system": "Linux",
-    "platform_machine": "x86_64", "platform_python_implementation": "CPython", "implementation_name": "cpython",
-    "os_name": "posix", "extra": "",
-}  # fmt: skip  # several a line
+    "python_version": "3.11",
+    "python_full_version": "3.11.9",
+    "sys_platform": "linux",
+    "platform_system": "Linux",
+    "platform_machine": "x86_64",
+    "platform_python_implementation": "CPython",
+    "implementation_name": "cpython",
+    "os_name": "posix",
+    "extra": "",
+}
 
 
 @cache

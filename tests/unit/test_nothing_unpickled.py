@@ -53,13 +53,20 @@ def test_no_module_unpickles(package: str) -> None:
 @pytest.mark.parametrize(
     "source",
     [
-        "import pickle", "from pickle import loads", "import torch\ntorch.load(path)",
-        "import numpy as np\nnp.load(path)", "archive.get(x, allow_pickle=True)", "socket.recv_pyobj()",
-        "from multiprocessing import Queue", "import multiprocessing\nmultiprocessing.Pipe()", "eval(text)",
-        "exec(text)", "AutoConfig.from_pretrained(path)",
+        "import pickle",
+        "from pickle import loads",
+        "import torch\ntorch.load(path)",
+        "import numpy as np\nnp.load(path)",
+        "archive.get(x, allow_pickle=True)",
+        "socket.recv_pyobj()",
+        "from multiprocessing import Queue",
+        "import multiprocessing\nmultiprocessing.Pipe()",
+        "eval(text)",
+        "exec(text)",
+        "AutoConfig.from_pretrained(path)",
         "AutoConfig.from_pretrained(path, trust_remote_code=trusted)",
     ],
-)  # fmt: skip  # several a line
+)
 def test_what_unpickles_is_found(source: str) -> None:
     assert len([*faults(source)]) == 1
 

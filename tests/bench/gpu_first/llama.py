@@ -13,10 +13,19 @@ from transformers import LlamaConfig, LlamaForCausalLM
 def llama_3_8b(layers: int = 32) -> LlamaConfig:
     """The shape of Llama 3 8B."""
     return LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_hidden_layers=layers, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=8192, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, dtype="bfloat16",
-    )  # fmt: skip  # several a line
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        vocab_size=128256,
+        max_position_embeddings=8192,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="bfloat16",
+    )
 
 
 def write_model(directory: Path, config: LlamaConfig, device: torch.device, spread: float = 0.02) -> None:
@@ -47,7 +56,17 @@ def write_model(directory: Path, config: LlamaConfig, device: torch.device, spre
 def two_layers(vocab_size: int = 512) -> LlamaConfig:
     """Small, with heads of a size that kernels serve. To be written with wide weights, so that no logits are near."""
     return LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=64, vocab_size=vocab_size, max_position_embeddings=4096, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0, dtype="float32",
-    )  # fmt: skip  # several a line
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        vocab_size=vocab_size,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        dtype="float32",
+    )

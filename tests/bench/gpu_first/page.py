@@ -121,9 +121,19 @@ def verdict_of(part: int, own: list[Record], about: Record) -> str:
 def versions_of(facts: Record) -> str:
     """One line."""
     names = (
-        "gpu", "arch", "cuda", "torch", "transformers", "cupy", "triton", "numpy", "python", "grpc", "flashinfer",
+        "gpu",
+        "arch",
+        "cuda",
+        "torch",
+        "transformers",
+        "cupy",
+        "triton",
+        "numpy",
+        "python",
+        "grpc",
+        "flashinfer",
         "cores",
-    )  # fmt: skip  # several a line
+    )
     return ", ".join(f"{name} {facts[name]}" for name in names if name in facts)
 
 

@@ -21,9 +21,15 @@ from typing import Any
 
 Record = dict[str, Any]
 NEEDED: dict[str, tuple[str, ...]] = {
-    "about": ("about",), "attempt": ("number",), "begin": ("section", "case"), "row": ("section", "case", "ok"),
-    "check": ("name", "passed"), "fact": ("name", "value"), "note": ("text",), "end": ("status", "reason", "seconds"),
-}  # fmt: skip  # several a line
+    "about": ("about",),
+    "attempt": ("number",),
+    "begin": ("section", "case"),
+    "row": ("section", "case", "ok"),
+    "check": ("name", "passed"),
+    "fact": ("name", "value"),
+    "note": ("text",),
+    "end": ("status", "reason", "seconds"),
+}
 """Keys of each kind of record."""
 PASSED, FAILED, LATE, ABSENT = "passed", "failed", "out of time", "absent"
 

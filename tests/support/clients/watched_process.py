@@ -51,9 +51,15 @@ def running_watched(module: str, args: Sequence[str], directory: Path, name: str
     env = environment()
     env["PYTHONPATH"] += f"{os.pathsep}{ROOT / 'tests'}"
     command = [
-        sys.executable, "-m", "support.clients.watched_server", module, "--listen", "127.0.0.1:0", "--port-file",
+        sys.executable,
+        "-m",
+        "support.clients.watched_server",
+        module,
+        "--listen",
+        "127.0.0.1:0",
+        "--port-file",
         str(port_file),
-    ]  # fmt: skip  # several a line
+    ]
     with log_file.open("wb") as log:
         popen = subprocess.Popen(
             [*command, *args], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=env

@@ -25,9 +25,16 @@ from pagekv.v1 import types_pb2
 
 RUNNING = types_pb2.SEQUENCE_STATE_RUNNING
 MODEL = EngineInfo(
-    model_id="small", model_fingerprint="f00d", max_model_len=64, vocab_size=400, eos_token_ids=(1,), block_size=4,
-    num_device_blocks=10, num_host_blocks=0, backend="oracle",
-)  # fmt: skip  # several a line
+    model_id="small",
+    model_fingerprint="f00d",
+    max_model_len=64,
+    vocab_size=400,
+    eos_token_ids=(1,),
+    block_size=4,
+    num_device_blocks=10,
+    num_host_blocks=0,
+    backend="oracle",
+)
 
 
 class FakeCache(CacheAdmin):

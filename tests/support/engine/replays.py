@@ -11,9 +11,17 @@ from pagekv.kvmanager.replay.trace import TraceRecord, read_trace
 
 SAMPLE = read_trace(Path(__file__).resolve().parents[2] / "data" / "traces" / "mooncake_sample.jsonl")
 OPTIONS = ReplayOptions(
-    block_size=512, tokens_per_id=512, partial_blocks=True, protected_share=0.2, speed=1.0, max_batch_tokens=2048,
-    max_running=64, watermark=0.01, pipeline_depth=2, cost=StepCost(),
-)  # fmt: skip  # several a line
+    block_size=512,
+    tokens_per_id=512,
+    partial_blocks=True,
+    protected_share=0.2,
+    speed=1.0,
+    max_batch_tokens=2048,
+    max_running=64,
+    watermark=0.01,
+    pipeline_depth=2,
+    cost=StepCost(),
+)
 # Small blocks, so that a few records of a few tokens exercise everything.
 SMALL = replace(OPTIONS, block_size=4, tokens_per_id=4, max_batch_tokens=24, max_running=8, watermark=0.0)
 

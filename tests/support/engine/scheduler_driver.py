@@ -62,9 +62,17 @@ class Driver:
         self._new_pool(num_blocks)
         policy = SwapPolicy(preemption, 1, 1, 1, 1)
         limits = SchedulerLimits(
-            max_batch_tokens, max_running, watermark, prefix_cache, partial_hits, fork_sharing, policy, write_back,
-            preemption_limit, max_step_bytes,
-        )  # fmt: skip  # several a line
+            max_batch_tokens,
+            max_running,
+            watermark,
+            prefix_cache,
+            partial_hits,
+            fork_sharing,
+            policy,
+            write_back,
+            preemption_limit,
+            max_step_bytes,
+        )
         self.priority_aging = priority_aging
         self.eos = eos
         self.scheduler = Scheduler(self.pool, limits, eos, host=self.host)

@@ -19,9 +19,15 @@ def beam_reference(
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), num_beams=width, num_return_sequences=results,
-            length_penalty=length_penalty, max_new_tokens=new, do_sample=False, eos_token_id=end_ids,
-        )  # fmt: skip  # several a line
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=width,
+            num_return_sequences=results,
+            length_penalty=length_penalty,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=end_ids,
+        )
     rows = out[:, len(prompt) :].tolist()
     return [row[: next((at for at, t in enumerate(row) if t in end_ids), new) + 1] for row in rows]
 

@@ -118,11 +118,17 @@ def expected_output(command: GenerateCommand, index: int, vocab: int, eos: tuple
     """The output of a sequence over the oracle, without resumed tokens."""
     sampling, resumed = command.sampling, command.resumed_tokens
     return expected_tokens(
-        command.prompt_ids, sampling.max_tokens - resumed, vocab_size=vocab, eos_token_ids=eos,
-        stop_token_ids=sampling.stop_token_ids, ignore_eos=sampling.ignore_eos,
-        min_tokens=max(0, sampling.min_tokens - resumed), temperature=sampling.temperature, seed=sampling.seed,
+        command.prompt_ids,
+        sampling.max_tokens - resumed,
+        vocab_size=vocab,
+        eos_token_ids=eos,
+        stop_token_ids=sampling.stop_token_ids,
+        ignore_eos=sampling.ignore_eos,
+        min_tokens=max(0, sampling.min_tokens - resumed),
+        temperature=sampling.temperature,
+        seed=sampling.seed,
         sequence_index=index,
-    )  # fmt: skip  # several a line
+    )
 
 
 def expected_results(command: GenerateCommand, vocab: int, eos: tuple[int, ...]) -> list[list[int]]:

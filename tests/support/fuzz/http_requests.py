@@ -120,13 +120,19 @@ def _body(rng: random.Random) -> bytes:
     return rng.choice(
         (
             *(
-                b"[" * 30_000, b'{"a":' * 20_000, b"{}", b"[]", b"nul", b"\xff\xfe{}", b'"\\ud800"',
+                b"[" * 30_000,
+                b'{"a":' * 20_000,
+                b"{}",
+                b"[]",
+                b"nul",
+                b"\xff\xfe{}",
+                b'"\\ud800"',
                 b'{"text": "\\udc00"}',
             ),
             *(body[:-3], body * 2, b" " * 140_000, b"9" * 100_000, b'{"token_ids": [' + b"1," * 60_000 + b"1]}"),
             b'{"text": "' + b"\xff" * 50 + b'"}',
         )
-    )  # fmt: skip  # several a line
+    )
 
 
 def _framing(rng: random.Random, body: bytes) -> list[str]:

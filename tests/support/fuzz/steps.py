@@ -53,10 +53,18 @@ REFUSALS = {InvalidRequest: StatusCode.INVALID_ARGUMENT, StaleEpoch: StatusCode.
 # Values of `pagekv-epoch` in the metadata of Run, "" for the epoch that was attached, by the refusal of the call; None:
 # the call is taken. Of two values the first one counts.
 NAMED: dict[tuple[str, ...], StatusCode | None] = {
-    (): None, ("",): None, ("", ""): None, ("", "1"): None, ("1",): StatusCode.ABORTED, ("1", ""): StatusCode.ABORTED,
-    ("0",): StatusCode.ABORTED, (str(2**64),): StatusCode.ABORTED, ("x",): StatusCode.INVALID_ARGUMENT,
-    ("-1", ""): StatusCode.INVALID_ARGUMENT, ("9" * 21,): StatusCode.INVALID_ARGUMENT,
-}  # fmt: skip  # several a line
+    (): None,
+    ("",): None,
+    ("", ""): None,
+    ("", "1"): None,
+    ("1",): StatusCode.ABORTED,
+    ("1", ""): StatusCode.ABORTED,
+    ("0",): StatusCode.ABORTED,
+    (str(2**64),): StatusCode.ABORTED,
+    ("x",): StatusCode.INVALID_ARGUMENT,
+    ("-1", ""): StatusCode.INVALID_ARGUMENT,
+    ("9" * 21,): StatusCode.INVALID_ARGUMENT,
+}
 HANG_S = 240.0
 
 

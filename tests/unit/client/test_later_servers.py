@@ -141,11 +141,16 @@ class Refusal(grpc.RpcError):
 INFO = error_details_pb2.ErrorInfo(domain="pagekv.v1", reason="INVENTED_LATER", metadata={"limit": "many", "new": "1"})
 CODE = grpc.StatusCode
 BY_CODE: dict[grpc.StatusCode, type[PageKVError]] = {
-    CODE.INVALID_ARGUMENT: InvalidRequest, CODE.ALREADY_EXISTS: AlreadyExists, CODE.NOT_FOUND: NotFound,
-    CODE.RESOURCE_EXHAUSTED: LimitExceeded, CODE.FAILED_PRECONDITION: FailedPrecondition,
-    CODE.UNAVAILABLE: Unavailable, CODE.UNAUTHENTICATED: Unauthenticated, CODE.PERMISSION_DENIED: PermissionDenied,
+    CODE.INVALID_ARGUMENT: InvalidRequest,
+    CODE.ALREADY_EXISTS: AlreadyExists,
+    CODE.NOT_FOUND: NotFound,
+    CODE.RESOURCE_EXHAUSTED: LimitExceeded,
+    CODE.FAILED_PRECONDITION: FailedPrecondition,
+    CODE.UNAVAILABLE: Unavailable,
+    CODE.UNAUTHENTICATED: Unauthenticated,
+    CODE.PERMISSION_DENIED: PermissionDenied,
     CODE.DEADLINE_EXCEEDED: DeadlineExceeded,
-}  # fmt: skip  # several a line
+}
 ERRORS = sorted(set(CODE) - {CODE.OK}, key=lambda code: code.name)
 
 

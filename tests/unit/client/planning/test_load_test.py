@@ -19,9 +19,15 @@ from pagekv.client.planning.load_test import (
 
 def workload(**changes: object) -> Workload:
     values: dict[str, object] = {
-        "requests": 400, "concurrency": 4, "rate": None, "prompt_tokens": (3, 5), "output_tokens": (1, 2),
-        "shared_prefix": 0, "temperature": 0.0, "seed": 1,
-    }  # fmt: skip  # several a line
+        "requests": 400,
+        "concurrency": 4,
+        "rate": None,
+        "prompt_tokens": (3, 5),
+        "output_tokens": (1, 2),
+        "shared_prefix": 0,
+        "temperature": 0.0,
+        "seed": 1,
+    }
     return Workload(**(values | changes))  # type: ignore[arg-type]  # checked by the test's own use
 
 

@@ -259,9 +259,15 @@ def test_many_random_sequences_generate_what_is_expected(seed: int) -> None:
             prompt = state.token_ids[: state.num_prompt_tokens]
             seed_of = state.sampling.seed
             assert output == expected_tokens(
-                prompt, len(output), vocab_size=VOCAB, eos_token_ids=(0,), ignore_eos=True, temperature=seed_of % 2,
-                seed=seed_of, sequence_index=3,
-            )  # fmt: skip  # several a line
+                prompt,
+                len(output),
+                vocab_size=VOCAB,
+                eos_token_ids=(0,),
+                ignore_eos=True,
+                temperature=seed_of % 2,
+                seed=seed_of,
+                sequence_index=3,
+            )
             free += state.block_table
             done += 1
         rng.shuffle(free)

@@ -38,11 +38,16 @@ def test_what_others_or_the_network_cause_can_pass(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        MemoryError("too little"), OSError("no such file"), ValueError("a flag"), ImportError("numba"),
-        ModelNotFound("nowhere"), RanksDisagree("rank 0 and rank 1 differ"), CannotStart("rank 1: too little"),
+        MemoryError("too little"),
+        OSError("no such file"),
+        ValueError("a flag"),
+        ImportError("numba"),
+        ModelNotFound("nowhere"),
+        RanksDisagree("rank 0 and rank 1 differ"),
+        CannotStart("rank 1: too little"),
         RuntimeError("shapes differ"),
     ],
-)  # fmt: skip  # several a line
+)
 def test_what_a_rank_has_of_its_own_comes_again(error: Exception) -> None:
     assert not can_pass(error)
 

@@ -70,14 +70,35 @@ def test_a_key_is_known(authenticator: Authenticator, header: str) -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        "", " ", "Bearer", "Bearer ", f"Bearer {KEY}x", f"Bearer {KEY[:-1]}", f"Bearer {KEY.upper()}",
-        f"Bearer {DIGEST.hex()}", f"Bearer x {KEY}", f"Bearer\t{KEY}", KEY, f"Digest {KEY}", "Bearer a.b.c",
-        basic(f"bob:{KEY}"), basic(f"Alice:{KEY}"), basic("alice:"), basic("alice"), basic(KEY),
-        basic(f"alice:{KEY}:"), basic(b"\xff:\xff"), basic(f"alice:{KEY}") + "=", f"Basic {KEY}", "Basic ***",
-        "Bearer ä", "Bearer \ud800", "Bearer " + "x" * MAX_HEADER_CHARACTERS,
+        "",
+        " ",
+        "Bearer",
+        "Bearer ",
+        f"Bearer {KEY}x",
+        f"Bearer {KEY[:-1]}",
+        f"Bearer {KEY.upper()}",
+        f"Bearer {DIGEST.hex()}",
+        f"Bearer x {KEY}",
+        f"Bearer\t{KEY}",
+        KEY,
+        f"Digest {KEY}",
+        "Bearer a.b.c",
+        basic(f"bob:{KEY}"),
+        basic(f"Alice:{KEY}"),
+        basic("alice:"),
+        basic("alice"),
+        basic(KEY),
+        basic(f"alice:{KEY}:"),
+        basic(b"\xff:\xff"),
+        basic(f"alice:{KEY}") + "=",
+        f"Basic {KEY}",
+        "Basic ***",
+        "Bearer ä",
+        "Bearer \ud800",
+        "Bearer " + "x" * MAX_HEADER_CHARACTERS,
         f"Bearer {KEY}" + " " * MAX_HEADER_CHARACTERS,
     ],
-)  # fmt: skip  # several a line
+)
 def test_a_wrong_header_is_refused_even_beside_a_good_certificate(authenticator: Authenticator, header: str) -> None:
     assert refusal(authenticator, header, PEM) == "unknown key"
 

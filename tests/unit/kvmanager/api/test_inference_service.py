@@ -212,10 +212,19 @@ async def test_the_version_is_told_before_there_is_a_model(h: Harness) -> None:
 @run_by(run)
 async def test_model_info(h: Harness) -> None:
     assert await h.stub.GetModelInfo(pb.GetModelInfoRequest()) == pb.GetModelInfoResponse(
-        model_id="small", model_fingerprint="f00d", max_model_len=64, vocab_size=400, eos_token_ids=[1],
-        has_tokenizer=True, has_chat_template=True, block_size=4, num_device_blocks=16, max_sequence_tokens=64,
-        server_version=pagekv_version(), backend="oracle",
-    )  # fmt: skip  # several a line
+        model_id="small",
+        model_fingerprint="f00d",
+        max_model_len=64,
+        vocab_size=400,
+        eos_token_ids=[1],
+        has_tokenizer=True,
+        has_chat_template=True,
+        block_size=4,
+        num_device_blocks=16,
+        max_sequence_tokens=64,
+        server_version=pagekv_version(),
+        backend="oracle",
+    )
 
 
 @run_by(run)

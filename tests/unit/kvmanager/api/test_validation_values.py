@@ -103,16 +103,35 @@ def test_every_value_arrives() -> None:
 def test_every_value_of_beam_search_arrives() -> None:
     """A value that says no more than an absent field may be there."""
     request = beams(
-        8, n=8, length_penalty=-10, early_stopping=True, stop_token_ids=[7], ignore_eos=True, max_tokens=4,
-        min_tokens=2, temperature=0, top_p=1, top_k=0, min_p=0, repetition_penalty=1, presence_penalty=0,
+        8,
+        n=8,
+        length_penalty=-10,
+        early_stopping=True,
+        stop_token_ids=[7],
+        ignore_eos=True,
+        max_tokens=4,
+        min_tokens=2,
+        temperature=0,
+        top_p=1,
+        top_k=0,
+        min_p=0,
+        repetition_penalty=1,
+        presence_penalty=0,
         frequency_penalty=0,
-    )  # fmt: skip  # several a line
+    )
     command, stops = read(request)
     assert (command.n, stops) == (8, [])
     assert command.sampling == SamplingParams(
-        temperature=0.0, max_tokens=4, min_tokens=2, seed=command.sampling.seed, stop_token_ids=(7,), ignore_eos=True,
-        beam_width=8, length_penalty=-10.0, early_stopping=True,
-    )  # fmt: skip  # several a line
+        temperature=0.0,
+        max_tokens=4,
+        min_tokens=2,
+        seed=command.sampling.seed,
+        stop_token_ids=(7,),
+        ignore_eos=True,
+        beam_width=8,
+        length_penalty=-10.0,
+        early_stopping=True,
+    )
 
 
 def test_beam_search_by_default() -> None:

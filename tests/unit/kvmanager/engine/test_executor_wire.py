@@ -28,9 +28,19 @@ def new_sequence(sampling: SamplingParams, index: int = 0) -> NewSeq:
 
 def test_a_step_with_everything() -> None:
     sampling = SamplingParams(
-        temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, min_tokens=2, seed=2**64 - 1, stop_token_ids=(9, 4),
-        repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=2.0, logprobs=0, logit_bias={3: -1.0},
-    )  # fmt: skip  # several a line
+        temperature=0.5,
+        top_p=0.25,
+        top_k=3,
+        min_p=0.125,
+        min_tokens=2,
+        seed=2**64 - 1,
+        stop_token_ids=(9, 4),
+        repetition_penalty=1.5,
+        presence_penalty=-1.0,
+        frequency_penalty=2.0,
+        logprobs=0,
+        logit_bias={3: -1.0},
+    )
     # 8 is read before it is written, so its writing begins another operation.
     moves = CopyList(BlockCopy(CopyKind.COPY, *pair) for pair in [(7, 12), (8, 13), (9, 8), (7, 14)])
     plan = StepPlan([1, 2], moves, [new_sequence(sampling, index=6)], [3, 3], [10, 11], [41, 5], [2, 0])
@@ -50,9 +60,20 @@ def test_a_step_with_everything() -> None:
                 block_ids=[8, 9],
                 computed_tokens=2,
                 sampling=pb.StepSampling(
-                    temperature=0.5, top_p=0.25, top_k=3, min_p=0.125, repetition_penalty=1.5, presence_penalty=-1,
-                    frequency_penalty=2, seed=2**64 - 1, sequence_index=6, min_tokens=2, banned_until_min=[1, 4, 9],
-                    bias_token_ids=[3], biases=[-1], logprobs=0,
+                    temperature=0.5,
+                    top_p=0.25,
+                    top_k=3,
+                    min_p=0.125,
+                    repetition_penalty=1.5,
+                    presence_penalty=-1,
+                    frequency_penalty=2,
+                    seed=2**64 - 1,
+                    sequence_index=6,
+                    min_tokens=2,
+                    banned_until_min=[1, 4, 9],
+                    bias_token_ids=[3],
+                    biases=[-1],
+                    logprobs=0,
                 ),
             )
         ],
@@ -60,7 +81,7 @@ def test_a_step_with_everything() -> None:
         append_blocks=[10, 11],
         scheduled_seqs=[41, 5],
         scheduled_tokens=[2, 0],
-    )  # fmt: skip  # several a line
+    )
 
 
 def test_copies_of_one_operation_may_all_happen_at_once() -> None:

@@ -41,10 +41,20 @@ def test_zero_means_the_default_where_the_protocol_cannot_say_absent() -> None:
 
 def test_parameters_arrive_as_they_were_given() -> None:
     given: dict[str, Any] = {
-        "temperature": 0.0, "top_p": 0.5, "top_k": 3, "min_p": 0.25, "repetition_penalty": 1.5,
-        "presence_penalty": 0.5, "frequency_penalty": -0.5, "max_tokens": 9, "min_tokens": 2,
-        "stop_token_ids": [7, 8], "ignore_eos": True, "logprobs": 2, "logit_bias": {5: 1.5},
-    }  # fmt: skip  # several a line
+        "temperature": 0.0,
+        "top_p": 0.5,
+        "top_k": 3,
+        "min_p": 0.25,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "stop_token_ids": [7, 8],
+        "ignore_eos": True,
+        "logprobs": 2,
+        "logit_bias": {5: 1.5},
+    }
 
     params = read_request(request(seed=-1, n=3, **given), MODEL).sampling_params
     assert {name: _plain(getattr(params, name)) for name in given} == given

@@ -73,10 +73,19 @@ def case_of(seed: int, num_end_ids: int) -> Case:
     """The end ids are tokens that greedy decoding with a few beams comes upon."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.25, tie_word_embeddings=False,
-        bos_token_id=None, eos_token_id=None, pad_token_id=0,
-    )  # fmt: skip  # several a line
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.25,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
     case = Case(LlamaForCausalLM(config).eval(), torch.randint(1, VOCAB, (7,)).tolist(), [])
     search = beam_search(4, 4, 1.0, False, NEW, frozenset())
     run(search, case.ranked)

@@ -118,9 +118,15 @@ def test_a_hash_with_few_values_costs_hits_and_never_an_output(
     monkeypatch.setattr(publishing, "sha256", Weak)
     chance = random.Random(seed)
     driver = Driver(
-        num_blocks=24, block_size=2, max_running=4, partial_hits=bool(seed % 2), vocab=3, host_blocks=host_blocks,
-        preemption="swap", write_back=True,
-    )  # fmt: skip  # several a line
+        num_blocks=24,
+        block_size=2,
+        max_running=4,
+        partial_hits=bool(seed % 2),
+        vocab=3,
+        host_blocks=host_blocks,
+        preemption="swap",
+        write_back=True,
+    )
     prompts = []
     for _ in range(60):
         prompts.append([chance.randrange(3) for _ in range(chance.randrange(1, 12))])

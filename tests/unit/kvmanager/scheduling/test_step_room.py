@@ -48,9 +48,15 @@ def test_victims_are_swapped_out_as_far_as_the_step_has_room() -> None:
     """The rest is computed again."""
     step = 60 * COPY_BYTES + SEQUENCE_BYTES + COLUMNS_BYTES * 4
     driver = Measured(
-        block_size=1, num_blocks=256, max_running=4, host_blocks=512, preemption="swap", max_step_bytes=step,
-        fork_sharing=False, prefix_cache=False,
-    )  # fmt: skip  # several a line
+        block_size=1,
+        num_blocks=256,
+        max_running=4,
+        host_blocks=512,
+        preemption="swap",
+        max_step_bytes=step,
+        fork_sharing=False,
+        prefix_cache=False,
+    )
     request = driver.submit(list(range(20)), max_tokens=12, n=4)
     while request.sequences[3].num_tokens < 26:
         driver.step()
@@ -117,9 +123,15 @@ def test_a_fork_of_beams_that_a_step_has_no_room_for_is_refused(depth: int) -> N
 def short_of_room(**options: Any) -> Measured:
     """Beams share nothing, victims are swapped, and a step has room for 58 copies."""
     return Measured(
-        block_size=1, max_running=8, max_step_bytes=50 * COPY_BYTES + 8 * COLUMNS_BYTES, depth=1, fork_sharing=False,
-        prefix_cache=False, preemption="swap", **options,
-    )  # fmt: skip  # several a line
+        block_size=1,
+        max_running=8,
+        max_step_bytes=50 * COPY_BYTES + 8 * COLUMNS_BYTES,
+        depth=1,
+        fork_sharing=False,
+        prefix_cache=False,
+        preemption="swap",
+        **options,
+    )
 
 
 def test_a_fork_is_refused_where_what_was_swapped_out_for_it_left_no_room() -> None:

@@ -49,9 +49,16 @@ read = ["*"]
 write = ["team-a"]
 """
 COUNTS = {
-    "max_running": 1, "max_waiting": 1, "tokens_per_minute": 1, "max_blocks": 1, "max_pinned_blocks": 0,
-    "max_watchers": 0, "max_calls": 1, "tokenized_bytes_per_second": 1, "floor_blocks": 0,
-}  # fmt: skip  # several a line
+    "max_running": 1,
+    "max_waiting": 1,
+    "tokens_per_minute": 1,
+    "max_blocks": 1,
+    "max_pinned_blocks": 0,
+    "max_watchers": 0,
+    "max_calls": 1,
+    "tokenized_bytes_per_second": 1,
+    "floor_blocks": 0,
+}
 LIMITS = ", ".join(field.name for field in fields(TenantLimits))
 
 

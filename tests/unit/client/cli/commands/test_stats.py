@@ -14,14 +14,40 @@ from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
 STATS = operator_pb.GetStatsResponse(
-    block_size=16, num_device_blocks=100, free_blocks=75, cached_free_blocks=20, active_blocks=25, kv_usage=0.25,
-    utilization=0.9, prefix_hit_rate=0.5, prompt_tokens_total=200, cached_tokens_total=100, executor_attached=True,
-    executor_threads=2, executor_busy_us_total=3, executor_idle_us_total=1, published_blocks=45, pinned_blocks=8,
-    pins=2, watchers=1, block_hit_rate=0.4, misses_never_seen_total=5, misses_evicted_total=4, misses_cleared_total=3,
-    misses_diverged_total=2, misses_partial_tail_total=1, num_host_blocks=20, host_cached_blocks=21,
-    host_held_blocks=22, swap_preemptions_total=23, swapped_out_blocks_total=24, swapped_in_blocks_total=25,
-    written_back_blocks_total=26, host_evicted_blocks_total=27, unread_sequences=3,
-)  # fmt: skip  # several a line
+    block_size=16,
+    num_device_blocks=100,
+    free_blocks=75,
+    cached_free_blocks=20,
+    active_blocks=25,
+    kv_usage=0.25,
+    utilization=0.9,
+    prefix_hit_rate=0.5,
+    prompt_tokens_total=200,
+    cached_tokens_total=100,
+    executor_attached=True,
+    executor_threads=2,
+    executor_busy_us_total=3,
+    executor_idle_us_total=1,
+    published_blocks=45,
+    pinned_blocks=8,
+    pins=2,
+    watchers=1,
+    block_hit_rate=0.4,
+    misses_never_seen_total=5,
+    misses_evicted_total=4,
+    misses_cleared_total=3,
+    misses_diverged_total=2,
+    misses_partial_tail_total=1,
+    num_host_blocks=20,
+    host_cached_blocks=21,
+    host_held_blocks=22,
+    swap_preemptions_total=23,
+    swapped_out_blocks_total=24,
+    swapped_in_blocks_total=25,
+    written_back_blocks_total=26,
+    host_evicted_blocks_total=27,
+    unread_sequences=3,
+)
 
 
 def test_stats_for_people_and_scripts(server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]) -> None:
