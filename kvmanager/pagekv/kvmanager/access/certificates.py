@@ -24,7 +24,7 @@ class Certificate:
 
 @lru_cache(maxsize=MAX_CACHED)
 def subject_of(pem: bytes) -> Certificate:
-    """The first certificate in these bytes: TLS sends the client's own first. Raises ValueError for no such bytes."""
+    """The first certificate in these bytes: TLS sends the client's own first. Raises ValueError without one."""
     if len(pem) > MAX_PEM_BYTES:
         raise ValueError(f"a certificate must have at most {MAX_PEM_BYTES} bytes, has {len(pem)}")
     try:
@@ -35,7 +35,7 @@ def subject_of(pem: bytes) -> Certificate:
 
 
 def normal_subject(text: str) -> str:
-    """The RFC 4514 text as `subject_of` writes it. Raises ValueError for no such text and for an empty subject."""
+    """The RFC 4514 text as `subject_of` writes it. Raises ValueError for other text and for an empty subject."""
     name = x509.Name.from_rfc4514_string(text)
     if not name.rdns:
         raise ValueError("a subject has one attribute at least")
