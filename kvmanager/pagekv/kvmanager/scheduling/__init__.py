@@ -1,5 +1,5 @@
 """Every scheduling decision: admission, preemption, chunked prefill, swapping, beams. Requests in, step plans out.
-Tenants that compete are the matter of `fairness`.
+Fairness among competing tenants is in `fairness`.
 
 A reader may take the modules in this order:
 

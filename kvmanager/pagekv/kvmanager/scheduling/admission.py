@@ -1,7 +1,8 @@
-"""Entries into the running order: forks, the waiting queue, and the sequences of a request that return together.
+"""Admission into the running order: forks, the waiting queue, and sequences of a request that return together.
 
-Sequences of one request that were preempted come back together and share again what they shared, unless they were never
-admitted or do not fit together; beams wait for blocks as one (DESIGN 5, "A request returns whole where it fits").
+Preempted sequences of one request are admitted together and share again the blocks that they shared before, unless they
+do not fit together. Beams wait for blocks as one large sequence does (DESIGN 5, "A request returns whole where it
+fits").
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest
 from pagekv.kvmanager.scheduling.shared_prefill import pair_arrivals
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 
-# Steps after which a head of the queue that did not fit looks for newly cached blocks, even if none became free.
+# A head of the queue that did not fit is tried again after this many steps even if no block became free: other
+# sequences may have published blocks that it hits.
 RETRY_STEPS = 16
-# Steps, in all of a request's life, for which the head of the queue waits until what was preempted with it fits too;
-# meanwhile nothing behind it is admitted.
+# Steps, over a request's whole life, for which its preempted sequences wait at the head of the queue until all of them
+# fit together. Meanwhile nothing behind them is admitted.
 PATIENCE_STEPS = 16
 
 
 @dataclass(slots=True)
 class _Blocked:
-    """A head that did not fit, looked at again when enough is free, or some steps later, as others publish."""
+    """A head of the queue that did not fit: tried again when enough blocks are free, or after RETRY_STEPS steps."""
 
     sequence: Seq
-    # How many sequences were to come in together.
+    # Number of sequences that were to be admitted together.
     count: int
-    # Without the watermark, which is another one when others have left.
+    # Blocks that must be free, without the watermark, which changes when other requests leave.
     free_needed: int
     steps_left: int
 
@@ -40,7 +42,7 @@ class Refused:
     """Sequences at the head of the queue that did not fit together."""
 
     group: list[Seq]
-    # Slots that they need, and how many blocks have to be free for them; 0: nobody has counted.
+    # Slots that they need, and blocks that must be free for them; 0 blocks: not counted, because slots were missing.
     slots: int
     free_blocks: int
 
@@ -53,18 +55,19 @@ class Admission:
     _tables: BlockTables
     _waiting: WaitingQueue
     _blocked: _Blocked | None = None
-    # Whether the waiting queue is admitted from before anybody returns: its head found too few bytes in the step
-    # before, and those that return, step after step, would leave it less for ever. Never in two steps running, for a
-    # queue that stays deep would leave as little to those that return.
+    # Whether this step admits from the waiting queue before sequences return: its head found too few bytes in the step
+    # before, and sequences that return in every step could starve it. Never true in two consecutive steps, or a deep
+    # queue could starve the returning sequences.
     goes_first: bool = False
-    # The head of the queue does not fit into the step being planned.
+    # Whether admission has ended for the step being planned, because a head of the queue did not fit.
     _ended: bool = False
-    # The head for which the latest step had not blocks enough, or not slots.
+    # The group at the head of the queue for which the latest step had too few blocks or slots.
     refused: Refused | None = None
 
     def next_prompt(self) -> Seq | None:
-        """The sequence whose prompt the next step computes first, if any, as far as is known before: of the tenant that
-        was served least, one under way or the head of the queue, where that one did not lack blocks or slots before.
+        """The sequence whose prompt the next step is expected to compute first, or None. It is of the tenant that was
+        served least: a prefill under way, or the head of the queue unless that lacked blocks or slots in the latest
+        step.
         """
         served, head = self._waiting.served, self._waiting.head()
         if self.refused is not None and self.refused.group[0] is head:
@@ -75,20 +78,21 @@ class Admission:
         return head
 
     def plan_forks(self, step: StepBuilder) -> None:
-        """Forks every request whose prompt has been computed by an earlier step. Where slots, budget, bytes or blocks
-        do not suffice for all sequences of a request, they queue, and share the prompt's full blocks when they come in.
+        """Forks every request whose prompt an earlier step has computed. If slots, token budget, bytes or blocks do not
+        suffice for all sequences of a request, all of them join the waiting queue and share the prompt's full blocks at
+        admission.
         """
         running, tables = self._running, self._tables
         for request in self._waiting.forking[:]:
             parent = request.sequences[0]
             if parent.state is SeqStatus.RUNNING and not running.batch.decoding[parent.seq_id]:
-                continue  # its prompt is under way
+                continue  # its prompt is still being computed
             children = self._waiting.take_children(request)
             slots = tables.limits.max_running - len(running.order)
             blocks = tables.pool.num_free_for(request.tenant) - self._watermark(request)
             fits = len(children) <= min(step.room, slots, blocks) and step.takes(parent, len(children))
             may = children and parent.state in HOLDING and fits and tables.limits.fork_sharing
-            # Each computes the last prompt position for itself.
+            # Each child computes the last prompt position itself.
             if may and tables.fork([parent] * len(children), children, recomputed=1):
                 for child in children:
                     child.cached_tokens = parent.cached_tokens
@@ -99,15 +103,15 @@ class Admission:
                     self._waiting.push(child)
 
     def plan_returns(self, step: StepBuilder) -> None:
-        """Enters the members of the order that are not at the executor, as far as budget, bytes and sequence slots go:
-        beams that a decision has given their next token, and sequences admitted together.
+        """Adds members of the running order that are not at the executor to the step, as far as token budget, bytes and
+        slots allow: beams that got their next token from a decision, and sequences that were admitted together.
         """
         running = self._running
-        # Beams return in step after step, and leave room for the head of the queue.
+        # Beams return in every step, and leave half of the bytes to the head of the queue, if there is one.
         half = self._waiting.head() is not None
         for sequence in running.returning[:]:
-            # More beams may hold blocks than fit into the executor at once. Each leaves after a step, so the others
-            # follow; and while there are as many nothing else is admitted, so what stays there leaves a slot.
+            # More beams may hold blocks than the executor has slots. Each beam leaves after one step, so the others
+            # follow. Nothing else is admitted meanwhile, so the sequences that stay at the executor leave a slot.
             if not step.room or step.num_at_executor >= self._tables.limits.max_running:
                 return
             if running.shared_prefill.is_ready(sequence):
@@ -116,9 +120,9 @@ class Admission:
                 step.add_new(sequence)
 
     def plan_prefills(self, step: StepBuilder, under_way: list[Seq]) -> None:
-        """Goes on with the prompts under way, and then admits from the waiting queue in order: the first that does not
-        fit blocks the others, so none starves. Where there are several tenants, those that were served least come
-        first in both, and go in turns.
+        """Continues the prefills under way, then admits from the waiting queue in order. The first sequence that does
+        not fit blocks those behind it, so none starves. With several tenants, prefills and admissions are merged in one
+        order: the tenant that was served least comes first.
         """
         went_first, self.goes_first, self.refused = self.goes_first, False, None
         self._ended = False
@@ -133,7 +137,7 @@ class Admission:
         self._plan_admissions(step, went_first)
 
     def _plan_admissions(self, step: StepBuilder, went_first: bool, before: Seq | None = None) -> None:
-        """Admits heads of tenants that were served no more than the one of a sequence under way, `before`."""
+        """Admits heads of the queue; with `before`, a prefill under way, only those served no more than its tenant."""
         running, waiting = self._running, self._waiting
         while step.room and not self._ended and (head := waiting.head()) is not None:
             if before is not None and not waiting.served.goes_before(head.tenant, before.tenant):
@@ -162,9 +166,9 @@ class Admission:
                 waiting.expect_fork(head.request)
 
     def _admit(self, head: Seq, step: StepBuilder) -> list[Arrival]:
-        """Takes blocks for the head of the queue and those that come in with it; none where there is no room."""
+        """Takes blocks for the head of the queue and sequences admitted with it; an empty list if they do not fit."""
         group = self._group(head)
-        # A preempted sequence is recomputed from its tokens, so those still promised must arrive first.
+        # A preempted sequence is recomputed from its tokens, so tokens that steps in flight promise must arrive first.
         if any(sequence.seq_id != NO_SEQ_ID for sequence in group):
             return []
         arrivals = self._admit_together(group, step)
@@ -175,7 +179,7 @@ class Admission:
         return arrivals
 
     def _group(self, head: Seq) -> list[Seq]:
-        """The head and those of its request that were admitted before, too, unless they come one by one."""
+        """The head and its waiting siblings that were admitted before, too, unless they are admitted one by one."""
         request = head.request
         alone = bool(self._running.order) and self._running.is_alone(request)
         if len(request.sequences) == 1 or request.apart or alone:
@@ -184,7 +188,9 @@ class Admission:
         return list(takewhile(lambda s: s.cached_tokens is not None, waiting)) or [head]
 
     def _admit_together(self, group: list[Seq], step: StepBuilder) -> list[Arrival]:
-        """Takes blocks for all of these; none where that leaves no watermark, or slots are too few."""
+        """Takes blocks for the whole group; an empty list, with nothing taken, if slots are too few, or fewer blocks
+        than the watermark would stay free.
+        """
         head, pool = group[0], self._tables.pool
         request = head.request
         # Beams leave the executor after every step, so they can take turns in one slot.
@@ -196,7 +202,7 @@ class Admission:
         if blocked is not None and blocked.sequence is head and blocked.count == len(group):
             self.refused = Refused(group, slots, blocked.free_needed + watermark)
             blocked.steps_left -= 1
-            # With nothing planned there may be no later step to look again in.
+            # If nothing is planned yet, there may be no later step in which to try again.
             looks_again = not step.plan.num_tokens or not blocked.steps_left
             if not looks_again and pool.num_free_for(request.tenant) < blocked.free_needed + watermark:
                 return []
@@ -208,7 +214,7 @@ class Admission:
         missing = self._tables.admit(arrivals, watermark)
         nobody = len(group) == 1 if not self._running.order else self._is_stuck(step)
         if missing and pool.tenants is not None and nobody:
-            # Nobody is left to wait for: floors were raised, or the pool has shrunk, since the request was accepted.
+            # No other sequence will free a block. Floors rose, or the pool shrank, since the request was accepted.
             missing = self._tables.admit(arrivals, watermark, over_floors=True)
         if missing:
             free = pool.num_free_for(request.tenant) + missing
@@ -219,8 +225,9 @@ class Admission:
         return arrivals
 
     def _is_stuck(self, step: StepBuilder) -> bool:
-        """Whether nothing is computed, now, by steps in flight or by later ones, so nobody will ever free a block:
-        beams hold theirs while others of their search wait. A sequence that a bounded step passes over decodes later.
+        """Whether neither this step, nor steps in flight, nor later ones compute anything, so no block will ever be
+        freed: beams hold theirs while others of their search wait. A sequence that a bounded step passes over does
+        decode later.
         """
         running = self._running
         under_way = step.plan.num_tokens or running.prefilling or running.returning or running.batch.decoding.any()
@@ -228,24 +235,24 @@ class Admission:
 
     def _watermark(self, request: LiveRequest) -> int:
         """Blocks that an admission of this request leaves free."""
-        # With no other running it protects nobody, and insisting on it could block a large prompt for ever.
+        # If no other request runs, the watermark protects nobody, and it could block a large prompt for ever.
         if self._running.is_alone(request):
             return 0
         return math.ceil(self._tables.limits.watermark * self._tables.pool.num_blocks)
 
     def _come_apart(self, group: list[Seq]) -> bool:
-        """Whether sequences that did not fit together have waited for it long enough."""
+        """Whether sequences that did not fit together may be admitted one by one."""
         empty, request = not self._running.order, group[0].request
         request.steps_at_head += 1
         if request.search is None:
             never = len(group) > self._tables.limits.max_running or empty
             request.apart = never or request.steps_at_head >= PATIENCE_STEPS
             return request.apart
-        # Beams that an empty pool cannot hold.
+        # Beams wait until all of them fit, unless even an empty pool cannot hold them.
         return empty
 
     def _note(self, arrival: Arrival, step: StepBuilder) -> None:
-        """After an admission: which sibling the sequence waits for, and what it found if it is the first admission."""
+        """Records which sibling an admitted sequence waits for and, at its first admission, its cached tokens."""
         sequence, sibling = arrival.sequence, arrival.sibling
         if sibling is not None and arrival.shared:
             end = arrival.shared * self._tables.pool.block_size
@@ -256,5 +263,5 @@ class Admission:
             sequence.cached_tokens = min(sequence.num_computed, sequence.num_prompt)
             self._tables.counters.prompt_tokens += sequence.num_prompt
             self._tables.counters.cached_tokens += sequence.cached_tokens
-            # Before the sequence publishes its own blocks.
+            # Before the sequence publishes its own blocks, which would count as hits.
             step.plan.admitted.append(self._tables.admitted(arrival))

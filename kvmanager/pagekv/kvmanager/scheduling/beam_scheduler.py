@@ -1,10 +1,10 @@
 """Beam search over the block pool: beams fork, share their past, copy the block they write, and are dropped.
 
-Every live beam computes one position a step and reports its likeliest tokens. When all beams of a search have, the
-search decides, and the beams of the next step take over the blocks: the first that goes on from a beam keeps its table,
-others share its full blocks and get a copy of the one they will write, and a beam that nothing goes on from gives its
-private blocks back at once. The decision needs the step's result, so a search takes part in every second step when
-steps are sent ahead.
+Every live beam computes one position per step and reports its likeliest tokens. When all beams of a search have
+reported, the search decides which continuations live on. The first continuation of a beam keeps the beam's block table.
+Further ones share its full blocks and get a copy of the block that they will write. A beam without a continuation frees
+its private blocks at once. The decision needs the step's result, so when steps are sent ahead a search takes part in
+every second step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BeamScheduler:
     _preemption: Preemption
 
     def allocate_slots(self) -> None:
-        """A block for every returning beam whose table is full; before anything is planned, as it may preempt."""
+        """Allocates a block for every returning beam whose table is full. May preempt, so it comes first in a step."""
         for sequence in self._running.returning[:]:
             if sequence.num_computed == len(sequence.block_table) * self._tables.pool.block_size:
                 block = self._preemption.block_for(sequence)
@@ -38,7 +38,9 @@ class BeamScheduler:
                     sequence.block_table.append(block)
 
     def take_candidates(self, plan: StepPlan, result: StepResult) -> list[LiveRequest]:
-        """Advances the searches all of whose beams have reported by now; returns those that are done."""
+        """Takes in the likeliest tokens that beams reported, and advances each search whose beams have all reported.
+        Returns the requests whose search is done.
+        """
         heard: dict[int, LiveRequest] = {}
         for seq_id, sequence in plan.beams.items():
             if sequence.seq_id != seq_id or sequence.state is not SeqStatus.DRAINING:
@@ -53,7 +55,7 @@ class BeamScheduler:
         return done
 
     def _advance(self, request: LiveRequest) -> bool:
-        """One decision; True when it was the last, and every block is back."""
+        """Makes one decision. Returns True if it was the last one of the search; then all its blocks are freed."""
         search, beams = request.search, request.sequences
         assert search is not None
         continuing = search.advance([beam.candidates or [] for beam in beams])
@@ -70,7 +72,7 @@ class BeamScheduler:
         return False
 
     def _fork(self, request: LiveRequest, continuing: list[Continuation]) -> None:
-        """Makes `request.sequences` the beams that go on, best first, each with its next token."""
+        """Makes `request.sequences` the beams that live on, best first, each with its next token."""
         beams = request.sequences
         kept: set[int] = set()
         parents: list[Seq] = []
@@ -86,10 +88,10 @@ class BeamScheduler:
             kept.add(continuation.parent)
             following.append(sequence)
         forked = False
-        # Asked again after each victim, whose blocks are copied out and may leave no room for the copies of the fork.
+        # Checked again after each preemption: copying the victim's blocks out may leave no room for the fork's copies.
         while self._tables.may_fork(children, recomputed=0):
             forked = self._tables.fork(parents, children, recomputed=0)
-            # Like decodes, a search takes blocks from those behind it.
+            # Like a decode, a search preempts requests behind it.
             if forked or not self._preemption.preempt_behind(beams[0]):
                 break
         for continuation, sequence in zip(continuing, following, strict=True):
@@ -102,8 +104,8 @@ class BeamScheduler:
             for sequence in following:
                 self._running.add_returning(sequence)
         else:
-            # Refused whole: none goes on until all can. Either nothing is behind, or the step has no room for copies,
-            # of which preempting others would only make more.
+            # The fork is refused whole: no beam goes on until all can. Either no request is behind this one, or the
+            # step has no room for copies, and preempting others would only add copies.
             for child in children:
                 self._waiting.push(child)
             self._preemption.preempt(following[0])

@@ -1,17 +1,17 @@
 """Beam search over one prompt: which hypotheses live on after a step, and which have ended. No pool, no scheduler.
 
-Decides what transformers' `generate(num_beams=width, do_sample=False)` decides, release 5.23, read in
+Makes the decisions of transformers' `generate(num_beams=width, do_sample=False)`, release 5.23, whose rules are in
 `GenerationMixin._beam_search` and the functions around it, `_update_finished_beams` and `_check_early_stop_heuristic`:
 
-- A hypothesis is worth its cumulative log-probability; one that has ended, the score
+- A live hypothesis is ranked by its cumulative log-probability, an ended one by its score
   `logprob / num_tokens ** length_penalty`, where the end token counts as a token.
-- Of all continuations of all beams the best `width` that do not end live on. One that ends is kept only if it is
-  among the best `width` of all, and the best `width` ended hypotheses are kept.
+- The best `width` continuations of all beams that do not end live on. A continuation that ends is kept only if it is
+  among the best `width` of all. The best `width` ended hypotheses are kept.
 - The search is over when `width` hypotheses have ended and, unless `early_stopping`, the best beam could not beat the
   worst of them if it ended now; or at `max_new_tokens`, where the best `width` continuations end by length. With a
-  positive length penalty a longer hypothesis might still have won: that is the heuristic of the source.
+  positive length penalty a longer hypothesis might still have won; transformers uses the same heuristic.
 
-Sums are in float64 here and in float32 there, so near-ties can fall differently.
+Sums are in float64 here and in float32 in transformers, so near-ties can be decided differently.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pagekv.kvmanager.request.command import FinishReason, SamplingParams
 # (token id, natural-log probability) pairs, best first.
 Candidates: TypeAlias = Sequence[tuple[int, float]]
 
-# Alternatives that an executor reports of a token at most: the bound of StepSampling.logprobs.
+# Most alternatives that an executor reports for a token: the bound of StepSampling.logprobs.
 MAX_CANDIDATES = 128
 
 
 class Continuation(NamedTuple):
-    """A beam that lives on: the one at `parent` in the order before this step, with one more token."""
+    """A beam that lives on: the beam at position `parent` before this step, with one more token."""
 
     parent: int
     token_id: int
@@ -66,7 +66,7 @@ class BeamSearch:
         self.width = sampling.beam_width
         self._num_return = num_return
         self._sampling = sampling
-        # End a hypothesis unless fewer than `min_tokens` tokens come before them.
+        # Token ids that end a hypothesis, unless fewer than `min_tokens` tokens come before.
         self._end_ids = sampling.end_ids(eos_token_ids)
         # Best first, at most `width`; empty when done.
         self.beams: list[Beam] = [Beam((), 0.0)]
@@ -81,16 +81,16 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many likeliest tokens of every beam `advance` needs, or the vocabulary if that is smaller: all end tokens
-        might be among them, and `width` others are left then.
+        """Number of likeliest tokens of every beam that `advance` needs; the whole vocabulary if that is smaller. If
+        all end tokens are among them, `width` others are left.
         """
         return self.width + len(self._end_ids)
 
     def advance(self, candidates: Sequence[Candidates]) -> list[Continuation]:
         """Takes in a step: the `num_candidates` likeliest tokens of every beam, in the order of `beams`.
 
-        Returns what the beams are from now on, best first; empty when the search is done. Raises ValueError when
-        there is not one list for every beam.
+        Returns the continuations that become the new beams, best first; empty when the search is done. Raises
+        ValueError if there is not one list for every beam.
         """
         is_last = self.num_tokens + 1 == self._sampling.max_tokens
         continuing: list[Continuation] = []
@@ -112,12 +112,13 @@ class BeamSearch:
         return continuing
 
     def results(self) -> list[Hypothesis]:
-        """The best `num_return` hypotheses that have ended, best first. All of them are there once the search is done,
-        provided that the vocabulary has `num_candidates` tokens."""
+        """The best `num_return` hypotheses that have ended, best first. There are `num_return` of them once the search
+        is done, if the vocabulary has `num_candidates` tokens.
+        """
         return self._ended[: self._num_return]
 
     def _ranked(self, candidates: Sequence[Candidates]) -> Iterator[tuple[float, Continuation]]:
-        """Cumulative log-probability and continuation, best first, the better beam's first among equals; lazily."""
+        """Yields cumulative log-probability and continuation, best first; among equals, the better beam's first."""
         may_end = self.num_tokens >= self._sampling.min_tokens
 
         def continuations(parent: int, beam: Beam, tokens: Candidates) -> Iterable[tuple[float, Continuation]]:
@@ -141,7 +142,7 @@ class BeamSearch:
         return float(logprob / num_tokens**self._sampling.length_penalty)
 
     def _cannot_improve(self, beams: list[Beam]) -> bool:
-        """Nothing more is to be expected of the beams, best first, that a step has left."""
+        """Whether the beams that a step has left, best first, cannot improve the results any more."""
         if not beams:
             return True
         if len(self._ended) < self.width:

@@ -1,7 +1,7 @@
-"""How sequences hold blocks: what an admission reuses and takes, fork and copy-on-write, and what is given back.
+"""The blocks of sequences: reuse and allocation at admission, fork with copy-on-write, and freeing.
 
-A published block is never written again: a sequence that has to write into a block others may read, or that starts in
-the middle of one, gets a copy first. Copies run before the step computes anything.
+A published block is never written again. A sequence that has to write into a block that others may read, or that
+continues in the middle of such a block, gets a copy first. Copies run before the step computes anything.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from pagekv.kvmanager.scheduling.swapping import Swapper
 
 @dataclass(slots=True)
 class Arrival:
-    """A sequence to admit, and what it reuses: a sibling's blocks, or cached ones, then host blocks or a copy."""
+    """A sequence to admit, and the blocks that it reuses: a sibling's or cached ones, then host blocks or a copy."""
 
     sequence: Seq
     # Another sequence of the request that holds blocks, or comes before in the same admission, and how many leading
-    # blocks the two share; `admit` sets `shared` to 0 if more is cached.
+    # blocks the two share; `admit` sets `shared` to 0 if more blocks are cached.
     sibling: Seq | None = None
     shared: int = 0
-    # The rest is found by `admit`.
+    # `admit` fills in the rest.
     hits: Blocks = field(default_factory=lambda: NO_BLOCKS)
     host_blocks: list[int] = field(default_factory=list)
-    # The cached block whose first `copied` tokens are copied; -1: none. `alike`: how many tokens a block has that is as
-    # good, but may be computed in this very step; None where that was not looked up.
+    # The cached block whose first `copied` tokens are copied; -1: none. `alike`: leading tokens that the best cached
+    # block shares, also if this very step computes that block, so that it cannot be copied; None: not looked up.
     source: int = -1
     copied: int = 0
     alike: int | None = None
@@ -48,7 +48,7 @@ class Arrival:
 
 
 class BlockTables:
-    """The one place where blocks are allocated for sequences and given back, for the pools of one epoch."""
+    """Allocates and frees the blocks of all sequences, in the pools of one epoch."""
 
     def __init__(self, pool: BlockPool, host: HostPool, limits: SchedulerLimits, counters: SchedulerCounters) -> None:
         self.pool = pool
@@ -63,18 +63,18 @@ class BlockTables:
         self.publisher = Publisher(pool, host, limits)
 
     def take_copies(self) -> CopyList:
-        """Copies that the step just planned must make, in order; blocks published from now on belong to the next."""
+        """The copies of the step just planned, in order. Blocks published from now on belong to the next step."""
         self.publisher.next_step()
         return self.room.take_copies()
 
-    # -- taking
+    # -- allocating
 
     def allocate(self, count: int, tenant: int = 0, *, over_floors: bool = False) -> Blocks | None:
-        """`count` blocks; None, and nothing taken, when there are not so many. Evicted ones may go to the host pool."""
+        """Allocates `count` blocks, or None, with nothing taken, if fewer are free. May write evicted blocks back."""
         return self.pool.allocate(count, self._on_evict, tenant, over_floors=over_floors)
 
     def allocate_each(self, sequences: Sequence[Seq]) -> Blocks | None:
-        """A block for each of these sequences; None, and nothing taken, when there are not so many."""
+        """Allocates one block for each of these sequences; None, with nothing taken, if fewer are free."""
         if self.pool.tenants is None:
             return self.pool.allocate(len(sequences), self._on_evict)
         numbers = np.array([sequence.request.tenant for sequence in sequences])
@@ -89,9 +89,10 @@ class BlockTables:
         return blocks
 
     def admit(self, arrivals: Sequence[Arrival], keep_free: int, *, over_floors: bool = False) -> int:
-        """Gives each sequence of a request the cached prefix, or what it shares with a sibling if that is as much, and
-        blocks for every other known token. Returns 0, or how many blocks more would have to be free; then nothing has
-        changed. `keep_free` blocks are left free. `over_floors`: those that floors keep for other tenants are free too.
+        """Gives each sequence of a request its cached prefix, or the blocks that it shares with a sibling if they are
+        as many, and fresh blocks for all other known tokens. `keep_free` blocks stay free. Returns 0, or how many more
+        blocks would have to be free; then nothing has changed. `over_floors`: blocks that floors keep for other tenants
+        count as free.
         """
         room = self.room.copies_left
         for arrival in arrivals:
@@ -103,7 +104,7 @@ class BlockTables:
         return missing
 
     def _look_up(self, arrival: Arrival, room: int) -> int:
-        """Finds what the arrival can reuse, with at most `room` copies; returns how many its admission may list."""
+        """Finds the blocks that the arrival can reuse, with at most `room` copies; returns how many it may need."""
         sequence, size = arrival.sequence, self._block_size
         known, identity = sequence.num_tokens, sequence.request.command.identity
         reads = self.limits.prefix_cache and identity.read
@@ -111,7 +112,7 @@ class BlockTables:
             # At least one token is computed, or there would be no logits to sample from.
             arrival.hits = self._match(sequence, (known - 1) // size)
         elif self.host.num_blocks:
-            # All that it computes anew has objects of its own; those of blocks kept for it come back with them.
+            # Blocks that it recomputes get their own digest objects. Blocks kept in the host pool bring theirs.
             self._disown(sequence, 0)
         if arrival.shared < len(arrival.hits):
             arrival.shared = 0
@@ -120,7 +121,7 @@ class BlockTables:
         first = arrival.shared or len(arrival.hits)
         arrival.num_fresh = -(-known // size) - first
         arrival.num_computed = first * size
-        # Each of these blocks may be evicted for it, and written back.
+        # Each fresh block may evict a cached one, which is then written back.
         evicted = arrival.num_fresh if self._on_evict else 0
         if self.host.num_blocks:
             arrival.host_blocks, computed = self.swapper.match(sequence, first, room - evicted)
@@ -132,14 +133,14 @@ class BlockTables:
         return evicted + len(arrival.host_blocks)
 
     def _reserve(self, arrivals: Sequence[Arrival], keep_free: int, over_floors: bool) -> int:
-        """Holds all that is reused. Returns 0, or how many blocks are missing, with nothing held."""
+        """Holds all blocks that are reused. Returns 0, or how many blocks are missing, with nothing held."""
         pool = self.pool
         needed = sum(arrival.num_fresh for arrival in arrivals)
         hits = [arrival.hits for arrival in arrivals if len(arrival.hits)]
         touched = (np.unique(np.concatenate(hits)) if len(hits) > 1 else hits[0]) if hits else None
         wanted = needed + keep_free
         if pool.tenants is None and touched is not None and pool.num_free - len(touched) > wanted + len(arrivals):
-            # Enough for copies, too, however many of them are free: they need not be counted.
+            # Enough blocks even if all touched ones are free now, sources of copies included: no need to count exactly.
             free = pool.num_free - len(touched)
         elif over_floors:
             free = pool.num_free - (0 if touched is None else pool.num_unheld(touched))
@@ -150,13 +151,14 @@ class BlockTables:
             return -spare
         for arrival in arrivals:
             if len(arrival.hits):
-                # Only a prompt that comes again proves its blocks; a sequence that returns after preemption does not.
+                # Hits count for the eviction order only at first admission, not when a preempted sequence returns.
                 (pool.touch if arrival.sequence.cached_tokens is None else pool.share)(arrival.hits)
             if arrival.host_blocks:
                 self.host.hold(arrival.host_blocks)
         for arrival in arrivals:
             if arrival.copied and not pool.ref_count(arrival.source):
-                # The source of a copy is held until it is copied, which takes one more free block; without, no copy.
+                # The source of a copy is held until it is copied. If it is free, that takes one more free block; if
+                # none is left, nothing is copied.
                 if spare:
                     spare -= 1
                 else:
@@ -166,7 +168,7 @@ class BlockTables:
         return 0
 
     def _commit(self, arrival: Arrival, over_floors: bool) -> None:
-        """Allocates what was reserved, lists the copies and fills the block table."""
+        """Allocates the reserved blocks, lists the copies and fills the block table."""
         pool, sequence = self.pool, arrival.sequence
         begin = arrival.hits
         if arrival.shared:
@@ -185,7 +187,7 @@ class BlockTables:
             self.swapper.swap_in(arrival.host_blocks, fresh[: len(arrival.host_blocks)].tolist())
             self.host.release(arrival.host_blocks)
         elif not arrival.shared:
-            # Blocks that were void, or met by a reset, are not among those that it has now.
+            # Blocks that were void, or removed by a reset, are not among its blocks any more, so it may publish again.
             sequence.publishes = sequence.request.command.identity.write
         self.swapper.release(sequence)
         sequence.block_table = array("i", begin.tobytes())
@@ -194,7 +196,7 @@ class BlockTables:
         sequence.num_computed = arrival.num_computed + arrival.copied
 
     def admitted(self, arrival: Arrival) -> Admitted:
-        """How a prompt fared at the prefix cache; to be asked after its first admission, before it publishes."""
+        """The outcome of a prompt's prefix lookup. Must be called after its first admission, before it publishes."""
         sequence, size, from_host = arrival.sequence, self._block_size, len(arrival.host_blocks)
         hits, identity = sequence.num_published + from_host, sequence.request.command.identity
         if not (self.limits.prefix_cache and identity.read) or hits == sequence.num_tokens // size:
@@ -203,9 +205,9 @@ class BlockTables:
         digest, start, end = sequence.digests[hits], hits * size, (hits + 1) * size
         in_host = end == sequence.num_tokens and self.host.lookup(digest) is not None
         if in_host or self.pool.table.lookup(digest) is not None:
-            # The last block, of which one token has to be computed all the same.
+            # The prompt's last block is cached, too; it is no hit only because one token must be computed.
             return Admitted(sequence, hits, None, 0)
-        # Blocks that the device has not are followed by none that it has.
+        # A block that is not on the device has no children there.
         alike = 0 if from_host or media_keys(identity.media, start, end) else arrival.alike
         if alike is None:
             parent = sequence.block_table[hits - 1] if hits else sequence.request.root
@@ -213,12 +215,12 @@ class BlockTables:
         return Admitted(sequence, hits, digest, alike)
 
     def _match(self, sequence: Seq, most: int) -> Blocks:
-        """Longest leading run of cached blocks, at most `most`; brings `sequence.digests` along."""
+        """Longest leading run of cached blocks, at most `most`; updates `sequence.digests` for them."""
         size, table, digests = self._block_size, self.pool.table, sequence.digests
         chunks = sequence.view(size, 0, most)
         text = min(most, sequence.first_media // size)
         root, hint = sequence.request.root, sequence.hint
-        # Tokens alone do not verify what follows a medium.
+        # From the first medium on, token ids alone do not identify a block.
         known = 0
         unchanged = sequence.hint_generation is table.generation
         if len(hint) and text == most:
@@ -226,7 +228,7 @@ class BlockTables:
         hint = hint[:known]
         blocks = table.trie.match(int(hint[-1]) if known else root, chunks[known:text])
         found = known + len(blocks)
-        # With a host pool the table's own objects, by which that pool tells what its blocks follow.
+        # With a host pool, the sequence takes over the table's digest objects: the host pool knows a prefix by them.
         begin = len(digests)
         if self.host.num_blocks:
             begin = known if unchanged else 0
@@ -235,7 +237,7 @@ class BlockTables:
         if found < most:
             self.publisher.extend_digests(sequence)
             if found == text:
-                # From the first medium on by digest.
+                # From the first medium on, blocks are found by digest.
                 before = blocks[-1] if blocks else sequence.request.root
                 blocks += self.pool.match(before, digests[found:most], chunks[found:])
                 digests[found : len(blocks)] = table.digests(blocks[found:])
@@ -249,13 +251,13 @@ class BlockTables:
         return sequence.hint
 
     def _disown(self, sequence: Seq, first: int) -> None:
-        """Copies the digests from block `first` on that a tier may have: void contents must lead nowhere."""
+        """Copies digest objects from block `first` on that a tier may share: nothing void must be found by them."""
         left = slice(first, sequence.num_lent)
         sequence.digests[left] = [bytes(memoryview(digest)) for digest in sequence.digests[left]]
         sequence.num_lent = first
 
     def _match_partial(self, arrival: Arrival) -> None:
-        """Finds the cached block that shares most tokens behind the hits."""
+        """Finds the cached block after the hits that shares most leading tokens with the next block."""
         sequence, hits = arrival.sequence, arrival.hits
         start = len(hits) * self._block_size
         end = min(sequence.num_tokens - 1, start + self._block_size)
@@ -267,23 +269,23 @@ class BlockTables:
                 arrival.source, arrival.copied = block, arrival.alike
 
     def may_fork(self, children: Sequence[Seq], *, recomputed: int) -> bool:
-        """Whether the next step has room for the copies of a fork, and of the blocks that are evicted for it."""
+        """Whether the next step has room for the copies of a fork, and for writing back blocks that it evicts."""
         size, sharing = self._block_size, self.limits.fork_sharing
         shared = sum((child.num_tokens - recomputed) // size for child in children) if sharing else 0
         fresh = sum(-(-child.num_tokens // size) for child in children) - shared
         return fresh * (2 if self._on_evict else 1) <= self.room.copies_left
 
     def fork(self, parents: Sequence[Seq], children: Sequence[Seq], *, recomputed: int) -> bool:
-        """Gives each child what its parent has computed of the tokens that the child knows, but for the last
-        `recomputed`: the full blocks, shared, and a copy of the block that it will write; a copy of everything where
-        sequences share none. All of them, or none: False, and nothing has changed, when there are not enough blocks, or
-        the next step has no room for the copies.
+        """Gives each child its parent's blocks for the tokens that the child knows, except the last `recomputed`
+        tokens. Full blocks are shared, and the block that the child will write is copied; without fork sharing all
+        blocks are copied. Returns False, with nothing changed, if there are not enough blocks for all children, or the
+        next step has no room for the copies.
         """
         if not self.may_fork(children, recomputed=recomputed):
             return False
         size = self._block_size
         computed = [child.num_tokens - recomputed for child in children]
-        # Leading blocks of each parent that the child shares, and the blocks behind these.
+        # For each child: leading blocks that it shares with its parent, and its blocks in all.
         shares = [count // size if self.limits.fork_sharing else 0 for count in computed]
         ends = [-(-child.num_tokens // size) for child in children]
         needed = sum(ends) - sum(shares)
@@ -304,8 +306,8 @@ class BlockTables:
         return True
 
     def invalidate(self, sequence: Seq, position: int) -> None:
-        """Voids what the sequence has from this position on: nothing of it can be hit in either tier any more, under
-        whatever block it stands, and the sequence counts as computed up to there.
+        """Voids the sequence's content from this position on: no block of either tier that holds it can be hit any
+        more, and the sequence counts as computed only up to `position`.
         """
         first = position // self._block_size
         if self.limits.prefix_cache:
@@ -314,13 +316,13 @@ class BlockTables:
             self.host.invalidate(sequence.digests[first:])
         sequence.num_computed = min(sequence.num_computed, position)
         sequence.num_published = min(sequence.num_published, first)
-        # In blocks that were copied out nothing tells the void apart.
+        # Nothing tells which of the blocks kept in the host pool are void, so all of them are released.
         self.swapper.release(sequence)
 
-    # -- giving back
+    # -- freeing
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        """Before `free`: keeps what these have computed in the host pool, if policy and room allow."""
+        """Copies what these sequences have computed to the host pool, if policy and room allow. Comes before `free`."""
         policy = self.limits.swap
         if policy.mode != "recompute" and self.host.num_blocks:
             for sequence in group:
@@ -333,12 +335,12 @@ class BlockTables:
                 self.swapper.swap_out(group)
 
     def free(self, sequence: Seq) -> None:
-        """Publishes what is full by now and gives every block back, last block first."""
+        """Publishes the blocks that are full by now and frees every block, last block first."""
         self.publisher.publish(sequence)
         self.discard(sequence)
 
     def discard(self, sequence: Seq) -> None:
-        """Gives every block back without publishing."""
+        """Frees every block without publishing."""
         # Copies into these blocks that are already listed stay listed: the next owner's copies come later in the list,
         # and a listed swap-out may still read them.
         sequence.hint, sequence.hint_generation = sequence.blocks(), None

@@ -13,7 +13,7 @@ class SchedulerCounters:
     cached_tokens: int = 0
     generated_tokens: int = 0
     preemptions: int = 0
-    # Preemptions after which something was kept in the host pool.
+    # Preemptions that left blocks in the host pool.
     swap_preemptions: int = 0
     # Blocks copied between the pools.
     swapped_out: int = 0

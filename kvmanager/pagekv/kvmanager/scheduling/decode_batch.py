@@ -1,8 +1,8 @@
-"""Sequences that decode, as a struct of arrays: a step touches columns, not one Python object per sequence.
+"""The decoding sequences as a struct of arrays: a step touches columns, not one Python object per sequence.
 
-A row's number is the seq_id, the sequence's number at the executor too. A row is opened at admission, decodes from the
-chunk that completes the known tokens, and is kept after its sequence was removed until no step in flight samples it: a
-late token then finds the row it was meant for, never that of a newcomer.
+A row's number is the sequence's seq_id, also at the executor. A row is opened when its sequence enters the executor and
+decodes from the chunk that completes the known tokens. After its sequence was removed, the row is kept until no step in
+flight samples it, so that a late token cannot reach a new sequence.
 
     opened → decoding → (draining) → removed → free
 """
@@ -23,7 +23,7 @@ from pagekv.kvmanager.scheduling.step_plan import Ending
 Rows = NDArray[np.intp]
 
 _NEVER = np.iinfo(np.int32).max
-# Of rows without a sequence; never appended to.
+# The tokens of rows without a sequence; never appended to.
 _NO_TOKENS = array("I")
 _COLUMNS = (
     *("known", "computed", "pending", "passed", "tenants", "slots", "last_input", "stops_from", "eos_from"),
@@ -32,7 +32,7 @@ _COLUMNS = (
 
 
 class DecodeBatch:
-    """Columns by seq_id, the owner of counts and tokens of the sequences in it. Counts are tokens, int32.
+    """Columns by seq_id, which own the counts and tokens of their sequences. Counts are in tokens, int32.
 
     Invariant of a decoding row: computed == known + pending - 1, and known >= computed when a step is planned, because
     no more than one token is promised then.
@@ -41,37 +41,37 @@ class DecodeBatch:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._sequences: list[Seq | None] = []
-        # Known tokens; those behind the latest full block may be in the ring alone.
+        # Known tokens by row. Tokens after the latest full block may be in the ring `_tail` only.
         self._token_ids: list[array[int]] = []
-        # Free rows, smallest first: rows in use stay close together.
+        # Free rows, smallest first, so that rows in use stay close together.
         self._free: list[int] = []
         # Rows whose sequence was removed while a step in flight samples them.
         self._removed: set[int] = set()
-        # Token ids that end a sequence besides end-of-sequence.
+        # By row: token ids that end the sequence, besides end-of-sequence.
         self._stops: dict[int, frozenset[int]] = {}
         self._decoding_rows: Rows | None = None
-        # The latest answer of `span`, and the rows that it is for.
+        # The latest result of `span`, and the rows that it is for.
         self._span: Rows | slice = slice(0)
         self._spanned: Rows | None = None
         self.known = np.zeros(0, np.int32)
         self.computed = np.zeros(0, np.int32)
         self.pending = np.zeros(0, np.int32)
-        # Steps running in which a sequence that decodes was passed over.
+        # Consecutive steps in which the decoding sequence was passed over.
         self.passed = np.zeros(0, np.int32)
         self.tenants = np.zeros(0, np.int32)
         # Positions that the block table has slots for.
         self.slots = np.zeros(0, np.int32)
-        # Positions that are ever computed: one for each token but the last, which is sampled and ends the sequence.
+        # Positions that are ever computed: one for each token except the last, which is sampled and ends the sequence.
         self.last_input = np.zeros(0, np.int32)
         # Known tokens from which a stop token, and end-of-sequence, end the sequence.
         self.stops_from = np.zeros(0, np.int32)
         self.eos_from = np.zeros(0, np.int32)
         # True while the sequence decodes one token per step.
         self.decoding = np.zeros(0, np.bool_)
-        # Tokens of the sequence still count: it has not finished.
+        # False: tokens that arrive for the row are dropped, for example because its sequence has finished.
         self.alive = np.zeros(0, np.bool_)
-        # The latest tokens: position p at [(p // block_size) % 2, p % block_size], so a block's tokens stay until the
-        # block behind it is full.
+        # A ring of the latest two blocks of tokens: position p is at [(p // block_size) % 2, p % block_size], so a
+        # block's tokens stay until the next block is full.
         self._tail = np.zeros((0, 2, block_size), np.uint32)
         self._grow(64)
 
@@ -102,7 +102,9 @@ class DecodeBatch:
         sequence.seq_id, sequence.batch = seq_id, self
 
     def start_decoding(self, sequence: Seq) -> None:
-        """The sequence takes part in every step: each known token is computed or planned, and a token is promised."""
+        """Starts decoding: every known token is computed or planned and one token is promised, so the sequence takes
+        part in every step from now on.
+        """
         seq_id, known, size = sequence.seq_id, len(sequence.token_ids), self._block_size
         sampling = sequence.request.command.sampling
         self.pending[seq_id] = 1
@@ -119,24 +121,24 @@ class DecodeBatch:
         self._decoding_rows = None
 
     def expect_candidates(self, sequence: Seq) -> None:
-        """The executor will answer a beam once, and the token in the answer does not count."""
+        """Expects one answer for a beam; its sampled token is dropped, because the search chooses the next token."""
         self.pending[sequence.seq_id] = 1
         self.alive[sequence.seq_id] = False
 
     def drop_promised(self, sequence: Seq) -> None:
-        """Tokens promised to the sequence do not count."""
+        """Drops the tokens that steps in flight promise to the sequence."""
         if sequence.seq_id != NO_SEQ_ID:
             self.alive[sequence.seq_id] = False
 
     def stop_decoding(self, sequence: Seq) -> None:
-        """The sequence takes part in no further step; promised tokens still come."""
+        """Ends decoding: the sequence takes part in no further step; promised tokens still arrive."""
         self.decoding[sequence.seq_id] = False
         self._decoding_rows = None
 
     def remove(self, sequence: Seq, *, finished: bool) -> None:
-        """Ends the sequence's stay; with nothing promised its row is free at once, else once that has come.
+        """Removes the sequence. Its row is free at once, or when its promised tokens have arrived.
 
-        Tokens promised to a finished sequence are dropped, those of a preempted one still count.
+        Promised tokens of a finished sequence are dropped, those of a preempted sequence still count.
         """
         seq_id = sequence.seq_id
         self.stop_decoding(sequence)
@@ -155,20 +157,20 @@ class DecodeBatch:
         sequence.num_computed = int(self.computed[seq_id])
         self._removed.discard(seq_id)
         self._sequences[seq_id] = None
-        # Else the tokens of a sequence that has ended stay until its row is used again, which may be never.
+        # Otherwise the tokens of an ended sequence would stay in memory until the row is used again, perhaps never.
         self._token_ids[seq_id] = _NO_TOKENS
         self.alive[seq_id] = False
         self._stops.pop(seq_id, None)
         heapq.heappush(self._free, seq_id)
 
     def settle(self) -> None:
-        """Frees the rows of removed sequences that are promised nothing any more."""
+        """Frees the rows of removed sequences whose promised tokens have all arrived."""
         if self._removed:
             for seq_id in [seq_id for seq_id in self._removed if not self.pending[seq_id]]:
                 self._free_row(seq_id)
 
     def clear(self) -> None:
-        """The executor is lost: what was promised never comes, and every row is free."""
+        """Frees every row after the executor was lost: promised tokens never arrive."""
         for seq_id, sequence in enumerate(self._sequences):
             if sequence is not None:
                 self.pending[seq_id] = 0
@@ -178,8 +180,8 @@ class DecodeBatch:
     # -- whole steps
 
     def span(self, rows: Rows) -> Rows | slice:
-        """An index into columns for these ascending rows: a slice, which needs no gathering, where one will do."""
-        # In steady state the same array is asked for by every operation of a step.
+        """An index into columns for these ascending rows: a slice, which copies nothing, if they are consecutive."""
+        # In steady state every operation of a step passes the same array.
         if rows is not self._spanned:
             consecutive = len(rows) and rows[-1] - rows[0] + 1 == len(rows)
             self._spanned, self._span = rows, slice(int(rows[0]), int(rows[-1]) + 1) if consecutive else rows
@@ -192,7 +194,7 @@ class DecodeBatch:
         return list(found)  # type: ignore[arg-type]  # free rows alone have None
 
     def members(self) -> list[Seq]:
-        """Every sequence that has a row, those among them that were removed and are promised tokens."""
+        """Every sequence that has a row, including removed ones that still have promised tokens."""
         return [sequence for sequence in self._sequences if sequence is not None]
 
     def member(self, seq_id: int) -> Seq:
@@ -208,7 +210,7 @@ class DecodeBatch:
         return self._decoding_rows
 
     def exhausted(self, rows: Rows) -> Rows:
-        """Decoding rows whose last token is promised already."""
+        """Decoding rows whose last allowed token is promised already."""
         at = self.span(rows)
         last = self.computed[at] >= self.last_input[at]
         return rows[last] if np.count_nonzero(last) else rows[:0]
@@ -220,13 +222,13 @@ class DecodeBatch:
         return rows[full] if np.count_nonzero(full) else rows[:0]
 
     def promise(self, rows: Rows) -> Rows:
-        """One more position is computed in each of these rows, ascending, and a token promised. Returns the rows whose
-        last block ends with that position, where its token is known.
+        """Plans one more position for each of these ascending rows, and promises a token. Returns the rows whose last
+        block this position fills, if its token is known.
         """
         at = self.span(rows)
         computed, pending = self.computed[at], self.pending[at]
         completed = rows[:0]
-        # With a step in flight most tokens, and often all, are promised.
+        # With a step in flight most rows, often all, have a promised token.
         if np.count_nonzero(pending) < len(rows):
             completed = rows[(pending == 0) & (computed + 1 == self.slots[at])]
         self.computed[at] = computed + 1
@@ -234,10 +236,10 @@ class DecodeBatch:
         return completed
 
     def append(self, rows: Rows, tokens: NDArray[np.uint32]) -> NDArray[np.int32]:
-        """Adds one token to each row, none finished; returns how many each knows now, not to be changed."""
+        """Adds one token to each row, none finished; returns how many each knows now, which must not be changed."""
         room = 2 * self._block_size
         at = self.span(rows)
-        # A ring: two blocks of latest tokens a row, used in turn.
+        # The ring has two blocks of tokens per row, used in turn.
         self._tail.reshape(-1)[rows * room + (self.known[at] & (room - 1))] = tokens
         self.known[at] += 1
         return self.known[at]
@@ -245,11 +247,11 @@ class DecodeBatch:
     def check_stop(
         self, rows: Rows, tokens: NDArray[np.uint32], known: NDArray[np.int32], eos: tuple[int, ...]
     ) -> dict[int, Ending]:
-        """The rows that end with the token they just got, and why, by position in `rows`: with their last token,
-        end-of-sequence, or a stop token of their own. `known`: how many tokens each has now.
+        """The rows that end with the token they just got, and why, by position in `rows`: it is their last allowed
+        token, end-of-sequence, or one of their stop tokens. `known`: how many tokens each row has now.
         """
         full = known > self.last_input[self.span(rows)]
-        # Faster than `np.isin` for a few.
+        # Faster than `np.isin` for a few ids.
         is_eos = np.zeros(len(tokens), np.bool_)
         for token in eos:
             is_eos |= tokens == token
@@ -268,8 +270,8 @@ class DecodeBatch:
         return endings
 
     def complete_blocks(self, rows: Rows) -> tuple[NDArray[np.uint32], list[bytes]]:
-        """Tokens of the block that ends at each row's computed position, [len(rows), block_size], and each block's as
-        bytes; rows in any order. From now on these tokens are no longer in the ring alone.
+        """Tokens of the block that ends at each row's computed position, [len(rows), block_size], and the bytes of each
+        block; rows in any order. Copies these tokens from the ring to the rows' token ids.
         """
         size, stride = self._block_size, TOKEN_BYTES * self._block_size
         starts = self.computed[rows] - size

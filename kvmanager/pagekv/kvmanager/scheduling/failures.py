@@ -1,8 +1,8 @@
-"""Sequences that the executor gives up: what they wrote is void, and nothing of it is ever hit.
+"""Sequences that the executor reports as failed: the content that they wrote is void and is never hit.
 
-Blocks are published when the step that writes them is planned, so other sequences may have hit void ones, in the same
-step or in steps in flight. Such sequences lose the tokens that they are promised and compute anew, as after a
-preemption; the epoch goes on.
+Blocks are published when the step that writes them is planned, so other sequences may have hit void blocks, in the same
+step or in steps in flight. Such sequences lose their promised tokens and are recomputed, as after a preemption; the
+epoch goes on.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ class Failures:
     _preemption: Preemption
 
     def take(self, plan: StepPlan, reasons: Mapping[int, str]) -> dict[LiveRequest, str]:
-        """Takes in what failed in a step that is being committed, before any of its tokens is: voids what the sequences
-        wrote, and preempts those of other requests that may have read it. Returns the requests that have not ended,
-        for the caller to finish, and why.
+        """Takes in the failures of a step before its tokens are committed: voids what the failed sequences wrote, and
+        preempts sequences of other requests that may have read it. Returns the failed requests that have not ended,
+        which the caller must finish, with the reason of each.
         """
         counts = dict(zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True))
         failed = {seq_id: self._running.batch.member(seq_id) for seq_id in reasons}
         ending = {sequence.request for sequence in failed.values()}
         for seq_id, sequence in failed.items():
-            # The step computed the last known token, and what stands before it.
+            # The step computed the last known token and the scheduled tokens before it.
             start = sequence.num_tokens - counts.get(seq_id, 1)
-            # Without a token sampled since it entered, nothing tells whether an earlier chunk, or a block that it hit,
-            # is not what made it fail. Were that kept, every prompt that begins alike would fail.
+            # If the sequence has sampled nothing since it entered, an earlier chunk, or a block that it hit, may be the
+            # cause. If these stayed cached, every prompt with the same beginning would fail.
             position = 0 if seq_id in plan.prefilled else start
-            # Never in the order of a set, which is of addresses: the order of free blocks follows from it.
+            # Not a set: it iterates in the order of addresses, and the order of free blocks, which must be
+            # reproducible, follows from this loop.
             for each in dict.fromkeys([sequence, *sequence.request.sequences]):
                 self._tables.invalidate(each, position)
             self._void_readers(sequence, start, ending)
@@ -48,10 +49,12 @@ class Failures:
         return {request: reasons[seq_id] for seq_id, request in live.items()}
 
     def _void_readers(self, failed: Seq, start: int, ending: set[LiveRequest]) -> None:
-        """Voids what others with the same tokens up to `start` have behind: tokens alone find blocks."""
+        """Voids, from `start` on, the content of other requests whose tokens up to there are the same: they may have
+        hit the failed sequence's blocks.
+        """
         prefix = failed.token_ids[: start + 1]
         readers: dict[LiveRequest, list[Seq]] = {}
-        # All that hold blocks, wait to come back, or are promised tokens; each once.
+        # All sequences that hold blocks, wait, or have promised tokens; each once.
         for sequence in dict.fromkeys([*self._running.batch.members(), *self._running.order, *self._waiting]):
             request = sequence.request
             alike = request not in ending and request.root == failed.request.root

@@ -47,14 +47,14 @@ class SchedulerLimits:
         "copy blocks that the device evicts to the host pool, where later prompts find them (with --prefix-cache)",
         default=False,
     )
-    # Preemptions after which a request is passed over as a victim, as long as another one can be found: few enough that
-    # no request is starved by the others, enough that the last one to come, which has computed least, is taken first.
+    # After so many preemptions a request is spared while another victim can be found. Low enough that no request is
+    # starved by others; high enough that the latest request, which has computed least, is preempted first.
     preemption_limit: int = 3
-    # Bytes of a step: what the executor takes (P13 in executor_service.proto); and of the ids that it has.
+    # Most bytes of a step that the executor accepts (P13 in executor_service.proto), and of its ids.
     max_step_bytes: int = MAX_RECEIVE_BYTES
     id_bytes: IdBytes = field(default_factory=IdBytes)
 
     @property
     def uses_host(self) -> bool:
-        """Whether anything can come to be kept in the host pool."""
+        """Whether blocks can ever be kept in the host pool."""
         return self.write_back or self.swap.mode != "recompute"

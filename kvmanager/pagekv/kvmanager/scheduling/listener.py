@@ -1,4 +1,4 @@
-"""Calls that a scheduler makes about itself, so that its decisions can be recorded and derived again."""
+"""Callbacks of a scheduler, by which its decisions can be recorded and replayed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 class SchedulerListener:
-    """Does nothing; listeners override what they need. Methods whose names end in "ing" are called before the scheduler
-    decides anything; the others after it did.
+    """Does nothing; listeners override the methods they need. Methods whose names end in "ing" are called before the
+    scheduler decides anything, the others afterwards.
 
-    Arguments are live objects: copy what you need before returning.
+    Arguments are live objects: a listener must copy what it needs before it returns.
     """
 
     def epoch_began(
@@ -30,13 +30,13 @@ class SchedulerListener:
         """`Scheduler.add` was called."""
 
     def tenants_set(self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap]) -> None:
-        """`Scheduler.set_tenants` was called; holds for later epochs, too."""
+        """`Scheduler.set_tenants` was called; its settings hold for later epochs, too."""
 
     def bound_set(self, bound: StepBound) -> None:
-        """`Scheduler.set_bound` was called with another bound; holds for later epochs, too."""
+        """`Scheduler.set_bound` was called with another bound, which holds for later epochs, too."""
 
     def scheduled(self, plan: StepPlan | None) -> None:
-        """`Scheduler.schedule` was called and returns `plan`; None also when it raises, which `failed` tells."""
+        """`Scheduler.schedule` was called and returns `plan`; None also if it raises, which `failed` reports next."""
 
     def committing(self, plan: StepPlan, result: StepResult) -> None:
         """`Scheduler.commit` was called."""

@@ -1,11 +1,11 @@
-"""The sequences that give their blocks back when there are none left, and how.
+"""Preemption: which sequences give their blocks back when no block is free.
 
-The victim is the last of the running order, never one before the sequence in need. Where there are several tenants it
-is the last of the one that holds most for its weight, and a tenant that holds less takes from it, whatever came first.
-The sequences of one request, or the beams of one search, are preempted together, and what they share is copied once.
-Only sequences that have not fitted together before are preempted one by one.
+The victim is the last request of the running order, never one before the sequence that needs a block. With several
+tenants it is the last request of the tenant with the largest share for its weight, regardless of arrival. The sequences
+of one request, or the beams of one search, are preempted together, and blocks that they share are copied once. Only
+sequences that did not fit together before are preempted one by one.
 
-Of another tenant that has no more than its floor nobody is preempted: what it gave back would be kept for it.
+A tenant that has no more than its floor is not preempted for another tenant: its freed blocks would be kept for it.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class Preemption:
     _running: RunningQueue
     _tables: BlockTables
     _waiting: WaitingQueue
-    # Since the latest plan, and whether something was kept in the host pool.
+    # Sequences preempted since the latest plan, and whether blocks of them were kept in the host pool.
     _preempted: list[tuple[Seq, bool]] = field(default_factory=list)
 
     def take_preempted(self) -> list[tuple[Seq, bool]]:
-        """Sequences preempted since the last call; True where something was kept in the host pool."""
+        """Sequences preempted since the last call; True where blocks of the sequence were kept in the host pool."""
         preempted, self._preempted = self._preempted, []
         return preempted
 
     def block_for(self, sequence: Seq) -> int:
-        """One block, preempting from the end of the order; -1 if the sequence itself had to go, and waits."""
+        """Allocates a block, preempting from the end of the order if needed; -1 if it preempted the sequence itself."""
         while sequence.state is SeqStatus.RUNNING:
-            # Alone it goes on as it is admitted alone, over floors that were not there when it was accepted.
+            # A sequence that runs alone may take blocks below floors, as at admission: they may have risen meanwhile.
             alone = len(self._running.order) == 1
             blocks = self._tables.allocate(1, sequence.request.tenant)
             if blocks is None and alone and self._tables.pool.tenants is not None:
@@ -48,8 +48,8 @@ class Preemption:
         return -1
 
     def preempt_behind(self, sequence: Seq) -> bool:
-        """Preempts the last request behind this sequence's, passing over requests preempted often enough while there is
-        another. False when none is behind. The front of the order is never preempted so.
+        """Preempts the last request behind this sequence's, sparing requests that were preempted often while there is
+        another victim. Returns False if none is behind. With one tenant this never preempts the front of the order.
         """
         own, last = sequence.tenant, None
         for tenant in self._most_first(own):
@@ -61,7 +61,9 @@ class Preemption:
         return last is not None
 
     def _last_of(self, tenant: int, behind: Seq | None = None) -> Seq | None:
-        """The last sequence of a tenant to be preempted, behind this one's request and key; None: there is none."""
+        """The last sequence of a tenant that may be preempted, after the sequence `behind` and not of its request, or
+        None. Requests below the preemption limit come first.
+        """
         last = None
         for other in reversed(self._running.order):
             if other.tenant != tenant:
@@ -75,7 +77,9 @@ class Preemption:
         return last
 
     def _shares(self) -> dict[int, float]:
-        """By tenant: what it holds most of, blocks or slots, over its weight (Ghodsi et al., NSDI 2011)."""
+        """Dominant share of each tenant: its share of slots or of blocks, whichever is larger, divided by its weight
+        (Ghodsi et al., NSDI 2011).
+        """
         held: dict[int, list[int]] = {}
         for sequence in self._running.order:
             count = held.setdefault(sequence.tenant, [0, 0])
@@ -88,7 +92,7 @@ class Preemption:
         return most / self._waiting.served.weight(tenant)
 
     def _most_first(self, taker: int) -> list[int]:
-        """Tenants whose running sequences may be preempted for one of the `taker`, the largest share first."""
+        """Tenants whose running sequences may be preempted for a sequence of `taker`, largest share first."""
         if not self._waiting.served.several:
             return [taker]
         tenants, shares = self._tables.pool.tenants, self._shares()
@@ -96,17 +100,17 @@ class Preemption:
         return sorted(may, key=shares.__getitem__, reverse=True)
 
     def make_room(self, group: list[Seq], slots: int, free_blocks: int) -> None:
-        """Preempts requests until as many slots and blocks are free as a group needs that waits at the head of the
+        """Preempts requests of other tenants until enough slots and blocks are free for the group at the head of the
         queue, so that newcomers do not wait for long requests of others.
 
-        Victims are of tenants whose shares are larger than that of the group's tenant would be with the group, so two
-        tenants never preempt each other in turns; and that were served more, else a victim would be admitted next.
+        A victim's tenant has a larger share than the group's tenant would have with the group, so two tenants never
+        preempt each other in turns. It has also been served more; otherwise the victim would be admitted next.
         """
         tenant, limits, pool = group[0].tenant, self._tables.limits, self._tables.pool
         served = self._waiting.served
         blocks = sum(-(-sequence.num_tokens // pool.block_size) for sequence in group)
         own = [sequence for sequence in self._running.order if sequence.tenant == tenant]
-        # Beams come in with one slot free, but take one each in the order.
+        # Beams are admitted if one slot is free, but each of them takes one in the running order.
         share = self._share(tenant, len(own) + len(group), sum(len(each.block_table) for each in own) + blocks)
         free_blocks = free_blocks or blocks
         while len(self._running.order) + slots > limits.max_running or pool.num_free_for(tenant) < free_blocks:
@@ -119,9 +123,9 @@ class Preemption:
             self.preempt(last, apart=last.request.apart)
 
     def _preempt_own(self, request: LiveRequest) -> None:
-        """Nothing is behind a request that needs a block: the request waits whole until those before it have made room.
-        The first of the order has outgrown the pool, and goes on with one sequence less, as does a request that came
-        back one by one.
+        """Preempts a request that needs a block while no request is behind it: it waits whole until those before it
+        have made room. If it runs alone it has outgrown the pool: it goes on with one sequence less, as does a request
+        whose sequences returned one by one.
         """
         candidates = [s for s in self._running.order if _may_be_preempted(s)]
         own = [sequence for sequence in candidates if sequence.request is request]
@@ -130,14 +134,15 @@ class Preemption:
         self.preempt(own[-1], apart=request.apart)
 
     def preempt(self, sequence: Seq, *, apart: bool = False) -> None:
-        """Frees every block of a request, or of the one sequence `apart`; its sequences wait, and go on from what they
-        find cached or swapped out. Tokens in flight still count, unless they are beams: those compute them again.
+        """Frees every block of the sequence's request, or of the sequence alone if `apart`. The sequences wait, and
+        later continue from blocks that are still cached or swapped out. Tokens in flight still count, except those of
+        beams, which are computed again.
         """
         group = [sequence] if apart else sequence.request.sequences
         self._give_back([s for s in group if s.state in HOLDING and _may_be_preempted(s)])
 
     def recompute(self, request: LiveRequest, void: Container[Seq]) -> None:
-        """Preempts a request in which these sequences hold blocks that are void."""
+        """Preempts a request whose sequences `void` hold void content."""
         self._give_back([s for s in request.sequences if s.state in HOLDING and (s in void or _may_be_preempted(s))])
 
     def _give_back(self, group: list[Seq]) -> None:
@@ -147,7 +152,7 @@ class Preemption:
             member.preemptions += 1
             member.candidates = None
             self._running.remove(member, SeqStatus.WAITING)
-        # All at once, before any of them frees its blocks, so that shared blocks are copied once.
+        # All of them together, before any frees its blocks, so that shared blocks are copied once.
         self._tables.swap_out(members)
         for member in reversed(members):
             self._tables.free(member)
@@ -156,12 +161,12 @@ class Preemption:
             self._waiting.push(member)
 
     def preempt_all(self) -> None:
-        """Preempts every sequence but those whose last token is in flight."""
+        """Preempts every sequence except those whose last token is in flight."""
         for sequence in reversed(self._running.order[:]):
             if sequence.state is not SeqStatus.WAITING and _may_be_preempted(sequence):
                 self.preempt(sequence)
 
 
 def _may_be_preempted(sequence: Seq) -> bool:
-    """A draining sequence gives its blocks back very soon, unless it is a beam, which may wait for others."""
+    """False for a draining sequence, which frees its blocks very soon, unless it is a beam that may wait for others."""
     return sequence.state is SeqStatus.RUNNING or sequence.request.search is not None

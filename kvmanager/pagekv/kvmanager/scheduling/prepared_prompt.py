@@ -1,8 +1,9 @@
-"""The work that grows with a prompt, done a slice at a time before its request is added to the scheduler (DESIGN 6).
+"""Preparation of a long prompt: the work that grows with its length, done in slices before the scheduler gets the
+request (DESIGN 6).
 
-A request that comes with a `PreparedPrompt` is decided on like one without, only sooner: nothing is left to hash, and
-cached blocks are taken as they were found or, where any has left the table since, compared with the prompt in a few
-vector operations instead of being walked along one by one.
+The scheduler decides about a prepared request as about any other, only faster. Nothing is left to hash. Cached blocks
+that preparation found are used as they are; if blocks have left the table since, they are compared with the prompt in a
+few vector operations instead of one by one.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import numpy as np
 from pagekv.kvmanager.kvcache.block_hash import MediaSpan, chain_digests
 from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, PrefixTable
 
-# Bounds of a slice. 1,024 hashes take 0.7 to 2 ms, token ids as a message has them about 0.1 microseconds each.
+# Bounds of a slice. 1,024 hashes take 0.7 to 2 ms, and packing token ids for a message about 0.1 microseconds each.
 SLICE_BLOCKS = 1024
 SLICE_TOKENS = 16_384
-# As many media as make a block take twice as long, for each is compared with each block.
+# So many media double the time that a block takes, because each block is compared with every medium.
 _MEDIA_A_BLOCK = 8
 
 
@@ -30,17 +31,17 @@ def slice_blocks(block_size: int, num_media: int) -> int:
 
 @dataclass(slots=True)
 class PreparedPrompt:
-    """All that can be known of a prompt without deciding anything; right whatever happens to the prefix table."""
+    """Everything that can be computed from a prompt without a decision. Valid whatever happens to the prefix table."""
 
     # Parent digest of the first block: 32 bytes.
     root: bytes
     # Digests of the full blocks.
     digests: list[bytes] = field(default_factory=list)
-    # Cached blocks that held the leading tokens when they were looked up, a hint, for they may be evicted any time; and
-    # the table's generation before the first look-up. If that is still the present one, none has left.
+    # A hint: cached blocks that held the leading tokens when they were looked up. Blocks may be evicted at any time,
+    # but none has left if the table still has this `generation`, its generation before the first lookup.
     cached: Blocks = field(default_factory=lambda: np.empty(0, np.int32))
     generation: object | None = None
-    # All token ids, uint32, as a copy for the sequence; and as the message of a step has them.
+    # All token ids, uint32, copied for the sequence; and packed for the message of a step.
     token_ids: array[int] = field(default_factory=lambda: array("I"))
     packed: bytes = b""
 
@@ -51,9 +52,9 @@ class PreparedPrompt:
         table: PrefixTable,
         pack: Callable[[array[int]], bytes] | None,
     ) -> Iterator[None]:
-        """Fills an empty one, at most `slice_blocks` blocks before each item; the table may change between two items.
-        `pack` gives token ids as a message has them, in bytes that can be put one after the other; None: they are
-        neither packed nor copied.
+        """Fills an empty PreparedPrompt. The iterator handles at most `slice_blocks` blocks before each item; the table
+        may change between two items. `pack` encodes token ids for a message, as bytes that can be concatenated; None:
+        token ids are neither packed nor copied.
         """
         size = table.block_size
         stride = slice_blocks(size, len(media)) * size
@@ -71,12 +72,12 @@ class PreparedPrompt:
         self.packed = b"".join(packed)
 
     def _identify(self, tokens: BlockTokens, media: Sequence[MediaSpan], table: PrefixTable, text: int) -> None:
-        """Adds the digests of the next blocks, [n, block_size], the first `text` of them without media. Cached blocks
-        have theirs in the table, and are found along it as far as there are such from the beginning.
+        """Adds the digests of the next blocks, [n, block_size], of which the first `text` have no media. Leading blocks
+        that are cached get their digests from the table; the others are hashed.
         """
         begin = len(self.digests)
         node = int(self.cached[-1]) if len(self.cached) else self.root
-        # The latest block may be gone, and its id that of another one, even of one with an equal digest.
+        # The latest block may have been evicted and its id reused, even by a block with an equal digest.
         if len(self.cached) == begin and (not begin or table.digest(int(node)) is self.digests[-1]):
             hits = table.trie.match(node, tokens[:text])
             self.digests += table.digests(hits)

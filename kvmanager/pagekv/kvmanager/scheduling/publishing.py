@@ -1,4 +1,6 @@
-"""Publishing: blocks that others may hit from then on, full of known tokens and planned to be written."""
+"""Publishing: a block that is full of known tokens, and planned to be computed, enters the prefix table. From then on
+other sequences may hit it.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,27 @@ from pagekv.kvmanager.scheduling.sequence import Seq
 
 
 class Publisher:
-    """Owned by the block tables, whose pools it publishes in."""
+    """Publishes the blocks of sequences. Owned by `BlockTables`, which shares its pools."""
 
     def __init__(self, pool: BlockPool, host: HostPool, limits: SchedulerLimits) -> None:
         self._pool = pool
         self._host = host
         self._limits = limits
         self._block_size = pool.block_size
-        # Published blocks that this very step computes: they can be hit, for a layer writes all of a step's keys and
-        # values before it attends, but not copied, for copies come before everything else.
+        # Published blocks that the step being planned computes. Others can hit these blocks, because a layer writes all
+        # keys and values of a step before it attends, but not copy them, because copies run first.
         self._being_computed: list[Blocks] = []
         # Whether each block is one of them, [num_blocks].
         self._marked = np.zeros(pool.num_blocks, np.bool_)
 
     def next_step(self) -> None:
-        """Blocks published from now on belong to the next step."""
+        """Begins a step: blocks published from now on belong to it."""
         for blocks in self._being_computed:
             self._marked[blocks] = False
         self._being_computed.clear()
 
     def _compute(self, blocks: Blocks) -> None:
-        """The step being planned computes these blocks."""
+        """Notes that the step being planned computes these blocks."""
         self._being_computed.append(blocks)
         self._marked[blocks] = True
 
@@ -45,7 +47,7 @@ class Publisher:
         return bool(self._marked[block])
 
     def publish(self, sequence: Seq, *, computed_now: bool = False) -> None:
-        """Offers every full, known and planned block to the prefix table; `computed_now`: by this step."""
+        """Offers every block full of known and planned tokens to the prefix table; `computed_now`: of this step."""
         size = self._block_size
         first, full = sequence.num_published, min(sequence.num_tokens, sequence.num_computed) // size
         if full <= first:
@@ -56,12 +58,12 @@ class Publisher:
         self.extend_digests(sequence)
         digests, blocks = sequence.digests, sequence.blocks()[first:full]
         chunks = sequence.chunks(size, first, full)
-        # Blocks before the media are told apart by their tokens, like any other text.
+        # Blocks before the first medium are identified by their tokens, like any text.
         text = min(max(first, sequence.first_media // size), full)
         for begin, end, media in ((first, text, False), (text, full, True)):
             if begin < end and sequence.publishes:
                 parent = digests[begin - 1] if begin else sequence.request.root
-                # Else the block before was taken out of the table as void, or in a reset: nothing can follow it.
+                # If the block before has left the table, as void or by a reset, no block can follow it.
                 if begin and not self._pool.table.is_entered(sequence.block_table[begin - 1]):
                     sequence.publishes = False
                     break
@@ -88,8 +90,9 @@ class Publisher:
         *,
         computed_now: bool,
     ) -> None:
-        """Publishes the last block of each table, which is full with `tokens`, [n, block_size], or `token_bytes`. Each
-        decoding sequence needs this once in block_size steps. `computed_now` as in `publish`.
+        """Publishes the last block of each of these sequences, which is full. `tokens`, [n, block_size], and
+        `token_bytes` are the tokens of these blocks. Each decoding sequence needs this once in block_size steps.
+        `computed_now` as in `publish`.
         """
         size = self._block_size
         prefix_cache = self._limits.prefix_cache
@@ -103,12 +106,12 @@ class Publisher:
             index = len(table) - 1
             full = index * size + size
             if prefix_cache and sequence.publishes and sequence.num_published == index:
-                # A first block with names gets them there, later ones have those of the block before.
+                # `publish` handles media and the names of a first block; later blocks inherit their parents' names.
                 if full > sequence.first_media or (index == 0 and sequence.request.names):
                     self.publish(sequence, computed_now=computed_now)
                 else:
                     known = sequence.digests
-                    # With blocks of one token the next may be known, and have its digest, already.
+                    # With one token per block, the next block may be known already and have a digest.
                     del known[index:]
                     parent = known[-1] if index else sequence.request.root
                     digest = sha256(parent + raw).digest()
@@ -123,13 +126,13 @@ class Publisher:
             if computed_now and self._limits.partial_hits:
                 self._compute(np.array(offered, np.int32))
             for place in self._pool.publish_one_each(offered, digests, before, parents, tokens[ready]):
-                # Not simply the next block: `publish` finds out what stands before it.
+                # Not the simple case: `publish` handles every case.
                 sequence = sequences[ready[place]]
                 sequence.num_published -= 1
                 self.publish(sequence)
 
     def extend_digests(self, sequence: Seq) -> None:
-        """Brings `digests` up to the full blocks of the known tokens."""
+        """Extends `digests` to all full blocks of the known tokens."""
         size = self._block_size
         full, done = sequence.num_tokens // size, len(sequence.digests)
         if done < full:

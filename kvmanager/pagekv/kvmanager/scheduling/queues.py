@@ -1,8 +1,8 @@
-"""The scheduler's two queues: sequences that wait, in order of (rank, arrival, index) for each tenant, and sequences
-that hold blocks, in that order over all.
+"""The scheduler's two queues: waiting sequences, sorted by (rank, arrival, index) per tenant, and the running order:
+all sequences that hold blocks, sorted by the same key.
 
-Blocks come with a place in the running order and go back when the place is given up: by finish, by preemption or with
-the executor.
+A sequence has blocks as long as it has a place in the running order: until it finishes, is preempted, or the executor
+is lost.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pagekv.kvmanager.scheduling.shared_prefill import SharedPrefill
 
 
 class WaitingQueue:
-    """Sequences that hold no blocks: those that wait for admission, sorted by key for each tenant, and those that wait
-    for a fork. A preempted sequence keeps its key, so it stands before everything of its tenant and priority that
-    arrived later. The queue outlives the executor.
+    """Sequences that hold no blocks. Some wait for admission, sorted by key per tenant, others for a fork. A preempted
+    sequence keeps its key, so it comes before all of its tenant and priority that arrived later. The queue outlives the
+    executor.
     """
 
     def __init__(self) -> None:
-        # By a tenant's number; none is empty.
+        # Waiting sequences by tenant number; no list is empty.
         self._orders: dict[int, list[Seq]] = {}
-        # Says which tenant is next.
+        # Decides which tenant is next.
         self.served = VirtualTokens()
-        # By tenant; and those tenants whose next request would be above theirs.
+        # Caps by tenant, and the tenants whose next request would exceed their cap.
         self.caps: dict[int, Cap] = {}
         self._held_back: set[int] = set()
         # Sequences in the state FORKING, by tenant.
@@ -56,7 +56,7 @@ class WaitingQueue:
         self._forking[request.tenant] += len(request.sequences) - 1
 
     def push(self, sequence: Seq) -> None:
-        """Makes a sequence that holds nothing wait for admission: a new one, or one that was preempted."""
+        """Makes a sequence that holds no blocks wait for admission: a new or a preempted one."""
         sequence.state = SeqStatus.WAITING
         if sequence.tenant not in self._orders:
             self.served.joined(sequence.tenant)
@@ -65,16 +65,16 @@ class WaitingQueue:
         insort(self._orders.setdefault(sequence.tenant, []), sequence, key=key)
 
     def __iter__(self) -> Iterator[Seq]:
-        """Sequences that wait for admission; of one tenant the next first."""
+        """Sequences that wait for admission, tenant by tenant, each tenant's next one first."""
         return chain.from_iterable(self._orders.values())
 
     @property
     def tenants(self) -> Set[int]:
-        """Tenants of which something waits for admission."""
+        """Tenants with sequences that wait for admission."""
         return self._orders.keys()
 
     def head(self) -> Seq | None:
-        """The next to admit, or None: of the tenant that was served least, none of those held back."""
+        """The next sequence to admit, of the tenant that was served least and is not held back; None: there is none."""
         if len(self._orders) < 2 and not self._held_back:
             for order in self._orders.values():
                 return order[0]
@@ -82,7 +82,7 @@ class WaitingQueue:
         return min((self._orders[tenant][0] for tenant in self.served.next()), key=key, default=None)
 
     def hold_back(self, running: RunningRequests) -> None:
-        """Looks which tenants are at their caps with these requests. For the time that it was, none has a credit."""
+        """Holds back tenants whose next request would exceed their cap. Being held back gives no credit afterwards."""
         before, self._held_back = self._held_back, set()
         if self.caps:
             self._held_back = {
@@ -99,14 +99,14 @@ class WaitingQueue:
             self.served.joined(tenant)
 
     def hold_back_behind(self, tenant: int, running: RunningRequests) -> None:
-        """`hold_back` after a head of this tenant was admitted, which changes nothing for others."""
+        """`hold_back` for one tenant, after its head was admitted: that changes nothing for other tenants."""
         cap, order = self.caps.get(tenant), self._orders.get(tenant)
         if cap is not None and order is not None and running.are_above(cap, order[0].request):
             self._held_back.add(tenant)
             self.served.allow([tenant], False)
 
     def take(self, sequence: Seq) -> None:
-        """A sequence that waits is admitted."""
+        """Removes a waiting sequence that is admitted."""
         order = self._orders[sequence.tenant]
         del order[bisect_left(order, sequence.key, key=key)]
         if not order:
@@ -114,7 +114,7 @@ class WaitingQueue:
             self.served.left(sequence.tenant)
 
     def remove(self, sequence: Seq) -> None:
-        """Ends a sequence that waits."""
+        """Removes a waiting sequence that ends."""
         if sequence.state is SeqStatus.FORKING:
             self._forking[sequence.tenant] -= 1
         else:
@@ -124,12 +124,12 @@ class WaitingQueue:
     # -- forks
 
     def expect_fork(self, request: LiveRequest) -> None:
-        """Sequence 0 was admitted: once the prompt is computed, the sequences that wait for that can be forked."""
+        """Notes that sequence 0 was admitted: once its prompt is computed, the others of the request can be forked."""
         if any(sequence.state is SeqStatus.FORKING for sequence in request.sequences):
             self.forking.append(request)
 
     def take_children(self, request: LiveRequest) -> list[Seq]:
-        """The sequences of a request that wait for a fork, which wait no longer: the caller holds or pushes them."""
+        """Takes out the sequences of a request that wait for a fork; the caller forks or pushes them."""
         if request in self.forking:
             self.forking.remove(request)
         children = [sequence for sequence in request.sequences if sequence.state is SeqStatus.FORKING]
@@ -138,19 +138,19 @@ class WaitingQueue:
 
 
 class RunningQueue:
-    """The order of one epoch: a new epoch begins with an empty one. Lists are sorted by key, and for reading only."""
+    """The running order of one epoch: a new epoch begins with an empty one. Lists are sorted by key, and read only."""
 
     def __init__(self, block_size: int) -> None:
         self.batch = DecodeBatch(block_size)
-        # RUNNING and DRAINING; and how many of them each tenant has, if any.
+        # RUNNING and DRAINING sequences; and their number by tenant, without zeros.
         self.order: list[Seq] = []
         self.tenants: Counter[int] = Counter()
-        # Requests of which there are members.
+        # Requests with sequences in `order`.
         self.requests = RunningRequests(block_size)
         # Members of `order` with known tokens left to plan.
         self.prefilling: list[Seq] = []
-        # Members of `order` that are to enter the executor: beams, which may yet need a block, and arrivals that share
-        # blocks with another.
+        # Members of `order` that have yet to enter the executor: beams, which may still need a block, and sequences
+        # that were admitted together or share blocks with a sibling.
         self.returning: list[Seq] = []
         # Members of `returning` that wait for a sibling's prefill.
         self.shared_prefill = SharedPrefill(block_size)
@@ -164,26 +164,26 @@ class RunningQueue:
     # -- in
 
     def add(self, sequence: Seq) -> None:
-        """Gives a place to a sequence that has just got its blocks."""
+        """Adds a sequence that has just got its blocks."""
         sequence.state = SeqStatus.RUNNING
         insort(self.order, sequence, key=key)
         self.tenants[sequence.tenant] += 1
         self.requests.add(sequence)
 
     def add_returning(self, sequence: Seq) -> None:
-        """A member of the order is to enter the executor as soon as there is room."""
+        """Lets a member of the order enter the executor as soon as there is room."""
         sequence.state = SeqStatus.RUNNING
         insort(self.returning, sequence, key=key)
 
     def enter(self, sequence: Seq) -> None:
-        """Gives a member of the order its seq_id; its known tokens are to be computed."""
+        """Gives a member of the order its seq_id, and begins its prefill."""
         if sequence in self.returning:
             self.returning.remove(sequence)
         self.batch.open(sequence)
         insort(self.prefilling, sequence, key=key)
 
     def end_prefill(self, sequence: Seq) -> None:
-        """Every known token is planned; the step samples a token, which a beam answers with candidates for."""
+        """Ends a prefill: every known token is planned; the step samples a token or, for a beam, reports candidates."""
         del self.prefilling[bisect_left(self.prefilling, sequence.key, key=key)]
         if sequence.request.search is None:
             self.batch.start_decoding(sequence)
@@ -195,13 +195,13 @@ class RunningQueue:
     # -- out
 
     def drain(self, sequence: Seq) -> None:
-        """Every token is promised: the sequence leaves the executor, and has its blocks until the last comes."""
+        """Drains a sequence whose last token is promised: it leaves the executor, but keeps its blocks until then."""
         sequence.state = SeqStatus.DRAINING
         self.batch.stop_decoding(sequence)
         self._finished.append(sequence.seq_id)
 
     def remove(self, sequence: Seq, state: SeqStatus) -> None:
-        """The one way out of the order: the sequence goes into `state`, WAITING or FINISHED."""
+        """The only way out of the order: removes a sequence, whose state becomes `state`, WAITING or FINISHED."""
         self.shared_prefill.hand_over(sequence)
         if sequence.state is SeqStatus.RUNNING and sequence.seq_id != NO_SEQ_ID:
             self._finished.append(sequence.seq_id)

@@ -1,14 +1,14 @@
 """Plans each step: continuous batching with chunked prefill under a token budget (DESIGN 5).
 
-A step is planned from what will be true once the steps in flight are done: every sampled token they promise is
-counted though its value is unknown, so step N + 1 can be planned while step N runs. When a promised token turns out to
-end a sequence, the step in flight has computed one token too many for it, which is dropped.
+A step is planned for the state after the steps in flight: every token that these will sample is counted as promised,
+though its value is unknown. So step N + 1 can be planned while step N runs. When a promised token turns out to end a
+sequence, the step in flight has computed one token too many for the sequence, which is dropped.
 
-While tenants compete a step may have a bound, which passes some decodes over (`scheduling/fairness/step_share.py`).
+While tenants compete, a step may have a bound; some decodes are then passed over (`scheduling/fairness/step_share.py`).
 
-Order within a step: decodes first; then beams and what else returns; then forks; then prefills under way; then
-admissions from the waiting queue while budget, bytes, sequence slots and blocks last. Sequences that return come last
-where the head of the queue, behind them, found too few bytes in the step before.
+Order within a step: decodes; beams and other sequences that return; forks; prefills under way; admissions from the
+waiting queue while token budget, bytes, slots and blocks last. If the head of the queue found too few bytes in the step
+before, sequences that return come last.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from pagekv.kvmanager.scheduling.sequence import HOLDING, NO_SEQ_ID, LiveRequest
 from pagekv.kvmanager.scheduling.step_builder import StepBuilder
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
-# Steps for which tenants count as competing after they did, so that a tenant that asks now and then finds short steps.
+# Tenants count as competing for so many steps longer, so that a tenant that comes now and then finds short steps.
 LINGERING_STEPS = 1000
 
 
 class Scheduler:
-    """Owns queues and blocks. Single-threaded; `schedule` and `commit` alternate, with two steps in flight at most."""
+    """Owns queues and blocks. Single-threaded; `schedule` and `commit` alternate, with at most two steps in flight."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class Scheduler:
         host: HostPool | None = None,
         listener: SchedulerListener | None = None,
     ) -> None:
-        """Sequences are swapped out to `host`; None: nowhere."""
+        """`host`: where sequences are swapped out to; None: there is no host pool."""
         self._listener = SchedulerListener() if listener is None else listener
         self.counters = SchedulerCounters()
         self.waiting = WaitingQueue()
         # Weights and floors by tenant.
         self._tenants: tuple[dict[int, float], dict[int, int]] = {}, {}
-        # Of steps for which tenants compete; None: the limits alone.
+        # The bound of steps while tenants compete; None: only the limits apply.
         self._bound: StepBound | None = None
         # Steps left of LINGERING_STEPS.
         self._lingering = 0
@@ -77,7 +77,7 @@ class Scheduler:
         self.host = HostPool(0, pool.block_size) if host is None else host
         self.limits = limits
         weights, floors = self._tenants
-        # This pool may be a smaller one, and is shared all the same.
+        # This pool may be smaller than the one before, so floors are fitted to it.
         pool.set_tenants(weights, fitted_floors(floors, pool.num_blocks) if limits.prefix_cache else {})
         self._eos = tuple(eos_token_ids)
         self._tables = tables = BlockTables(pool, self.host, limits, self.counters)
@@ -91,7 +91,7 @@ class Scheduler:
 
     @property
     def running(self) -> list[Seq]:
-        """Sequences that hold blocks, first to be served first. Not to be changed."""
+        """Sequences that hold blocks, in running order. Not to be changed."""
         return self._running.order
 
     def num_running_requests(self, tenant: int) -> int:
@@ -113,8 +113,9 @@ class Scheduler:
     def set_tenants(
         self, weights: Mapping[int, float], floors: Mapping[int, int], caps: Mapping[int, Cap] | None = None
     ) -> None:
-        """As `BlockPool.set_tenants`, for later epochs, too; without a prefix cache there is nothing that floors could
-        keep. A request that was accepted before floors rose goes over them when it is alone and cannot go on otherwise.
+        """Sets weights and floors, as `BlockPool.set_tenants` does, and caps; all of them hold for later epochs, too.
+        Without a prefix cache floors are ignored, because nothing is cached. A request accepted before floors rose may
+        take blocks below them if it runs alone and cannot go on otherwise.
         """
         # Floors that are in force may have been set for a larger pool.
         fitted = fitted_floors(floors, self.pool.num_blocks) if floors == self._tenants[1] else floors
@@ -126,7 +127,7 @@ class Scheduler:
 
     @property
     def competing(self) -> bool:
-        """Whether more than one tenant has sequences, or had in one of the LINGERING_STEPS before."""
+        """Whether more than one tenant has sequences, or had some within the last LINGERING_STEPS steps."""
         return self.waiting.served.several and (self._lingering > 0 or self._are_several())
 
     def _are_several(self) -> bool:
@@ -135,7 +136,7 @@ class Scheduler:
     # -- planning
 
     def set_bound(self, bound: StepBound) -> None:
-        """Bounds the steps for which tenants compete, from now on."""
+        """Sets the bound of steps while tenants compete."""
         if bound != self._bound:
             self._bound = bound
             self._listener.bound_set(bound)
@@ -176,7 +177,7 @@ class Scheduler:
         return plan
 
     def _greet(self) -> None:
-        """Tells newcomers, where steps are bounded."""
+        """Determines newcomers, if steps are bounded, and visitors."""
         served, running = self.waiting.served, self._running.tenants
         several = self._are_several()
         self._lingering = LINGERING_STEPS if several else max(0, self._lingering - 1)
@@ -187,21 +188,20 @@ class Scheduler:
         self._visitors.see(running.keys() | self.waiting.tenants, served.newcomers)
 
     def _make_room(self) -> None:
-        """Lets the head of the queue in where its tenant has less than its share, before anything else is planned."""
+        """Preempts for the head of the queue if its tenant has less than its share, before anything else is planned."""
         refused = self._admission.refused
         if refused is not None and refused.group[0] is self.waiting.head():
             self.preemption.make_room(refused.group, refused.slots, refused.free_blocks)
 
     def _plan_decodes(self, step: StepBuilder) -> None:
-        """One token for every sequence whose last token is known or promised, but for those that a bounded step passes
-        over. The budget is enough for all: a sequence begins to decode in a step that had at least one token left for
-        it beside those that decoded already.
+        """Plans one token for every decoding sequence, except those that a bounded step passes over. The token budget
+        suffices for all: a sequence began to decode in a step that had a token left for it besides the decodes.
         """
         batch = self._running.batch
         rows = batch.decoding_rows()
         bound = self._bound if self.competing else None
         newcomer = None if bound is None else self._share.newcomer()
-        # With a newcomer's prompt the step is what somebody waits for.
+        # A step with a newcomer's prompt is the one that the newcomer waits for, so it keeps the longer bound.
         if bound is not None and newcomer is None and self._visitors:
             bound = bound.beside_visitors()
         if not len(rows):
@@ -211,7 +211,7 @@ class Scheduler:
         full, exhausted = batch.full(rows), batch.exhausted(rows)
         filled = batch.sequences(full)
         if filled:
-            # Also of sequences that end here: what their last token completed can be hit from now on.
+            # Also for sequences that end here: a block that their last token completed can be hit from now on.
             self._publish(full, filled, computed_now=False)
         if len(exhausted):
             for sequence in batch.sequences(exhausted):
@@ -235,11 +235,12 @@ class Scheduler:
             self._publish(completed, batch.sequences(completed), computed_now=True)
 
     def _publish(self, rows: Rows, sequences: list[Seq], *, computed_now: bool) -> None:
-        """Publishes the last block of each of these sequences, unless that has been done: full, known, and computed by
-        a step in flight or, if `computed_now`, by the one being planned. `rows` are theirs, ascending.
+        """Publishes the last block of each of these sequences, unless it is published already. It is full of known
+        tokens, and computed by a step in flight or, if `computed_now`, by the step being planned. `rows`: the
+        sequences' rows, ascending.
 
-        vLLM caches blocks at the same two moments: `KVCacheManager.allocate_slots` those whose tokens are known, and
-        `AsyncScheduler` the others when the result has come.
+        vLLM caches blocks at the same two moments: `KVCacheManager.allocate_slots` caches those whose tokens are known,
+        and `AsyncScheduler` the others when the result arrives.
         """
         due = [at for at, sequence in enumerate(sequences) if sequence.num_published < len(sequence.block_table)]
         if len(due) < len(sequences):
@@ -248,7 +249,7 @@ class Scheduler:
         self._tables.publisher.publish_last(sequences, tokens, raw, computed_now=computed_now)
 
     def _allocate_slots(self, step: StepBuilder, rows: Rows, sequences: list[Seq]) -> bool:
-        """One more block for each of these sequences, whose tables are full; True if that preempted any."""
+        """Allocates one more block for each of these sequences, whose tables are full; True if it had to preempt."""
         blocks = self._tables.allocate_each(sequences)
         preempts = blocks is None
         if blocks is None:
@@ -264,8 +265,8 @@ class Scheduler:
         return preempts
 
     def _allocate_one_by_one(self, sequences: list[Seq]) -> dict[Seq, int]:
-        """A block for each of these sequences, in running order, so that none of another request is preempted after it
-        got its block; the sequences still running in the end, with their blocks.
+        """Allocates a block for each of these sequences, in running order, so that no sequence of another request is
+        preempted after it got its block. Returns the sequences that still run in the end, with their blocks.
         """
         found: dict[Seq, int] = {}
         for sequence in sorted(sequences, key=key):
@@ -273,15 +274,15 @@ class Scheduler:
             if block >= 0:
                 found[sequence] = block
         for sequence in [sequence for sequence in found if sequence.state is not SeqStatus.RUNNING]:
-            # Another sequence of its request found no block, and they wait together.
+            # Another sequence of its request found no block, so both were preempted.
             self.pool.free(np.array([found.pop(sequence)], np.int32))
         return found
 
     # -- results
 
     def commit(self, plan: StepPlan, result: StepResult) -> Committed:
-        """Takes in a step's tokens, and finishes sequences that ended and requests that failed. Tokens for sequences
-        that have finished since are dropped. Raises InvariantError when the result cannot be one of the plan.
+        """Commits a step's tokens; finishes sequences that ended and requests that failed. Tokens for sequences that
+        have finished since are dropped. Raises InvariantError if the result does not fit the plan.
         """
         self._listener.committing(plan, result)
         try:
@@ -303,7 +304,7 @@ class Scheduler:
         tokens = np.frombuffer(array("I", sampled), np.uint32)
         alive = batch.alive[batch.span(rows)]
         if np.count_nonzero(alive) < len(rows):
-            rows, tokens = rows[alive], tokens[alive]  # without the one token too many
+            rows, tokens = rows[alive], tokens[alive]  # drops the one token too many
             kept, sampled = rows.tolist(), tokens.tolist()
         known = batch.append(rows, tokens)
         self.counters.generated_tokens += len(rows)
@@ -318,7 +319,7 @@ class Scheduler:
         return Committed(sequences, kept, sampled, endings, searched, failed)
 
     def _take_failed(self, plan: StepPlan, result: StepResult) -> list[tuple[LiveRequest, str]]:
-        """Finishes the requests of sequences that failed; returns each once, and why."""
+        """Finishes the requests of sequences that failed; returns each request once, with the reason."""
         requests = self._failures.take(plan, result.failed)
         for request in requests:
             for sequence in request.sequences:
@@ -343,17 +344,17 @@ class Scheduler:
             self._tables.swapper.release(sequence)
             self.waiting.remove(sequence)
             if state is SeqStatus.WAITING and sequence.index == 0:
-                # Nothing computes the prompt for the others any more.
+                # Sequence 0 no longer computes the prompt for the others, so each of them waits for admission.
                 for child in self.waiting.take_children(sequence.request):
                     self.waiting.push(child)
 
     def remove(self, request: LiveRequest) -> None:
-        """Drops a finished request; without pointers back its sequences need no garbage collector."""
+        """Removes a finished request. Breaks the reference cycle, so its sequences need no garbage collector."""
         self.waiting.take_children(request)
         request.sequences = []
 
     def preempt_all(self) -> None:
-        """Preempts all that run, to be recomputed, but those whose last token is in flight."""
+        """Preempts every running sequence except those whose last token is in flight."""
         self._listener.preempting_all()
         self.preemption.preempt_all()
 
@@ -370,8 +371,8 @@ class Scheduler:
         eos_token_ids: Iterable[int],
         host: HostPool | None = None,
     ) -> None:
-        """A new epoch with empty pools: everything running waits again and is recomputed from its tokens. Tokens that
-        steps in flight promised never come and will be sampled again, the same ones.
+        """Begins a new epoch with empty pools: all running sequences wait again and are recomputed from their tokens.
+        Tokens that steps in flight promised never arrive; the same tokens will be sampled again.
         """
         lost, lost_pool, lost_host = self._running, self.pool, self.host
         lost.batch.clear()

@@ -1,4 +1,4 @@
-"""A sequence: one branch of a request, its tokens, its block table and how far it has come."""
+"""A sequence: one branch of a request, with its tokens, block table and progress."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ class LiveRequest:
     arrival: int
     # Parent digest of its first block: 32 bytes.
     root: Root
-    # During a beam search its live beams, best first.
+    # All sequences; during a beam search the live beams, best first.
     sequences: list[Seq] = field(default_factory=list)
     search: BeamSearch | None = None
-    # Steps, in all, for which sequences that were preempted together stood at the head of the queue and did not fit.
+    # Steps, over the request's life, in which its sequences stood at the head of the queue and did not fit together.
     steps_at_head: int = 0
-    # The sequences did not fit together, and come and go one by one from now on.
+    # Whether the sequences did not fit together; they are then admitted and preempted one by one.
     apart: bool = False
-    # When it was accepted, in seconds since 1970; shown, and of no effect.
+    # When it was accepted, in seconds since 1970; only shown.
     created: float = 0.0
-    # The token ids of its command as the message of a step has them, where they were packed ahead.
+    # The command's token ids, packed for the message of a step; empty if they were not packed ahead.
     packed_prompt: bytes = b""
 
     @property
     def num_likeliest(self) -> int | None:
-        """How many likeliest tokens the executor is to report with each sampled one; None: no log-probabilities."""
+        """How many likeliest tokens the executor reports with each sampled one; None: no log-probabilities."""
         # A search chooses a beam's next token from them.
         return self.command.sampling.logprobs if self.search is None else self.search.num_candidates
 
@@ -83,7 +83,7 @@ class LiveRequest:
 
     @property
     def preemptions(self) -> int:
-        """Preemptions of the sequence that had most."""
+        """Preemptions of the sequence that was preempted most often."""
         return max(sequence.preemptions for sequence in self.sequences)
 
 
@@ -91,54 +91,55 @@ class LiveRequest:
 class Swapped:
     """Blocks that the host pool keeps for a preempted sequence, which holds them."""
 
-    # The pool of the block ids: pools live as long as an epoch.
+    # The pool that the block ids belong to; a pool lives as long as an epoch.
     pool: HostPool
-    # Host block by logical block. NO_BLOCK: others held it on the device, where its digest may still find it.
+    # Host block by logical block. NO_BLOCK: not copied, because others held the block on the device, where it may still
+    # be found by its digest.
     blocks: list[int]
-    # Positions that the blocks hold together.
+    # Positions that the blocks hold in all.
     num_computed: int
 
     def held(self) -> list[int]:
-        """The host blocks, each as often as it is held."""
+        """The host blocks that the sequence holds."""
         return [block for block in self.blocks if block != NO_BLOCK]
 
 
 @dataclass(slots=True, eq=False)
 class Seq:
-    """Progress, in tokens. Invariants while RUNNING or DRAINING:
+    """One branch of a request. Counts are in tokens. Invariants while RUNNING or DRAINING:
 
     num_computed <= known + tokens promised by steps in flight, and len(block_table) == ceil(max(known, num_computed) /
-    block_size) where known is len(token_ids): blocks exist for what is known or being computed and for nothing else.
+    block_size) where known is len(token_ids): blocks exist only for tokens that are known or being computed.
 
-    Counts and tokens have one owner: the sequence itself, or, while it has a `seq_id`, its row in the decode batch.
-    The properties ask the owner.
+    Counts and tokens have one owner: the sequence itself, or, while it has a `seq_id`, its row in the decode batch. The
+    properties read from the owner.
     """
 
     request: LiveRequest
     index: int
     _token_ids: array[int]
-    # Prompt tokens that are truly prompt: resumed tokens count as output.
+    # Prompt tokens without resumed tokens, which count as output.
     num_prompt: int
     # token_ids may grow to this length.
     max_total: int
     # (rank, arrival, index): smaller runs first and is preempted last.
     key: tuple[int, int, int]
-    # Full blocks go into the prefix table. False for a request that does not write to the cache; and, once a block left
-    # the table as void or in a reset, until an admission that brings nothing back and shares nothing with a sibling.
+    # Whether full blocks are published. False if the request does not write to the cache. Also False after a block left
+    # the table, as void or by a reset, until an admission without blocks of the host pool or a sibling.
     publishes: bool = True
-    # First position that stands for a medium: from that block on, tokens alone do not tell blocks apart.
+    # First position that stands for a medium: from its block on, tokens alone do not identify blocks.
     first_media: int = NEVER
     state: SeqStatus = SeqStatus.WAITING
-    # int32.
+    # Physical block by logical block, int32.
     block_table: array[int] = field(default_factory=lambda: array("i"))
     # Digests of the full blocks of token_ids, computed once per block.
     digests: list[bytes] = field(default_factory=list)
-    # Device blocks that may hold the first tokens: what the latest look-up found, or the table before it was given up.
-    # Only a hint, for they may have been evicted since, or be those of another pool, unless the table's generation is
-    # still this one.
+    # A hint: device blocks that may hold the first tokens, found by the latest lookup or in the block table before it
+    # was freed. Unless the prefix table still has the generation `hint_generation`, blocks may have been evicted since,
+    # or belong to another pool.
     hint: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)
     hint_generation: object | None = None
-    # Leading digests that a tier may have, or may have had, the very objects of.
+    # Leading digests whose objects a tier may share, or may have shared.
     num_lent: int = 0
     # Leading blocks of block_table that were hits or have been offered to the prefix table.
     num_published: int = 0
@@ -148,7 +149,7 @@ class Seq:
     seq_id: int = NO_SEQ_ID
     # None without a seq_id.
     batch: DecodeBatch | None = None
-    # None until first admitted.
+    # Prompt tokens found in the prefix cache at the first admission; None before it.
     cached_tokens: int | None = None
     # Prompt positions below this are counted as served to its tenant.
     num_charged: int = 0
@@ -165,18 +166,18 @@ class Seq:
 
     @property
     def token_ids(self) -> array[int]:
-        """Known tokens, uint32: compact, and NumPy can look at them without a copy."""
+        """Known tokens, uint32, in a compact array that NumPy can read without a copy."""
         return self._token_ids if self.batch is None else self.batch.token_ids(self.seq_id)
 
     def own_token_ids(self) -> array[int]:
-        """Known tokens of a sequence without a row, no longer in the array that siblings share."""
+        """Known tokens of a sequence without a row, in an array that siblings do not share."""
         if self.index and len(self._token_ids) == len(self.request.command.prompt_ids):
             self._token_ids = self._token_ids[:]
         return self._token_ids
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known."""
+        """Number of known tokens."""
         return len(self._token_ids) if self.batch is None else int(self.batch.known[self.seq_id])
 
     @property
@@ -197,7 +198,7 @@ class Seq:
         return self.num_tokens - self.num_prompt
 
     def branch(self, index: int) -> Seq:
-        """Another sequence with the same past, which holds nothing yet."""
+        """Another sequence with the same past, which holds no blocks yet."""
         return Seq(
             request=self.request,
             index=index,
@@ -218,11 +219,11 @@ class Seq:
         return np.array(self.block_table, np.int32)
 
     def chunks(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
-        """Token ids of the full blocks `first` to `end`, which is left out: [end - first, block_size], as a copy."""
+        """Token ids of the full blocks [first, end), as a copy: [end - first, block_size]."""
         return self.view(block_size, first, end).copy()
 
     def view(self, block_size: int, first: int, end: int) -> NDArray[np.uint32]:
-        """`chunks` without the copy: must be gone before the sequence gets another token."""
+        """`chunks` without the copy. The view must be released before the sequence gets another token."""
         return np.frombuffer(self.token_ids, np.uint32)[first * block_size : end * block_size].reshape(-1, block_size)
 
 
@@ -240,15 +241,15 @@ def live_request(
     prepared: PreparedPrompt | None = None,
 ) -> LiveRequest:
     """A request as it enters the scheduler, with its `command.n` sequences, or the one that a beam search begins with.
-    `prepared`: of the command's token ids after `root`.
+    `prepared`: the command's token ids, prepared after `root`.
 
-    Its rank decides who runs first: `priority_aging` is the number of later arrivals that one level of priority is
-    worth, so a request is passed by fewer than that many per level, however many keep coming. 0: priority alone.
+    Its rank decides the order. `priority_aging` is the number of arrivals that one level of priority is worth: fewer
+    later requests than that overtake a request for each level, however many keep coming. 0: priority alone.
     """
     request = LiveRequest(command, stream, arrival, Root(root))
     rank = arrival + command.priority * priority_aging if priority_aging else command.priority
     given = command.prompt_ids
-    # Until they enter the executor: 64 copies of a long prompt take as long as many steps.
+    # Siblings share one array until they enter the executor: 64 copies of a long prompt take as long as many steps.
     shared = given if isinstance(given, array) else array("I", given)
     num_prompt = len(given) - command.resumed_tokens
     if prepared is None:

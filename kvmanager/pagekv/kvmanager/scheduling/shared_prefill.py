@@ -1,7 +1,7 @@
-"""Sequences of one request that share blocks which one of them has yet to compute.
+"""Shared prefill: sequences of one request share blocks that one of them has yet to compute.
 
-One sequence computes what is common; the others hold the same blocks meanwhile and enter the executor once all they
-share is computed by a planned step. If the one that computes leaves before, another takes its place.
+The leader computes the shared blocks. Its followers hold them meanwhile, and enter the executor once planned steps
+compute all blocks that they share. If the leader leaves earlier, a follower takes its place.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pagekv.kvmanager.scheduling.sequence import HOLDING, Seq, key
 
 
 class _Lead(NamedTuple):
-    """The sequence that computes what a follower shares, and the position behind the last shared one."""
+    """The sequence that computes a follower's shared blocks, and the position after the last shared one."""
 
     leader: Seq
     end: int
 
 
 class SharedPrefill:
-    """Followers and leaders of one epoch. `num_computed` of a follower counts what its leader has yet to compute."""
+    """Followers and leaders of one epoch. A follower's `num_computed` includes what its leader has yet to compute."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -44,15 +44,15 @@ class SharedPrefill:
         return True
 
     def _written(self, sequence: Seq) -> int:
-        """Positions from the first on that planned steps have computed."""
+        """Leading positions that planned steps compute."""
         lead = self._leads.get(sequence)
         if lead is None or (written := self._written(lead.leader)) >= lead.end:
             return sequence.num_computed
         return written
 
     def hand_over(self, sequence: Seq) -> None:
-        """Called before a sequence leaves: it counts only what is truly computed, and the follower that shares most
-        with it computes what it would have.
+        """Prepares a sequence to leave: its `num_computed` falls to what planned steps compute, and the follower that
+        shares most with it computes the rest in its place.
         """
         if not self._leads:
             return
@@ -81,17 +81,17 @@ class SharedPrefill:
 
 
 def pair_arrivals(group: list[Seq], block_size: int) -> list[Arrival]:
-    """Pairs each sequence of a request with a sibling whose blocks it can share: a holder, or one before it."""
+    """Pairs each sequence of `group` with a sibling whose blocks it can share: a holder of blocks, or one before it."""
     request = group[0].request
     holders = sorted((s for s in request.sequences if s.state in HOLDING), key=key)
     arrivals = []
     for sequence in group:
         arrival = Arrival(sequence)
         if holders and request.search is None:
-            # Each computes the last prompt position for itself.
+            # Each sequence computes the last prompt position itself.
             arrival = Arrival(sequence, holders[0], (len(request.command.prompt_ids) - 1) // block_size)
         else:
-            # Beams share what they had in common before they parted.
+            # Beams share the blocks of their common beginning.
             for holder in holders:
                 shared = _common_tokens(sequence, holder) // block_size
                 if shared > arrival.shared:

@@ -11,7 +11,7 @@ from pagekv.kvmanager.scheduling.queues import RunningQueue
 from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import NOBODY, NewSeq, StepPlan
 
-# One part of a step's tokens at most is for prompts behind that of another tenant, which was served less.
+# At most 1 / BESIDE_PARTS of a step's tokens is for prompts of other tenants than that of the step's first prompt.
 BESIDE_PARTS = 4
 
 
@@ -25,10 +25,11 @@ class StepBuilder:
         self._tables = tables
         # Tokens left of the budget.
         self.room = tables.limits.max_batch_tokens
-        # The tenant of the step's first prompt, of all the one that was served least; and tokens left for the others.
+        # The tenant of the step's first prompt: the one that was served least.
         self._first: int | None = None
-        # Whether that is a newcomer of whose prompt nothing is in the step yet.
+        # Whether this tenant is a newcomer whose prompt is not in the step yet.
         self._is_expected = False
+        # Tokens left for prompts of other tenants.
         self._beside = -(-self.room // BESIDE_PARTS)
         self._decodes: Rows = NOBODY
         # Seq_ids of other sequences that sample.
@@ -39,16 +40,18 @@ class StepBuilder:
         return len(self._running.batch.decoding_rows()) + len(self._running.prefilling) + len(self.plan.beams)
 
     def room_for(self, tenant: int) -> int:
-        """Tokens left for prompts of a tenant: fewer behind those of another, so that its step stays short."""
+        """Tokens left for prompts of a tenant: fewer if another tenant's prompt is first, to keep its step short."""
         return self.room if self._first is None or self._first == tenant else min(self.room, self._beside)
 
     def takes(self, sequence: Seq, count: int = 1, *, half: bool = False) -> bool:
-        """Whether bytes, or half of them, are left for `count` such sequences; one alone may always enter."""
+        """Whether the bytes left in the step suffice for `count` such sequences; with `half`, so that half of a whole
+        step's bytes stay free. One sequence may always enter an empty step.
+        """
         room, left = self._tables.room, self._tables.room.left
         if count == 1 and left == room.whole:
             return True
         blocks = -(-sequence.num_tokens // self._tables.pool.block_size)
-        # Every block may be copied in from the host pool, and what was in it before out.
+        # Every block may be copied in from the host pool, and its earlier content copied out.
         copies = 2 * blocks if self._tables.host.num_blocks else 0
         entering = count * (self._bytes_of(sequence, blocks) + self._tables.limits.id_bytes.copies(copies))
         return entering <= left - (room.whole // 2 if half else 0)
@@ -59,8 +62,8 @@ class StepBuilder:
         return self._tables.limits.id_bytes.entry(sequence.num_tokens, num_blocks, lists=lists)
 
     def leave(self, tokens: int, *, newcomer: int | None) -> None:
-        """Leaves no more than so many tokens for prompts; where the first is of a tenant that is a newcomer, none for
-        those of others: nor for beams that come back, which are planned before it.
+        """Leaves no more than `tokens` tokens for prompts. If the first prompt is a newcomer's, it leaves nothing for
+        other tenants: neither for their prompts nor for returning beams, which are planned before it.
         """
         self.room = min(self.room, tokens)
         self._beside = -(-self.room // BESIDE_PARTS) if newcomer is None else 0
@@ -68,12 +71,12 @@ class StepBuilder:
             self._first, self._is_expected = newcomer, True
 
     def give_up(self, tenant: int) -> None:
-        """The first prompt, if it is this tenant's, does not come: the next one, whosever it is, has its part."""
+        """Notes that this tenant's prompt does not fit. If it was expected first, the next prompt takes its part."""
         if self._is_expected and self._first == tenant:
             self._first, self._is_expected = None, False
 
     def add_decodes(self, rows: Rows) -> Rows:
-        """One token for each of these sequences, ascending; returns what `DecodeBatch.promise` does."""
+        """Adds one token for each of these ascending rows; returns the result of `DecodeBatch.promise`."""
         self._decodes = rows
         self.plan.num_decodes = len(rows)
         self.plan.num_tokens += len(rows)
@@ -81,13 +84,13 @@ class StepBuilder:
         return self._running.batch.promise(rows)
 
     def add_passed_over(self, rows: Rows) -> None:
-        """Sequences compute nothing in this step; the budget keeps their tokens, so all can decode later."""
+        """Adds decoding rows that compute nothing in this step. The budget keeps tokens for all of them."""
         self.plan.scheduled_seq_ids += rows.tolist()
         self.plan.scheduled_tokens += [0] * len(rows)
         self.room -= len(rows)
 
     def add_new(self, sequence: Seq) -> None:
-        """A member of the running order enters the executor, with its first chunk."""
+        """Adds a member of the running order, which enters the executor with its first chunk."""
         self._running.enter(sequence)
         tokens, table = sequence.token_ids[:], sequence.block_table[:]
         self._tables.room.entering += self._bytes_of(sequence, len(table))
@@ -95,7 +98,7 @@ class StepBuilder:
         self.add_chunk(sequence, least=1)
 
     def add_chunk(self, sequence: Seq, *, least: int = 0) -> None:
-        """As many of the known tokens as there is room for; `least`: also where others have the tenant's part."""
+        """Adds as many of the known tokens as there is room for; `least`: even if other tenants have used the room."""
         plan, seq_id = self.plan, sequence.seq_id
         remaining = sequence.num_tokens - sequence.num_computed
         chunk = min(remaining, self.room, max(least, self.room_for(sequence.tenant)))
@@ -120,7 +123,7 @@ class StepBuilder:
         self._tables.publisher.publish(sequence, computed_now=True)
 
     def _charge(self, sequence: Seq, chunk: int) -> None:
-        """Counts the chunk's tokens of the prompt that were not counted before."""
+        """Charges the tenant for the chunk's prompt tokens that were not charged before."""
         end = min(sequence.num_computed, len(sequence.request.command.prompt_ids))
         start = max(sequence.num_computed - chunk, sequence.num_charged)
         if start < end:

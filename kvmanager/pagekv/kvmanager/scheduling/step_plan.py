@@ -20,7 +20,7 @@ NOBODY = np.empty(0, np.intp)
 
 
 class CopyKind(Enum):
-    """The pools that a copy of a whole block connects."""
+    """The pools between which a whole block is copied."""
 
     COPY = "copy"  # device to device
     SWAP_OUT = "swap_out"  # device to host
@@ -53,7 +53,7 @@ class CopyList:
             self.add(kind, [source], [destination])
 
     def add(self, kind: CopyKind, sources: list[int], destinations: list[int]) -> None:
-        """Adds copies of blocks into as many others; the lists stay the caller's."""
+        """Adds copies of `sources` into as many `destinations`; the lists stay the caller's."""
         if not sources:
             return
         if not self.runs or self.runs[-1].kind is not kind:
@@ -72,7 +72,7 @@ class CopyList:
             yield from map(BlockCopy, repeat(kind), sources, destinations)
 
     def take(self) -> CopyList:
-        """All copies, of which none is left here."""
+        """Removes and returns all copies."""
         taken = CopyList()
         taken.runs, self.runs = self.runs, []
         return taken
@@ -90,14 +90,14 @@ class NewSeq:
 
 
 class Admitted(NamedTuple):
-    """A sequence that got its blocks for the first time, and how its prompt fared at the prefix cache then."""
+    """A sequence at its first admission, and the outcome of its prefix lookup."""
 
     sequence: Seq
-    # Leading blocks that were found, on the device or behind them in the host pool.
+    # Leading blocks that hit, on the device and, after those, in the host pool.
     hit_blocks: int
-    # Digest of the first full block that was in neither; None where there is none.
+    # Digest of the first full block that was in neither; None if there is none.
     missed: bytes | None
-    # Leading tokens of the missed block that a cached block after the same prefix has, too.
+    # Leading tokens of the missed block that a cached block after the same prefix shares.
     shared_tokens: int
 
 
@@ -116,16 +116,16 @@ class StepPlan:
     scheduled_tokens: list[int] = field(default_factory=list)
     num_tokens: int = 0
 
-    # The rest stays with the manager. Sequences that decode, one token each.
+    # The rest is not sent to the executor. Number of sequences that decode, one token each.
     num_decodes: int = 0
     # Seq_ids of the sequences that sample in this step, ascending.
     sampling: NDArray[np.intp] = field(default_factory=lambda: NOBODY)
-    # Members of `sampling` that are beams: not the sampled token counts but the likeliest ones.
+    # Members of `sampling` that are beams: their likeliest tokens count, not the sampled one.
     beams: dict[int, Seq] = field(default_factory=dict)
-    # Members of `sampling` of which nothing was sampled since they entered.
+    # Members of `sampling` that sample for the first time since they entered the executor.
     prefilled: list[int] = field(default_factory=list)
     admitted: list[Admitted] = field(default_factory=list)
-    # Preempted since the plan before; True where something was kept in the host pool.
+    # Sequences preempted since the plan before; True where blocks of the sequence were kept in the host pool.
     preempted: list[tuple[Seq, bool]] = field(default_factory=list)
 
 
@@ -141,17 +141,17 @@ class StepResult:
     computed_tokens: int
     execute_us: int
     idle_us: int
-    # Why, by seq_id, of sequences that would have sampled and cannot go on.
+    # Reasons by seq_id, for sequences that would have sampled and cannot go on.
     failed: dict[int, str] = field(default_factory=dict)
-    # Of the executor's processor; 0: it does not say.
+    # Threads of the executor's processor that computed the step; 0: not reported.
     threads: int = 0
-    # Of an executor that is a group of ranks: microseconds that each worked on a step, by rank.
+    # If the executor is a group of ranks: microseconds that each rank worked on a step.
     rank_us: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why a sequence ended with the token just committed; `stop_token_id` is that token if it is why."""
+    """Why a sequence ended with the token just committed. `stop_token_id` is this token if it caused the end."""
 
     reason: FinishReason
     stop_token_id: int | None = None
@@ -159,7 +159,7 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A step's results: one token for each of these sequences, and which of them end with it, by position."""
+    """A step's results: one token for each of `sequences`, and which of them end with it, by position."""
 
     sequences: list[Seq]
     # The sequences' numbers in that step.

@@ -10,8 +10,8 @@ from pagekv.kvmanager.scheduling.step_plan import CopyList
 
 @dataclass(slots=True)
 class StepRoom:
-    """Bytes of a step beside its columns, which have a copy for each sequence. Copies of partial hits are listed
-    without asking: there is at most one for each sequence that enters, and the columns have bytes to spare for it.
+    """Bytes of a step besides its columns, whose bytes include one copy for each sequence. So copies of partial hits,
+    at most one for each sequence that enters, are listed without a check.
     """
 
     max_step_bytes: int
@@ -19,17 +19,17 @@ class StepRoom:
     id_bytes: IdBytes
     # Copies that the next step has to make, so far, in order.
     copies: CopyList = field(default_factory=CopyList)
-    # Bytes of the sequences that enter it.
+    # Bytes of the sequences that enter in the next step.
     entering: int = 0
 
     @property
     def whole(self) -> int:
-        """Bytes of a step that nothing has entered."""
+        """Bytes of an empty step."""
         return self.max_step_bytes - COLUMNS_BYTES * self.max_running
 
     @property
     def left(self) -> int:
-        """Bytes that are left; below 0 where one sequence takes more than a step has."""
+        """Bytes that are left; below 0 if one sequence takes more than a step has."""
         return self.whole - self.entering - self.id_bytes.copies(max(0, len(self.copies) - self.max_running))
 
     @property
@@ -39,6 +39,6 @@ class StepRoom:
         return in_columns + max(0, self.left) // self.id_bytes.copies(1)
 
     def take_copies(self) -> CopyList:
-        """The copies of the step just planned; the next has all its room."""
+        """Takes the copies of the step just planned; the next step begins with all its room."""
         self.entering = 0
         return self.copies.take()

@@ -1,13 +1,13 @@
-"""Two tiers: what leaves device blocks for the host pool, and what comes back (DESIGN 5).
+"""Swapping between the device pool and the host pool (DESIGN 5).
 
-Full blocks go to the host pool under their digests, a partial tail goes under no key, so coming back is a lookup, block
-by block: device hit, else host hit, else recompute. Blocks evicted from the device can take the same way (write-back).
+Full blocks are copied to the host pool under their digests, a partial tail without a key. Returning is a lookup, block
+by block: device hit, else host hit, else recompute. Blocks evicted from the device can be copied out, too (write-back).
 
-Every copy is one `BlockCopy`, in the order decided, ahead of all computing of its step. Steps are ordered too, so a
-device block can be given away as soon as its copy is listed, and a host block likewise.
+Every copy is one `BlockCopy`. A step makes its copies in the order in which they were listed, before it computes
+anything. Steps are ordered, too. So a device or host block can be reused as soon as its copy is listed.
 
-Swapping costs copies, out now and in again later; recomputing costs a prefill of the same tokens. The lesser one
-depends on block size, length and machine (PagedAttention, section 7.3), so `auto` asks for every victim.
+Swapping costs copies, out now and in later; recomputing costs a prefill of the same tokens. The cheaper way depends on
+block size, length and machine (PagedAttention, section 7.3), so `auto` compares both for every victim.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Swapper:
     def __init__(
         self, pool: BlockPool, host: HostPool, room: StepRoom, counters: SchedulerCounters, *, shared: bool
     ) -> None:
-        """Copies are added to those of the step with this `room`. `shared`: contents are kept under their digests, for
-        every sequence with the same prefix; else each for the sequence that held them.
+        """Copies are listed in `room`, for the next step. `shared`: contents are kept under their digests, for every
+        sequence with the same prefix; otherwise only for the sequence that held them.
         """
         self.host = host
         self._pool = pool
@@ -46,8 +46,8 @@ class Swapper:
 
     def cost(self, group: Sequence[Seq]) -> tuple[int, int, int]:
         """Cost of swapping these sequences: blocks to copy out now, blocks to copy in later, and the tokens that would
-        have to be computed again instead. Blocks held by others count for nothing, blocks held by several of these
-        count once.
+        have to be recomputed instead. Blocks that other sequences hold, too, do not count; blocks that several of these
+        sequences hold count once.
         """
         size = self._pool.block_size
         out = back = tokens = 0
@@ -64,9 +64,9 @@ class Swapper:
         return out, back, tokens
 
     def swap_out(self, group: Sequence[Seq]) -> None:
-        """Keeps what these sequences have computed, as far as host pool and step have room, before their blocks are
-        freed. A block held by several is copied once, and all of them hold the copy. Room is asked for every block,
-        also for those that the host pool has already.
+        """Copies what these sequences have computed to the host pool, as far as host pool and step have room, before
+        their blocks are freed. A block held by several is copied once, and all of them hold the copy. The step needs
+        room for every block, even if the host pool has it already.
         """
         # Host block by device block.
         kept = dict.fromkeys(self._elsewhere(group), NO_BLOCK)
@@ -76,7 +76,7 @@ class Swapper:
             names, may = sequence.request.names, places[: self._room.copies_left]
             whose = [names] * len(may) if names is not None else None
             found, fresh = self.host.keep(*self._contents(sequence, may), whose)
-            # Behind the first one for which there was no room nothing is kept.
+            # After the first block that found no room, nothing is kept.
             blocks = blocks if len(found) == len(places) else blocks[: places[len(found)]]
             self.host.hold([kept[block] for block in blocks if kept.get(block, NO_BLOCK) != NO_BLOCK])
             sources = [blocks[place] for place in places[: len(found)]]
@@ -89,7 +89,7 @@ class Swapper:
                 sequence.swapped = Swapped(self.host, held, end)
 
     def _elsewhere(self, group: Sequence[Seq]) -> list[int]:
-        """Device blocks of these sequences that others hold too, and that can be found by their digests."""
+        """Device blocks of these sequences that other sequences hold, too, and that can be found by their digests."""
         if not self._shared:
             return []
         everything = np.concatenate([NO_BLOCKS, *(sequence.blocks() for sequence in group)])
@@ -99,13 +99,13 @@ class Swapper:
         return found
 
     def _written(self, sequence: Seq) -> list[int]:
-        """The device blocks that hold something, from the first one on."""
+        """The leading device blocks that hold computed tokens."""
         blocks: list[int] = sequence.block_table[: -(-sequence.num_computed // self._pool.block_size)].tolist()
         return blocks
 
     def _contents(self, sequence: Seq, places: list[int]) -> tuple[list[bytes | None], BlockTokens, list[bytes]]:
-        """Contents of the logical blocks `places`, ascending, as `HostPool.keep` takes them: digests, None for private
-        blocks, which come last; and, for the others, the token ids and the digests before them.
+        """Contents of the ascending logical blocks `places`, as arguments of `HostPool.keep`: digests, None for private
+        blocks, which come last; and, for keyed blocks, the token ids and the digests before them.
         """
         size = self._pool.block_size
         shares = self._shared and sequence.publishes
@@ -118,8 +118,8 @@ class Swapper:
         return digests, sequence.chunks(size, 0, full)[keyed], parents
 
     def write_back(self, blocks: Blocks) -> None:
-        """Keeps what published blocks hold before they are given away: the last ones, if room is short."""
-        # More would take host blocks from each other, and an operation for every one that is taken twice.
+        """Copies published blocks to the host pool before they are evicted; only the last ones, if room is short."""
+        # More blocks would evict each other from the host pool, with one more operation for each block used twice.
         blocks = blocks[max(0, len(blocks) - min(self.host.num_free, self._room.copies_left)) :]
         table, sources = self._pool.table, blocks.tolist()
         digests: list[bytes | None] = [*table.digests(sources)]
@@ -132,15 +132,15 @@ class Swapper:
     # -- in
 
     def match(self, sequence: Seq, first: int, most: int) -> tuple[list[int], int]:
-        """Host blocks, at most `most`, that hold the sequence from logical block `first` on without a gap, and the
-        position behind the last one held. At least one known token is left to compute.
+        """Host blocks, at most `most`, that hold the sequence's tokens from logical block `first` on without a gap, and
+        the position after the last token held. At least one known token is left to compute.
         """
         size = self._pool.block_size
         end = limit = sequence.num_tokens - 1
         own = self._own(sequence)
         kept = [] if own is None else own.blocks
         if own is not None and first < len(kept) and kept[-1] != NO_BLOCK and own.num_computed % size:
-            # The last block is a partial one, which nothing follows.
+            # The last block is partial, so no block follows it.
             end = min(end, own.num_computed)
         known = sequence.digests[: limit // size] if self._shared else []
         reads = sequence.request.command.identity.read
@@ -153,7 +153,7 @@ class Swapper:
                     break
                 by_digest.append(place)
             elif place < len(known):
-                # Others follow the object by which the pool has it.
+                # The sequence takes over the pool's digest object, which the blocks after this one follow.
                 known[place] = sequence.digests[place] = self.host.key(block) or known[place]
             blocks.append(block)
         if by_digest:
@@ -170,12 +170,12 @@ class Swapper:
         return blocks, min(end, (first + len(blocks)) * size)
 
     def swap_in(self, host_blocks: list[int], device_blocks: list[int]) -> None:
-        """Lists copies into as many device blocks."""
+        """Lists copies of host blocks into as many device blocks."""
         self._room.copies.add(CopyKind.SWAP_IN, host_blocks, device_blocks)
         self._counters.swapped_in += len(host_blocks)
 
     def release(self, sequence: Seq) -> None:
-        """Releases what was kept for the sequence; under digests contents stay while there is room."""
+        """Releases the host blocks kept for the sequence. Contents with a digest stay cached while there is room."""
         own = self._own(sequence)
         if own is not None:
             # The deepest first, so that it is evicted first: it is of no use without the blocks before it.
@@ -183,7 +183,7 @@ class Swapper:
         sequence.swapped = None
 
     def _own(self, sequence: Seq) -> Swapped | None:
-        """Blocks kept for the sequence, unless that was in the pool of another epoch."""
+        """Host blocks kept for the sequence; None if there are none in this epoch's pool."""
         swapped = sequence.swapped
         return swapped if swapped is not None and swapped.pool is self.host else None
 
@@ -193,7 +193,7 @@ MODES = ("auto", "swap", "recompute")
 
 @dataclass(frozen=True, slots=True)
 class SwapPolicy:
-    """`mode` is one of MODES. The other figures are measured by the executor; 0 where it did not."""
+    """`mode` is one of MODES. The executor measures the other figures; 0: not measured."""
 
     mode: str = "recompute"
     block_bytes: int = 0
@@ -202,7 +202,7 @@ class SwapPolicy:
     prefill_tokens_per_s: int = 0
 
     def swaps(self, blocks_out: int, blocks_in: int, tokens: int) -> bool:
-        """Whether to swap a victim, blocks out now and in later, rather than compute the tokens again."""
+        """Whether to swap a victim, copying `blocks_out` now and `blocks_in` later, rather than recompute `tokens`."""
         if self.mode != "auto":
             return self.mode == "swap"
         if not (self.out_bytes_per_s and self.in_bytes_per_s and self.prefill_tokens_per_s):

@@ -1,21 +1,21 @@
-"""The bound of a step while tenants compete, so that a newcomer waits a bounded time for the step that runs."""
+"""The bound of a step while tenants compete, so that a newcomer waits only a bounded time for the running step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-# At least one part of so many is left for prompts.
+# At least 1 / MIN_PARTS of the bound is left for prompts.
 MIN_PARTS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class StepBound:
-    """Costs, in tokens of prompts: how much a step may have beside what every step costs."""
+    """How much a step may compute besides the cost that every step has. The unit is the cost of one prompt token."""
 
     tokens: int
-    # Of one decode.
+    # Cost of one decode.
     decode: float
-    # Instead of `tokens` while there are visitors (`Visitors`), in a step without a newcomer's prompt.
+    # The bound instead of `tokens` while there are visitors (`Visitors`), in a step without a newcomer's prompt.
     visited: int
 
     def beside_visitors(self) -> StepBound:
@@ -23,9 +23,9 @@ class StepBound:
         return replace(self, tokens=self.visited)
 
     def num_decodes(self, parts: int) -> int:
-        """Decodes that one of so many parts of the step is enough for; one at least."""
+        """Decodes that fit into 1 / `parts` of the step; at least one."""
         return max(1, int(self.tokens / parts / self.decode)) if self.decode else max(1, self.tokens)
 
     def left_beside(self, decodes: int) -> int:
-        """Tokens left for prompts beside so many decodes."""
+        """Tokens left for prompts besides so many decodes."""
         return max(1, self.tokens // MIN_PARTS, int(self.tokens - decodes * self.decode))

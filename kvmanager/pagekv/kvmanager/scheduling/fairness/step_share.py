@@ -1,10 +1,10 @@
-"""The sequences that decode in a step that has a bound; others are passed over, and keep their turn for a later one.
+"""The choice of the sequences that decode in a bounded step. The others are passed over, and decode in a later step.
 
-Decodes have the whole step, half of it where a prompt may come too, and a sixteenth where that prompt is a newcomer's
-(`VirtualTokens.greet`), half of them at most. Tenants have it by weight.
+Decodes may use the whole step; half of it if a prompt may come, too; a sixteenth if that prompt is a newcomer's
+(`VirtualTokens.greet`), and then at most half of the sequences decode. Tenants share this room by weight.
 
-A sequence that was passed over in PATIENCE steps running goes before all others. So with n that decode, of which m have
-room, none is passed over in more than PATIENCE + n / m steps running, rounded up.
+A sequence that was passed over in PATIENCE consecutive steps goes before all others. So with n decoding sequences and
+room for m of them, none is passed over in more than PATIENCE + n / m consecutive steps, rounded up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BESIDE_PROMPT, BESIDE_NEWCOMER = 2, 16
 
 @dataclass(slots=True)
 class StepShare:
-    """Used by the scheduler alone."""
+    """Chooses the decodes of bounded steps. Used by the scheduler alone."""
 
     _batch: DecodeBatch
     _admission: Admission
@@ -37,12 +37,12 @@ class StepShare:
         return None if prompt is None or prompt.tenant not in self._served.newcomers else prompt.tenant
 
     def passed_over(self, rows: Rows, bound: StepBound, *, newcomer: bool) -> Rows:
-        """The rows among these that sit this step out, ascending; to be called once a step."""
+        """The rows that are passed over in this step, ascending. To be called once per step."""
         batch = self._batch
         prompts = self._admission.next_prompt() is not None
         count = bound.num_decodes(BESIDE_NEWCOMER if newcomer else BESIDE_PROMPT if prompts else 1)
         if newcomer:
-            # Also where they seem to cost nothing: if all steps had as many, nothing else would ever be learnt.
+            # Also if decodes seem to cost nothing: if all steps had equally many, their cost could never be learnt.
             count = min(count, -(-len(rows) // 2))
         passed = rows[:0]
         if count < len(rows):
@@ -55,8 +55,8 @@ class StepShare:
 
 
 def _order(tenants: NDArray[np.int32], weights: NDArray[np.float64], passed: NDArray[np.int32]) -> Rows:
-    """Positions of sequences, next to decode first: the first of each tenant, then the second of each and so on, by
-    weight; of one tenant those that were passed over longest. `weights` are by tenant.
+    """Positions of sequences, next to decode first: the first of each tenant, then the second of each, and so on, by
+    weight. A tenant's first ones are those passed over longest. `weights` are by tenant.
     """
     by_tenant = np.lexsort((-passed, tenants))
     whose = tenants[by_tenant]

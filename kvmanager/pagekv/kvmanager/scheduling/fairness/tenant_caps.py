@@ -1,4 +1,4 @@
-"""Bounds of what a tenant's requests may hold at once."""
+"""Caps: how much a tenant's requests may hold at once."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 
 
 class Cap(NamedTuple):
-    """Bounds of a tenant's running requests: how many, and how many blocks they may come to need. None: any."""
+    """Bounds of a tenant's running requests: how many, and how many blocks they may come to need. None: no bound."""
 
     requests: int | None = None
     blocks: int | None = None
 
 
 class RunningRequests:
-    """Requests in the running order by tenant: how many, and blocks that they may come to need together."""
+    """Number of requests in the running order by tenant, and blocks that they may come to need together."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         # By request: its sequences in the order, and blocks that it may come to need.
         self._sequences: Counter[LiveRequest] = Counter()
         self._needs: dict[LiveRequest, int] = {}
-        # By tenant, if any.
+        # By tenant, without zeros.
         self._requests: Counter[int] = Counter()
         self._blocks: Counter[int] = Counter()
 
     def add(self, sequence: Seq) -> None:
-        """A sequence has got a place in the order."""
+        """Counts a sequence that enters the running order."""
         request = sequence.request
         self._sequences[request] += 1
         if request not in self._needs:
@@ -37,7 +37,7 @@ class RunningRequests:
             self._blocks[request.tenant] += needed
 
     def remove(self, sequence: Seq) -> None:
-        """A sequence has lost its place."""
+        """Counts a sequence that leaves the running order."""
         request = sequence.request
         self._sequences[request] -= 1
         if self._sequences[request]:
@@ -52,8 +52,8 @@ class RunningRequests:
         return self._requests[tenant]
 
     def are_above(self, cap: Cap, head: LiveRequest) -> bool:
-        """Whether those of a tenant would be above its cap with its next request `head`. One that runs already is never
-        too many, nor is the only one of its tenant for its blocks.
+        """Whether the running requests of a tenant would exceed its cap with its next request `head`. A request that
+        runs already never exceeds it, and a tenant's only request never does by its blocks.
         """
         if head in self._needs:
             return False
@@ -64,6 +64,6 @@ class RunningRequests:
 
 
 def _most_blocks(request: LiveRequest, block_size: int) -> int:
-    """Blocks that a request may come to need, where its sequences share none."""
+    """Blocks that a request may come to need if its sequences share none."""
     each = [-(-(sequence.max_total - 1) // block_size) for sequence in request.sequences]
     return max(sum(each), max(each, default=0) * request.command.sampling.beam_width)

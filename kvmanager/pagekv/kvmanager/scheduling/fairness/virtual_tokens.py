@@ -1,10 +1,10 @@
 """Fairness among tenants: weighted virtual token counters (Sheng et al., Fairness in Serving Large Language Models,
 OSDI 2024, algorithms 2 and 4).
 
-A tenant's counter has the tokens that it was served, divided by its weight; its place is the same, less a credit while
-it is a newcomer. The waiting tenant with the lowest place is served next. A tenant that comes back is lifted to the
-lowest place of those that wait: so an idle time is no credit, and nobody who comes waits for the credit of others. A
-counter is lowered never, so a burst is paid for.
+A tenant's counter is the cost of the tokens that it was served, divided by its weight. Its place is its counter, less a
+credit while it is a newcomer. The waiting tenant with the lowest place is served next. When a tenant comes back, its
+counter is lifted to the lowest place of the waiting tenants: so idle time gives no credit, and a tenant that comes does
+not wait for the credit of others. A counter is never lowered, so a burst is paid for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Set
 import numpy as np
 from numpy.typing import NDArray
 
-# Tokens of a prompt are computed many at a time. An output token costs a pass of its own (section 4.1 there: 1 and 2).
+# Prompt tokens are computed many at a time, an output token in a pass of its own (section 4.1 of the paper: 1 and 2).
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 
@@ -22,37 +22,38 @@ OUTPUT_COST = 2.0
 class VirtualTokens:
     """The counters, by a tenant's number. With one tenant nothing is counted.
 
-    While two tenants of weight 1 wait without a pause, what they are served differs by 2 max(INPUT_COST * P,
-    OUTPUT_COST * M) + 2 K at most (theorem 4.4 there), P being the tokens of the longest prompt, M those that running
-    sequences may have, the slots of the pool, and K a newcomer's credit. With other weights what each is served is
-    divided by its weight, and P and M by the lower one. Tokens found in the prefix cache are not counted, nor those
-    computed again after a preemption.
+    While two tenants of weight 1 wait without a pause, their services differ by at most 2 max(INPUT_COST * P,
+    OUTPUT_COST * M) + 2 K (theorem 4.4 of the paper). P is the tokens of the longest prompt, M the tokens that running
+    sequences may have, that is the slots of the pool, and K a newcomer's credit. With other weights each tenant's
+    service is divided by its weight, and P and M by the lower weight. Tokens found in the prefix cache or recomputed
+    after a preemption are not counted.
     """
 
     def __init__(self) -> None:
         self._counters = np.zeros(1)
-        # By tenant. Not to be changed by others.
+        # Weights by tenant. Not to be changed by others.
         self.weights = np.ones(1)
         # Output tokens of each tenant in all, [number].
         self.outputs = np.zeros(1, np.int64)
-        # Counter and place of the last tenant that had nothing waiting any more, at that time.
+        # Counter and place, at that time, of the latest tenant whose last waiting sequence left the queue.
         self._left = 0.0, 0.0
-        # The highest of the lowest counters that those that wait had whenever somebody came. Nobody comes more than a
-        # credit below it: else each newcomer, lifted to the place of the one before, would come a credit lower.
+        # The highest value so far of the lowest counter among waiting tenants, taken whenever a tenant joins. No tenant
+        # joins more than a credit below it: else each newcomer, lifted to the place of the one before, would start
+        # lower.
         self._level = 0.0
         # Whether there is more than one tenant.
         self.several = False
-        # Tenants that have less than their share of what runs, and the tokens by which these may come early.
+        # Tenants with less than their share of the running sequences, and the credit by which their places are lowered.
         self.newcomers: frozenset[int] = frozenset()
         self.credit = 0.0
-        # By tenant: the credit of newcomers, tokens of the longest prompt sent, and whether it may be served next:
-        # something of it waits, and no cap holds it back.
+        # By tenant: its credit, the tokens of its longest prompt so far, and whether it may be served next: a sequence
+        # of it waits, and no cap holds it back.
         self._credits = np.zeros(1)
         self._longest = np.zeros(1, np.int64)
         self._waiting = np.zeros(1, np.bool_)
 
     def know(self, tenant: int, weight: float = 1.0) -> None:
-        """Gives a tenant its weight, above 0; from then on it is counted."""
+        """Gives a tenant its weight, above 0; from then on its tokens are counted."""
         if tenant >= len(self._counters):
             more = 2 * tenant - len(self._counters)
             self._counters = np.append(self._counters, np.zeros(more))
@@ -65,7 +66,7 @@ class VirtualTokens:
         self.several = self.several or tenant > 0
 
     def set_weights(self, weights: Mapping[int, float]) -> None:
-        """Weights instead of all that were set before; 1 where there is none."""
+        """Replaces all weights; tenants that are not named have weight 1."""
         self.weights[:] = 1
         for tenant, weight in weights.items():
             self.know(tenant, weight)
@@ -78,14 +79,15 @@ class VirtualTokens:
         return float(self.weights[tenant]) if tenant < len(self.weights) else 1.0
 
     def greet(self, running: Mapping[int, int], waiting: Set[int], credit: float) -> None:
-        """Tells newcomers: tenants that wait or run and that, with one sequence more, would have less than an equal
-        share of those that run, for their weights. Newcomers are served as if they had had fewer tokens: `credit`, or
-        the longest prompt of any of them over its weight, if that is more, so that no prompt stops halfway for those of
-        others. All have the same credit, so that no newcomer waits for what another one once sent.
+        """Determines the newcomers: tenants that wait or run and that, with one more sequence, would still have less
+        than an equal share of the running sequences, for their weights. A newcomer's place is lowered by `credit` or,
+        if that is more, by the longest prompt of any newcomer over its weight, so that its prompt does not stop halfway
+        for prompts of others. All newcomers have the same credit, so that none waits for a long prompt that another one
+        once sent.
 
-        Sequences count, and not blocks as for preemption: newcomers are given time of steps, of which each sequence
-        takes as much whatever it holds. So a tenant of long prompts and short answers stays a newcomer for good; others
-        decode beside it in the turns that `StepShare` leaves them.
+        The share counts sequences, not blocks as preemption does: newcomers get step time, and each sequence takes
+        equally much of it whatever it holds. So a tenant with long prompts and short answers stays a newcomer for good;
+        others decode beside it in the turns that `StepShare` leaves them.
         """
         present, counts = np.zeros(len(self.weights), np.bool_), np.zeros(len(self.weights))
         present[[*running, *waiting]] = True
@@ -102,21 +104,21 @@ class VirtualTokens:
         self._credits[:] = 0
 
     def place(self, tenant: int) -> float:
-        """The order in which tenants are served: their counters, a newcomer's less its credit."""
+        """A tenant's place in the order of service, lowest first: its counter, less the credit of a newcomer."""
         return self.of(tenant) - (self.credit if tenant in self.newcomers else 0.0)
 
     def goes_before(self, tenant: int, other: int) -> bool:
-        """Whether another tenant's request goes before what is under way of this `other`."""
+        """Whether a request of this tenant goes before prefills under way of the tenant `other`."""
         return tenant != other and self.place(tenant) <= self.place(other)
 
     def next(self) -> list[int]:
-        """Tenants that were served least, of those that may be served; none where there are none."""
+        """The tenants with the lowest place, among those that may be served; an empty list if there are none."""
         places = np.where(self._waiting, self._counters - self._credits, np.inf)
         least = places.min()
         return (places == least).nonzero()[0].tolist() if least < np.inf else []
 
     def joined(self, tenant: int) -> None:
-        """A tenant may be served of which nothing waited before, or which was held back: it is lifted to the others."""
+        """Notes that a tenant has come back, or is no longer held back, so that it may be served; lifts its counter."""
         if tenant > 0 and tenant >= len(self._counters):
             self.know(tenant)
         self._waiting[tenant] = False
@@ -129,33 +131,33 @@ class VirtualTokens:
         self._waiting[tenant] = True
 
     def allow(self, tenants: Collection[int], may: bool) -> None:
-        """Whether these tenants, of which something waits, may be served."""
+        """Sets whether these tenants, which have waiting sequences, may be served."""
         self._waiting[[*tenants]] = may
 
     def left(self, tenant: int) -> None:
-        """Nothing of a tenant waits any more."""
+        """Notes that no sequence of a tenant waits any more."""
         self._waiting[tenant] = False
         if self.several:
             self._left = self.of(tenant), self.place(tenant)
 
     def sent(self, tenant: int, prompt_tokens: int) -> None:
-        """A tenant has sent a prompt of so many tokens."""
+        """Notes the length of a prompt that a tenant has sent."""
         if self.several:
             self._longest[tenant] = max(prompt_tokens, self._longest[tenant])
 
     def charge_prompt(self, tenant: int, tokens: int) -> None:
-        """So many tokens of a tenant's prompt are being computed, for the first time."""
+        """Charges a tenant for prompt tokens that are computed for the first time."""
         if self.several:
             self._counters[tenant] += INPUT_COST * tokens / self.weights[tenant]
 
     def charge_output(self, tenant: int, tokens: int) -> None:
-        """So many tokens of a tenant's output are being computed."""
+        """Charges a tenant for output tokens."""
         if self.several:
             self._counters[tenant] += OUTPUT_COST * tokens / self.weights[tenant]
             self.outputs[tenant] += tokens
 
     def charge_outputs(self, tenants: NDArray[np.int32]) -> None:
-        """One token of output for each of these, [n]: a tenant as often as it decodes."""
+        """Charges one output token for each entry, [n]: each tenant is named once for each of its sampled tokens."""
         counts = np.bincount(tenants, minlength=len(self._counters))
         self._counters += OUTPUT_COST * counts / self.weights
         self.outputs += counts
