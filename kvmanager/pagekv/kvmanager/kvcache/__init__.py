@@ -1,4 +1,4 @@
-"""KV memory as the manager keeps it: pools, prefix table, eviction, pins; it knows block and token ids alone.
+"""The manager's bookkeeping of KV memory: pools, prefix table, eviction, pins. It knows only block and token ids.
 
 A reader may take the modules in this order:
 

@@ -4,7 +4,7 @@
             with tenants HMAC-SHA-256(cluster secret, msgpack([fingerprint, namespace, adapter id, tenant]))
     block = SHA-256(parent digest + token ids as little-endian uint32 + msgpack(media keys, only if there are any))
 
-A parent is 32 bytes and the token part 4 * block_size bytes, so the three parts cannot run into each other.
+A parent has 32 bytes and the token part 4 * block_size bytes, so the three parts are never ambiguous.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 
 
 class Root(bytes):
-    """The digest before the first block of a chain, which is no block's."""
+    """The digest before the first block of a chain; no block has it."""
 
     __slots__ = ()
 
 
 def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret: bytes = b"", tenant: str = "") -> Root:
-    """Parent of the first block of every chain: 32 bytes. Differs whenever any argument does; with a `secret` nobody
-    else can compute it, and so no digest behind it.
+    """Parent digest of the first block of a chain: 32 bytes. It differs whenever any argument does. With a `secret`
+    nobody else can compute it, nor any digest of the chain.
     """
     parts = [model_fingerprint, namespace, adapter_id, *([tenant] if tenant else [])]
     identity: bytes = msgpack.packb(parts)
@@ -57,7 +57,7 @@ def root_digest(model_fingerprint: str, namespace: str, adapter_id: str, secret:
 def media_keys(media: Sequence[MediaSpan], start: int, end: int) -> MediaKeys:
     """Keys of the media that overlap token positions [start, end), in order of position.
 
-    A span is identified by its start; how far it reaches shows in the keys of the blocks behind.
+    A key has only the start of its span; the keys of the following blocks show how far the span reaches.
     """
     overlapping = [span for span in media if span.position < end and span.position + span.length > start]
     return [(span.position - start, span.digest) for span in sorted(overlapping, key=lambda span: span.position)]
@@ -81,7 +81,7 @@ def chain_digests(
     starts = range(0, len(tokens) // stride * stride, stride)
     digests: list[bytes] = []
     if not media:
-        # The floor of every cold prompt: nothing in this loop but the hash itself.
+        # The least time that an uncached prompt takes: this loop contains nothing but the hash.
         append = digests.append
         for (block,) in struct.iter_unpack(f"{stride}s", memoryview(tokens)[: starts.stop]):
             parent = sha256(parent + block).digest()
@@ -95,7 +95,7 @@ def chain_digests(
 
 
 def short_hash(digest: bytes) -> int:
-    """The first 64 bits of a digest, for formats that have no room for more. Never an identity inside PageKV."""
+    """The first 64 bits of a digest, for formats without room for more. Never used as an identity inside PageKV."""
     return int.from_bytes(digest[:8], "big")
 
 
@@ -116,7 +116,7 @@ class MediaSpan:
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
     """The parts of a block's identity besides its tokens, and whether the request reads and writes the cache. `tenant`:
-    whose blocks they are; "" where nobody is asked for an identity, and in a namespace that tenants share.
+    the blocks' tenant; "" without identities, and in a namespace that tenants share.
     """
 
     namespace: str = ""

@@ -1,15 +1,15 @@
-"""The device pool: how many hold each block, and which is evicted next. The prefix table knows what blocks contain.
+"""The device pool: the holders of each block, and which block is evicted next. The prefix table has the contents.
 
-States of a block (a column of parallel arrays, not an object; DESIGN 5):
+States of a block (an entry in parallel arrays, not an object; DESIGN 5):
 
     free      ref_count 0, not in the table     in the free queue
     cached    ref_count 0, in the table         in the free queue: can be hit, or evicted
     active    ref_count > 0, not in the table   private to its holder, which may write to it
     shared    ref_count > 0, in the table       read by any number of sequences, never written again
 
-Moves: `allocate` free|cached → active (evicting), `publish_chain` and `publish_one_each` active → shared, `touch` and
-`share` +1 and out of the free queue, `free` -1 and, at 0, into the free queue. All take blocks in batches: a few vector
-operations, however many.
+Moves: `allocate` free|cached → active (evicting); `publish_chain` and `publish_one_each` active → shared; `touch` and
+`share` add a holder and take the block out of the free queue; `free` removes one and, at 0, puts the block into the
+free queue. All of them take batches of blocks and need only a few vector operations.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pagekv.kvmanager.kvcache.prefix_table import Blocks, BlockTokens, Names, Pr
 from pagekv.kvmanager.kvcache.prefix_trie import Node
 from pagekv.kvmanager.kvcache.tenant_order import TenantOrder
 
-# Evictions of at least so many blocks at once retire them, see `digest_map`.
+# If at least so many blocks are evicted at once, they are retired, see `digest_map`.
 RETIRED_TOGETHER = 1024
 _NO_BLOCKS = np.empty(0, np.int32)
 
@@ -45,14 +45,14 @@ class BlockPool:
         log: TableLog | None = None,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`order`: least recently used by default, with every block in it. `clock` as in `PrefixTable`."""
+        """`order` must contain every block; least recently used by default. `clock` as in `PrefixTable`."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         # Holders of every block, [num_blocks]. Not to be changed by others.
         self.ref_counts = np.zeros(num_blocks, np.int32)
         self.table = PrefixTable(num_blocks, block_size, self.ref_counts, clock)
         self._free: EvictionOrder | TenantOrder = order if order is not None else EvictionOrder(num_blocks)
-        # The same as `_free` once there is a tenant beside tenant 0, or a configuration.
+        # The same object as `_free` once there is a tenant besides tenant 0, or a configuration of tenants.
         self.tenants: TenantOrder | None = None
         self._log = log
         self.evictions = 0
@@ -67,7 +67,7 @@ class BlockPool:
 
     @property
     def num_cached_free(self) -> int:
-        """Free blocks that can still be hit."""
+        """Free blocks that have a content and can be hit."""
         return int(np.count_nonzero(self.table.published & (self.ref_counts == 0)))
 
     @property
@@ -83,14 +83,15 @@ class BlockPool:
         return int(self.ref_counts[block])
 
     def num_unheld(self, blocks: Blocks) -> int:
-        """How many of these blocks nobody holds: so many fewer are free once they are touched."""
+        """How many of these blocks nobody holds, that is how many fewer are free once all are touched."""
         return len(blocks) - int(np.count_nonzero(self.ref_counts[blocks]))
 
     # -- tenants
 
     def set_tenants(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
-        """Weights of tenants, and blocks of each that others cannot evict, instead of all that were set before; 1 and 0
-        where there is none. Raises ValueError, with nothing changed, where the floors are more than the pool.
+        """Replaces all weights and floors, by tenant; a tenant that is not named has weight 1 and floor 0. Floors are
+        the blocks of a tenant that others cannot evict. Raises ValueError, with nothing changed, if they exceed the
+        pool.
         """
         if weights or floors or self.tenants is not None:
             self._share().configure(weights, floors)
@@ -102,7 +103,7 @@ class BlockPool:
         return self.tenants
 
     def num_free_for(self, tenant: int, touched: Blocks | None = None) -> int:
-        """Blocks that can be allocated for this tenant, once these blocks, none named twice, are touched."""
+        """Blocks that can be allocated for this tenant once the blocks `touched`, none named twice, are touched."""
         if self.tenants is None:
             return len(self._free) - (0 if touched is None else self.num_unheld(touched))
         unheld = _NO_BLOCKS if touched is None else touched[self.ref_counts[touched] == 0]
@@ -119,7 +120,7 @@ class BlockPool:
         return blocks
 
     def count_collision(self, digest: bytes) -> None:
-        """Raises the alarm if a digest whose tokens were not found is in the table: it stands for another content."""
+        """Raises the alarm if a digest whose tokens were not found is in the table: it is another content's."""
         self.hash_alarms += self.table.lookup(digest) is not None
 
     def publish_one_each(
@@ -130,8 +131,8 @@ class BlockPool:
         parent_digests: Sequence[bytes],
         tokens: BlockTokens,
     ) -> list[int]:
-        """Enters full, held blocks without media into the prefix table, one each of several sequences; see
-        `PrefixTable.add_one_each`. Returns the positions of blocks that are left out, for `publish_chain` to judge.
+        """Enters full, held blocks without media into the prefix table, one of each of several sequences; see
+        `PrefixTable.add_one_each`. Returns the positions of blocks that it left out, for `publish_chain`.
         """
         self._check_held(np.array(blocks, np.int32))
         left_out = self.table.add_one_each(blocks, digests, parents, parent_digests, tokens)
@@ -161,8 +162,8 @@ class BlockPool:
         names: Names | None = None,
     ) -> bool:
         """Enters consecutive full, held blocks of one sequence, at least one, into the prefix table, the first one
-        after the digest `parent`; see `PrefixTable.add_chain`. False after a hash collision, which raises the alarm:
-        the sequence must publish nothing more.
+        after the digest `parent`; see `PrefixTable.add_chain`. Returns False after a hash collision, which raises the
+        alarm: the sequence must not publish any more.
         """
         self._check_held(blocks)
         entered, superseded, heirs, collided = self.table.add_chain(
@@ -188,20 +189,20 @@ class BlockPool:
             raise InvariantError(f"publish of blocks that nobody holds, among {blocks[:8].tolist()}")
 
     def invalidate(self, digests: Sequence[bytes]) -> None:
-        """Takes void contents and all behind them out of the prefix table; held blocks become private."""
+        """Removes void contents, and all blocks that follow them, from the prefix table; held blocks become private."""
         blocks = [block for digest in digests if (block := self.table.lookup(digest)) is not None]
         if blocks:
             self._remove(np.array(blocks, np.int32))
 
     def _remove(self, blocks: Blocks) -> None:
-        # Blocks that follow one of them leave the table with it, and may remain free, or held.
+        # Blocks that follow a removed block leave the table with it; they stay free or held.
         removed, digests = self.table.remove(blocks)
         self._free.invalidate(removed)
         if self._log is not None:
             self._log.removed(digests)
 
     def _evict(self, blocks: Blocks) -> None:
-        """`_remove` for free blocks that are taken for something else."""
+        """`_remove` for free blocks whose memory is taken for something else."""
         log = self._log
         removed = None
         if len(blocks) >= RETIRED_TOGETHER:
@@ -223,12 +224,12 @@ class BlockPool:
     # -- holding
 
     def touch(self, blocks: Blocks) -> None:
-        """`share` for a prefix hit on a prompt's cached blocks, from its first on; the eviction order counts hits."""
+        """`share` for a prefix hit on the leading blocks of a prompt; the eviction order counts the hit."""
         self.share(blocks)
         self._free.hit(blocks)
 
     def share(self, blocks: Blocks) -> None:
-        """Adds a holder to each block, none twice; cached blocks leave the free queue, so nobody can evict them."""
+        """Adds a holder to each block, none named twice; cached blocks leave the free queue, safe from eviction."""
         counts = self.ref_counts[blocks]
         unheld = blocks[counts == 0]
         if len(unheld):
@@ -243,9 +244,9 @@ class BlockPool:
         *,
         over_floors: bool = False,
     ) -> Blocks | None:
-        """Takes `count` blocks from the head of the free queue, evicting cached ones, or as `TenantOrder` says; None,
-        and nothing taken, when fewer are free for this tenant. `on_evict` is called with the blocks to be evicted while
-        the prefix table still has them. `over_floors`: the floors of other tenants are nothing this time.
+        """Takes `count` blocks from the head of the free queue, or as `TenantOrder` decides, evicting cached ones;
+        None, with nothing taken, if fewer are free for this tenant. `on_evict` is called with the blocks to be evicted
+        while the prefix table still has them. `over_floors`: ignores the floors of other tenants.
         """
         tenants = self._share() if tenant and self.tenants is None else self.tenants
         if tenants is None:
@@ -267,9 +268,9 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Blocks) -> None:
-        """Takes one holder off each block of a sequence's table, last block first: on equal age the deepest block is
-        evicted first, so a chain never has a hole before its tail. A content that another one holds as well stays with
-        that one, see `PrefixTable.let_go`.
+        """Removes a holder from each block of a sequence's table. The last block enters the free queue first, so at
+        equal age the deepest block is evicted first and a chain never has a hole before its tail. If another held block
+        has the same content, it takes over the entry in the prefix table, see `PrefixTable.let_go`.
         """
         left = self.ref_counts[blocks] - 1
         if len(left) and left.min() < 0:

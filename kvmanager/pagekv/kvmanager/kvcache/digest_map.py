@@ -1,9 +1,9 @@
-"""Digests by block and blocks by digest, those of blocks that have just left the prefix table among them.
+"""Digests by block and blocks by digest, including digests of blocks that have just left the prefix table.
 
-A long prompt can evict a block for each of its own in one step. To clear a digest takes a third of a microsecond, most
-of it waiting for memory, so for 62,500 blocks everything else would wait for tens of milliseconds. Such blocks are
-retired instead, in a few vector operations; their digests are cleared when these blocks or digests enter again, and a
-few in every step. Until then nothing finds them.
+A long prompt can evict as many blocks in one step as it has itself. Clearing a digest takes a third of a microsecond,
+most of it waiting for memory, so clearing 62,500 at once would delay everything else by tens of milliseconds. Such
+blocks are retired instead, in a few vector operations: lookups no longer find them. Their digests are cleared later, a
+few in every step, or when the block or the digest enters the table again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class DigestMap:
     """The digests of the blocks of one pool. Arrays of block ids are int32."""
 
     def __init__(self, num_blocks: int) -> None:
-        # Both have the retired blocks, too. Changed by the prefix table, after `make_way`.
+        # Both include retired blocks. The prefix table changes them, after `make_way`.
         self.block_of: dict[bytes, int] = {}
         self.column: list[bytes | None] = [None] * num_blocks
         self.retired = RetiredBlocks(num_blocks)
@@ -46,7 +46,7 @@ class DigestMap:
         return [column[block] for block in blocks]  # type: ignore[misc]  # only other blocks have None
 
     def newest(self) -> Iterator[bytes]:
-        """Every digest, the one that entered last first."""
+        """Every digest, the latest to enter first."""
         if not self.retired.count:
             return reversed(self.block_of)
         return (digest for digest, block in reversed(self.block_of.items()) if block not in self.retired)
@@ -58,12 +58,12 @@ class DigestMap:
         return self.retired.note(block) if block is not None and block in self.retired else None
 
     def make_way(self, blocks: Sequence[int], digests: Sequence[bytes]) -> None:
-        """Clears what is retired of these blocks and digests, which enter."""
+        """Clears retired entries of these blocks and digests, which are about to enter."""
         holders = (block for digest in digests if (block := self.block_of.get(digest)) is not None)
         self._clear(np.array(list(dict.fromkeys([*blocks, *holders])), np.int32))
 
     def sweep(self) -> None:
-        """Clears some of what is retired; to be called in every step."""
+        """Clears some retired entries; to be called in every step."""
         if self.retired.count:
             self._clear(self.retired.oldest(SWEPT))
 

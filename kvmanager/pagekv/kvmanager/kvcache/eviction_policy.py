@@ -1,7 +1,8 @@
-"""The order in which free blocks are given away (DESIGN 5).
+"""The order in which free blocks are evicted (DESIGN 5).
 
-A chain stays whole from its front: as blocks are freed deepest first, and a hit on a block is a hit on all blocks
-before it, no block goes before the cached ones that follow it. No clock is looked at, so equal histories evict equally.
+A chain stays whole from its front: blocks are freed deepest first, and a hit on a block is a hit on all blocks before
+it, so no block is evicted before the cached blocks that follow it. The order uses no clock, so equal histories evict
+equally.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ from numpy.typing import NDArray
 
 Blocks = NDArray[np.int32]
 
-# `slru`: least recently used first in two segments, see EvictionOrder. `lru`: the same with nothing protected.
+# `slru`: two segments, each least recently used first, see EvictionOrder. `lru`: the same with nothing protected.
 POLICIES = ("lru", "slru")
 DEFAULT_POLICY = "slru"
 DEFAULT_PROTECTED_SHARE = 0.2
-# One prompt can have 1 in so many of the protected blocks.
+# One prompt can have at most 1 / _PROMPTS_PROTECTED of the protected blocks.
 _PROMPTS_PROTECTED = 8
 _OUT = -1  # position of a block that is not in the queue
-_WINDOW = 64  # entries looked at together when taking from the head, at least
+_WINDOW = 64  # entries examined together when taking from the head, at least
 
 
 class FreeQueue:
-    """Free blocks, least recently used first. States of a block id: in the queue, or out of it. An array of entries in
-    order of joining; every block knows the position of its one valid entry. Removal from the middle only voids that
-    position: the entry is skipped at the head, and cleared with all other void entries when the array is full. So a
-    batch costs a few vector operations, in amortised constant time per block. 10 bytes a block.
+    """Free blocks, least recently used first. States of a block id: in the queue, or out of it. The queue is an array
+    of entries in the order of joining, and a column has the position of every block's valid entry. Removal only voids
+    that position: the entry is skipped later at the head, or cleared with all other void entries when the array is
+    full. So a batch costs a few vector operations, in amortised constant time per block. Takes 10 bytes per block.
     """
 
     def __init__(self, num_blocks: int, beside: FreeQueue | None = None) -> None:
-        """With block ids 0 to num_blocks - 1 in order; or empty, for at most `num_blocks` of those that the queue
-        `beside` is for, none of which may ever be in both.
+        """Starts with block ids 0 to num_blocks - 1 in order. With `beside`: starts empty, for at most `num_blocks` of
+        the block ids of that queue; a block must never be in both.
         """
-        # Room for half as many further joins as there can be blocks, so clearings are rare enough to be cheap.
+        # Room for half as many further entries as there can be blocks, so that void entries are cleared rarely.
         self._entries = np.empty(num_blocks + (num_blocks + 1) // 2, np.int32)
         self._head = self._tail = self._length = 0
-        # The position of entry i is _offset + i: one column serves two queues, the second one's positions lie behind.
+        # The position of entry i is _offset + i. One column serves two queues, one after the other.
         self._offset = 0 if beside is None else len(beside._entries)
         self._position: NDArray[np.signedinteger[Any]] = (
             np.full(num_blocks, _OUT, np.int32) if beside is None else beside._position
@@ -74,7 +75,7 @@ class FreeQueue:
         if count > self._length:
             raise IndexError(f"{count} blocks wanted, {self._length} are free")
         if self._length == self._tail - self._head:
-            # No entry is void, as long as nothing has left from the middle.
+            # No entry is void, because no block has left from the middle.
             blocks = self._entries[self._head : self._head + count].copy()
             self._head += count
             self.remove(blocks)
@@ -122,38 +123,38 @@ class FreeQueue:
 
 
 def protected_depth(capacity: int) -> int:
-    """Blocks of one prompt, from its first, that can be protected, where `capacity` can in all."""
+    """How many leading blocks of one prompt can be protected, if `capacity` blocks can in all."""
     return min(capacity, max(1, capacity // _PROMPTS_PROTECTED))
 
 
 class EvictionOrder:
-    """Free blocks, the next to be evicted first; starts with every block in it.
+    """Free blocks, the next to be evicted first; contains every block at the start.
 
     Segmented LRU (Karedla, Love and Wherry, Computer 27(3), 1994), with a bound on what one prompt can protect.
 
     States of a free block: on probation, or protected. A block that was hit since it was filled is proven, and is
-    protected when it becomes free; all others are on probation and go first. So content that is read only once, one
-    long context or a scan, passes through probation and leaves the protected blocks alone. At most `protected_share` of
-    the pool is protected: beyond that the least recently used block falls back to the tail of probation and has to
-    prove itself again, so prefixes that went out of use leave.
+    protected when it becomes free. All others are on probation and are evicted first. So content that is used only
+    once, such as a long context or a scan, passes through probation and evicts no protected block. At most
+    `protected_share` of the pool is protected. Beyond that the least recently used protected block falls back to the
+    tail of probation and has to be hit again, so prefixes that are no longer used leave.
 
-    Only the first blocks of a prompt can be proven, as many as an eighth of the protected ones: otherwise the second
-    turn of one long context would push everything else out.
+    Only the leading blocks of a prompt can be proven, as many as an eighth of the protected ones. Otherwise the second
+    turn of one long context would push out everything else.
     """
 
     def __init__(self, num_blocks: int, policy: str = "lru", protected_share: float = DEFAULT_PROTECTED_SHARE) -> None:
-        """`policy` is one of POLICIES; `protected_share`, 0 to 1, matters to `slru`. Raises ValueError."""
+        """`policy` is one of POLICIES; only `slru` uses `protected_share`, 0 to 1. Raises ValueError."""
         if policy not in POLICIES:
             raise ValueError(f"eviction policy: must be one of {', '.join(POLICIES)}, got {policy!r}")
         if policy == "lru":
             protected_share = 0
         self.capacity = int(num_blocks * protected_share)
-        # Blocks of one prompt, from its first, that can be protected.
+        # How many leading blocks of one prompt can be protected.
         self.depth = protected_depth(self.capacity)
         self._probation = FreeQueue(num_blocks)
         self._protected = FreeQueue(self.capacity, self._probation)
-        # Whether each block was hit since it was filled, [num_blocks]: then a free one is in the protected queue, and a
-        # held one will join it.
+        # Whether each block was hit since it was filled, [num_blocks]. A proven block is in the protected queue if it
+        # is free, and will join it if it is held.
         self.proven = np.zeros(num_blocks, np.bool_)
 
     def __len__(self) -> int:
@@ -163,9 +164,9 @@ class EvictionOrder:
         return chain(self._probation, self._protected)
 
     def append(self, blocks: Blocks) -> None:
-        """Puts blocks that became free, the deepest of a chain first, at the tail of their segment."""
+        """Puts blocks that became free, a chain's deepest first, at the tails of their segments."""
         unproven, proven = self._divided(blocks)
-        # Probation first: blocks before them in their chain may fall back at once, and must come after them.
+        # Unproven blocks first: proven ones before them in the chain may fall back at once, and must be evicted later.
         if len(unproven):
             self._probation.append(unproven)
         excess = len(self._protected) + len(proven) - self.capacity
@@ -198,7 +199,7 @@ class EvictionOrder:
         return blocks[~proven], blocks[proven]
 
     def pop(self, count: int) -> Blocks:
-        """Takes `count` blocks, from probation first; the caller knows that so many are free."""
+        """Takes `count` blocks, from probation first. The caller makes sure that so many are free."""
         unproven = self._probation.pop(min(count, len(self._probation)))
         if len(unproven) == count:
             return unproven
@@ -211,7 +212,7 @@ class EvictionOrder:
         self.proven[blocks[: self.depth]] = True
 
     def invalidate(self, blocks: Blocks) -> None:
-        """The content of these blocks, free or held, is void; protected ones fall back to probation."""
+        """Notes that the content of these blocks, free or held, is void; protected ones fall back to probation."""
         proven = blocks[self.proven[blocks]]
         if len(proven):
             fallen = self._protected.ordered(proven)
@@ -220,8 +221,8 @@ class EvictionOrder:
             self._probation.append(fallen)
 
     def supersede(self, blocks: Sequence[int], heirs: Sequence[int]) -> None:
-        """Held blocks `heirs` have the content of these from now on, and count as proven where it was."""
-        # One or two, most often the last block of a prompt that came again, which is never proven.
+        """Notes that the held blocks `heirs` take over the content of `blocks`; an heir of a proven block is proven."""
+        # There are one or two, most often the last block of a repeated prompt, which is never proven.
         proven = [at for at, block in enumerate(blocks) if self.proven[block]]
         if proven:
             self.proven[[heirs[at] for at in proven]] = True

@@ -1,4 +1,4 @@
-"""A free queue that costs what is in it: one of many over the same block ids (DESIGN 5)."""
+"""A free queue whose memory grows with its length: one of many over the same block ids (DESIGN 5)."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _POSITIONS_EACH = 2**40  # positions of one queue, more than there can be entrie
 
 
 class GrowingQueue(FreeQueue):
-    """Free blocks, least recently used first, in an array of entries that grows and shrinks with them: at most 16 bytes
-    for each block in the queue. The column of positions, 8 bytes a block, serves any number of queues.
+    """Free blocks, least recently used first, in an array of entries that grows and shrinks: at most 16 bytes for each
+    block in the queue. The column of positions, 8 bytes per block, serves any number of queues.
     """
 
     def __init__(self, position: Positions, number: int) -> None:
-        """Empty. `position`: the column of all blocks, -1 where a block is in no queue; no block may be in two.
-        `number` is the queue's own among those with this column.
+        """Starts empty. `position`: the column of positions of all blocks, -1 for a block in no queue; no block may be
+        in two. `number`: the queue's number among the queues with this column.
         """
         self._entries = np.empty(_LEAST, np.int32)
         self._head = self._tail = self._length = 0
@@ -37,7 +37,7 @@ class GrowingQueue(FreeQueue):
             self._resize(self._length)
 
     def _resize(self, length: int) -> None:
-        """Clears the void entries, and makes room for `length` blocks and as many joins: few resizings, and cheap."""
+        """Clears void entries and makes room for `length` blocks and as many further ones, so resizing is rare."""
         self._move_to(np.empty(max(_LEAST, 2 * length), np.int32))
 
     def _positions(self, start: int, end: int) -> Positions:

@@ -1,13 +1,13 @@
-"""The host pool: which block of host memory keeps which content, how many need it, what is evicted next (DESIGN 5).
+"""The host pool: the content and the holders of each block of host memory, and what is evicted next (DESIGN 5).
 
-The manager owns this map exactly as it owns the device's; the executor only copies. A host block has a key, the digest
-of a full block, so that any sequence with the same prefix can get it back; or none, and then it is private to the one
-preempted sequence that holds it.
+The manager owns this map as it owns the device's; the executor only copies. A host block with a key, the digest of a
+full block, can be hit by any sequence with the same prefix. A block without a key is private to the preempted sequence
+that holds it.
 
-On every hit the whole prefix is compared, so no hash function, however bad, makes one pass for another: the token ids
-of the block, and the prefix that it follows. A prefix is known by its digest object, not by the value: such an object
-is made for the tokens of one prefix and handed on with it, so the same object means the same tokens, whatever values
-collide. Where equal prefixes were hashed twice, sequences take over the object that a tier has already.
+Every hit compares the token ids of the block and the prefix that it follows, so no hash function, however bad, makes
+one prefix pass for another. A prefix is recognised by its digest object, not by the digest's value. Each object is made
+for the tokens of one prefix and passed on with it, so the same object means the same tokens even if values collide. If
+equal prefixes were hashed twice, sequences take over the object that a tier has already.
 
     free      ref_count 0, no key      in the free queue
     cached    ref_count 0, keyed       in the free queue: can be hit, or evicted
@@ -44,10 +44,10 @@ class HostPool:
         self.ref_counts = np.zeros(num_blocks, np.int32)
         self._free = FreeQueue(num_blocks)
         self._key: list[bytes | None] = [None] * num_blocks
-        # Digest of the block or chain root before each keyed block; that block need not be in the host pool. The object
-        # matters, see above.
+        # Digest of the block or chain root before each keyed block; the block before need not be in the host pool. The
+        # object matters, not only its value, see above.
         self._parent: list[bytes] = [b""] * num_blocks
-        # Of keyed blocks with a namespace or an adapter.
+        # Namespace and adapter of keyed blocks that have any.
         self._names: dict[int, Names] = {}
         self._block_of: dict[bytes, int] = {}
         self._tokens = fresh_zeros((num_blocks, block_size), np.uint32)
@@ -91,7 +91,7 @@ class HostPool:
     ) -> list[int]:
         """The block with each of these digests and token ids that follows the digest object in `parents`; NO_BLOCK
         where there is none. `tokens`, [n, block_size], and `parents` end early where no digest follows. `hashed_anew`:
-        the objects may be new ones, so a content may also follow the block that was found for the one before it.
+        digests may be new objects, so a block is also found if it follows the block found for the digest before it.
         Changes nothing but the alarm counter.
         """
         held_under = self._block_of.get
@@ -109,7 +109,7 @@ class HostPool:
         return blocks
 
     def _follows(self, block: int, parent: bytes, before: int) -> bool:
-        """Whether a block follows the digest object `parent`, which block `before` has, unless NO_BLOCK."""
+        """Whether a block follows the digest object `parent` or, unless NO_BLOCK, the key object of block `before`."""
         kept = self._parent[block]
         if isinstance(kept, Root) and isinstance(parent, Root):
             return kept == parent
@@ -119,8 +119,8 @@ class HostPool:
         return self._block_of.get(digest)
 
     def columns(self) -> tuple[list[tuple[int, bytes, bytes]], NDArray[np.uint32], dict[int, Names]]:
-        """A copy of what is keyed: block, key and the digest before it; every block's tokens, [num_blocks, block_size];
-        and namespace and adapter of the blocks that have any.
+        """A copy of the pool's contents: block, key and parent digest of each keyed block; the tokens of every block,
+        [num_blocks, block_size]; namespace and adapter of blocks that have any.
         """
         entries = [(block, digest, self._parent[block]) for digest, block in self._block_of.items()]
         return entries, self._tokens.copy(), self._names.copy()
@@ -134,7 +134,7 @@ class HostPool:
         self.ref_counts[wanted] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Takes a holder off each block, none named twice; a block without holders joins the tail of the free queue."""
+        """Removes a holder of each block, none named twice; blocks without holders join the tail of the free queue."""
         held = np.array(blocks, np.int32)
         left = self.ref_counts[held] - 1
         if len(left) and left.min() < 0:
@@ -149,13 +149,13 @@ class HostPool:
         parents: Sequence[bytes],
         names: Sequence[Names | None] | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Holds a block for each of these contents, in order: the block that has the content, or else one to be filled,
-        which evicts the least recently used content. Ends early when all blocks are held. Returns the blocks, and the
-        positions of those to be filled.
+        """Holds a block for each of these contents, in order: the block that has the content already, or else a block
+        to be filled, which evicts the least recently used content. Ends early when all blocks are held. Returns the
+        blocks, and the positions of those to be filled.
 
-        Blocks are keyed by `digests`, each digest once, with the token ids, [n, block_size], and the digest before. A
+        Blocks get the keys `digests`, each digest once, with their token ids, [n, block_size], and parent digests. A
         block whose digest is None, or stands for another content already, is private. `tokens` and `parents` end early
-        where no digest follows. `names`: namespace and adapter of each, None where it has neither.
+        where no digest follows. `names`: namespace and adapter of each block, None if it has neither.
         """
         found = self.find(digests, tokens, parents)
         blocks: list[int] = []
@@ -188,7 +188,7 @@ class HostPool:
         parents: Sequence[bytes],
         names: Sequence[Names | None] | None,
     ) -> list[int]:
-        """Blocks to be filled with the first of these contents, as many as there are."""
+        """Takes free blocks for the first of these contents, as many as there are."""
         taken = self._free.pop(min(len(digests), len(self._free)))
         self.ref_counts[taken] = 1
         blocks: list[int] = taken.tolist()
@@ -215,19 +215,19 @@ class HostPool:
         return blocks
 
     def invalidate(self, digests: Sequence[bytes]) -> None:
-        """Removes these keys: their content is void. Held blocks stay held and become private."""
+        """Removes these keys, whose content is void. Held blocks stay held and become private."""
         for block in [self._block_of[digest] for digest in digests if digest in self._block_of]:
             removed = self._remove_key(block)
             if self._log is not None:
                 self._log.host_removed(removed)
 
     def clear(self) -> None:
-        """Removes every key; held blocks become private. The device's pool, cleared next, tells the log."""
+        """Removes every key; held blocks become private. The log is told by the device pool, which is cleared next."""
         for block in list(self._block_of.values()):
             self._remove_key(block)
 
     def _remove_key(self, block: int) -> bytes:
-        """Returns the key that the block had: it must have one."""
+        """Removes and returns the key of a block, which must have one."""
         key = self._key[block]
         assert key is not None
         del self._block_of[key]

@@ -20,14 +20,14 @@ MIN_LEASE_S, MAX_LEASE_S = 1, 86_400
 
 @dataclass(frozen=True, slots=True)
 class PinLease:
-    """One lease, which ends at `expires_at` (seconds of the clock) or before."""
+    """One lease, which ends at `expires_at` (seconds of the clock) at the latest."""
 
     pin_id: str
     blocks: Blocks
     expires_at: float
     # The identity whose prefix it keeps.
     identity: CacheIdentity
-    # The tenant that it was made for, which an identity in a shared namespace does not name; "" where there are none.
+    # The tenant that it was made for, which an identity in a shared namespace does not name; "" without tenants.
     owner: str
 
 
@@ -41,7 +41,7 @@ def _ignore(blocks: Blocks) -> None:
 
 class Pins:
     """The pins of one pool. Pins never take blocks that a live request may still need, so every request can finish. A
-    pin is found by its id and its owner: tenants may use the same ids.
+    pin is found by owner and id, because tenants may use the same ids.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Pins:
         pinned: Callable[[Blocks], None] = _ignore,
         unpinned: Callable[[Blocks], None] = _ignore,
     ) -> None:
-        """Pinned blocks are at most the share `max_share`, 0 to 1, of the pool; `clock` gives seconds. `pinned` and
-        `unpinned` are called with the blocks of each pin that begins and ends.
+        """At most the share `max_share`, 0 to 1, of the pool is pinned; `clock` gives seconds. `pinned` and `unpinned`
+        are called with the blocks of each pin that begins or ends.
         """
         self._pool = pool
         self._pinned = pinned
@@ -62,7 +62,7 @@ class Pins:
         self._clock = clock
         # By owner and id.
         self._pins: dict[tuple[str, str], PinLease] = {}
-        # Pins that hold each block, [num_blocks]. Read only for others.
+        # Pins that hold each block, [num_blocks]. Others only read it.
         self.holders = np.zeros(pool.num_blocks, np.int32)
         # Blocks held by at least one pin.
         self.num_blocks = 0
@@ -76,12 +76,12 @@ class Pins:
         return min((pin.expires_at for pin in self._pins.values()), default=None)
 
     def leases(self, owner: str | None = None) -> list[PinLease]:
-        """The pins of an owner, of all of them with None, the one that expires first standing first."""
+        """The pins of an owner, or with None of all owners, in order of expiry."""
         found = (pin for pin in self._pins.values() if owner in (None, pin.owner))
         return sorted(found, key=lambda pin: (pin.expires_at, pin.pin_id, pin.owner))
 
     def check_id(self, pin_id: str, identity: CacheIdentity, owner: str) -> None:
-        """Raises AlreadyExists where a pin of this owner has the id, and is of another namespace or adapter."""
+        """Raises AlreadyExists if this owner has a pin of the id in another namespace or of another adapter."""
         old = self._pins.get((owner, pin_id))
         if old is not None and _names(old.identity) != _names(identity):
             words = f"must not be that of a pin in another namespace or of another adapter, got {pin_id!r}"
@@ -96,12 +96,12 @@ class Pins:
         identity: CacheIdentity = CacheIdentity(),  # noqa: B008 - immutable
         owner: str = "",
     ) -> PinLease:
-        """Holds cached blocks for `lease_s` seconds; the owner's pin of this id holds them instead of what it held
-        until now.
+        """Holds cached blocks for `lease_s` seconds. The owner's pin of this id, if any, then holds these blocks
+        instead of its former ones.
 
-        Without an id one is made. `largest_need` is how many blocks a live request may come to need, and how many
-        floors keep beside it. Raises, with nothing changed, AlreadyExists as `check_id` does, and LimitExceeded when
-        there are too many pins, when their blocks would pass the share, or when that request could no longer finish.
+        Without an id one is made. `largest_need`: the blocks that the largest live request may come to need, plus those
+        that floors keep beside it. Raises, with nothing changed, AlreadyExists as `check_id` does, and LimitExceeded if
+        there are too many pins, if they would exceed the share, or if that request could no longer finish.
         """
         self.check_id(pin_id, identity, owner)
         old = self._pins.get((owner, pin_id))
@@ -135,12 +135,12 @@ class Pins:
                 available_blocks=max(0, total - largest_need - self.num_blocks + let_go),
                 pinned_blocks=self.num_blocks,
             )
-        # Before anything changes, so that a recording that ends in an error has it.
+        # Told before anything changes, so that a recording that ends in an error includes it.
         self._pinned(held)
         self._pool.share(held)
         self.holders[held] += 1
         self.num_blocks += taken
-        # After the new blocks are held, so that those held before and after are never free in between.
+        # The old pin ends after the new blocks are held, so that blocks of both are never free in between.
         if old is not None:
             self._end(old)
         pin_id = pin_id or f"pin-{secrets.token_hex(8)}"
@@ -148,7 +148,7 @@ class Pins:
         return lease
 
     def unpin(self, pin_id: str, owner: str | None = None) -> int:
-        """Ends the pins of this id, of any owner with None; returns how many blocks they held."""
+        """Ends the pins of this id, of one owner or, with None, of all; returns how many blocks they held."""
         ending = [pin for pin in self.leases(owner) if pin.pin_id == pin_id]
         return sum(map(self._end, ending))
 

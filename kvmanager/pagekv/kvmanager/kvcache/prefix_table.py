@@ -1,15 +1,15 @@
 """The prefix table: which block holds which prefix, found by digest or by token ids (DESIGN 5).
 
-A published block has a digest, the token ids it was computed for and a parent, the block or chain root before it. The
-table is a forest: a block enters only after its parent and leaves with it at the latest. Two ways lead to a block: by
-digest, in a dictionary, with token ids and parent compared on every hit; and by token ids alone, along `PrefixTrie`,
-which needs no hashing. Both find the same blocks, except those from the first medium on, which only their digests tell
-apart.
+A published block has a digest, the token ids it was computed for, and a parent: the block or chain root before it. The
+table is a forest: a block enters only after its parent and leaves with it at the latest. A block is found in two ways:
+by its digest, in a dictionary, with token ids and parent compared on every hit; or by token ids alone, in `PrefixTrie`,
+without hashing. Both find the same blocks, except blocks from the first medium on, which only their digests identify.
 
-A digest that stands for another content already is a collision: nothing enters under it and nothing after it, so even a
-bad hash function could not make one prefix pass for another.
+A digest that stands for another content already is a collision: no block enters under it or after it, so even a bad
+hash function cannot make one prefix pass for another.
 
-Blocks are never merged: of two with one content that are held, one has the entry and the other is its twin (`twins`).
+Blocks are never merged: if two held blocks have the same content, one has the entry and the other is its twin
+(`twins`).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ Names = tuple[str, str]
 class Added(NamedTuple):
     """The outcome of offering a chain to the table."""
 
-    # Positions of the blocks that are in the table now, and whose digest was not.
+    # Positions of the blocks that entered the table.
     entered: list[int]
-    # Blocks that were in the table and are no longer, and the copies that have their entries now.
+    # Blocks that lost their entries, and the copies that have these entries now.
     superseded: list[int]
     heirs: list[int]
-    # A digest belongs to a block with another content: a hash collision. Blocks behind it must not be offered.
+    # Whether a digest belongs to a block with another content: a hash collision. Later blocks must not be offered.
     collided: bool
 
 
@@ -53,25 +53,25 @@ class PrefixTable:
     def __init__(
         self, num_blocks: int, block_size: int, ref_count: Blocks, clock: Callable[[], float] | None = None
     ) -> None:
-        """`ref_count`: holders of each block; the pool's column, read only. `clock`: monotonic seconds, which give
-        blocks an age; None: blocks have no age, and it costs nothing.
+        """`ref_count`: holders of each block; the pool's column, read only. `clock`: monotonic seconds, from which
+        blocks get an age; None: blocks have no age.
         """
         self.block_size = block_size
         self._ref_count = ref_count
-        # Another object after every change by which a block leaves: what was found is there as long as it is the same.
+        # Replaced by a new object whenever a block leaves. While it is the same, blocks found before are still there.
         self.generation = object()
-        # Whether a block is in the table, as a column for vector operations.
+        # Whether each block is in the table, [num_blocks].
         self.published = np.zeros(num_blocks, np.bool_)
         self._published_at = self.published.data
         self.map = DigestMap(num_blocks)
         self._block_of, self._digest, self._retired = self.map.block_of, self.map.column, self.map.retired
         self._tokens = fresh_zeros((num_blocks, block_size), np.uint32)
-        # To be changed by this table alone.
+        # Only this table may change it.
         self.trie = PrefixTrie(self._tokens)
         # Blocks from the first medium of their chain on.
         self._media: set[int] = set()
         self._twins = Twins()
-        # Of blocks with a namespace or an adapter; one object for a chain, and nothing for all others.
+        # Namespace and adapter of blocks that have any; the blocks of a chain share one object.
         self._names: dict[int, Names] = {}
         self._clock = clock
         # When each content entered the table.
@@ -90,11 +90,11 @@ class PrefixTable:
         return self._digest[block] if self._published_at[block] else None
 
     def digests(self, blocks: Sequence[int]) -> list[bytes]:
-        """The digests of blocks that are in the table, or were just retired."""
+        """The digests of blocks that are in the table or retired."""
         return self.map.digests(blocks)
 
     def digest_objects(self, blocks: Blocks, digests: Sequence[bytes]) -> list[bytes]:
-        """The table's own objects for digests of held blocks; the one given where a block is not entered."""
+        """The table's own digest objects of held blocks; the given object for a block that is not entered."""
         found = list(map(self._digest.__getitem__, blocks.tolist()))
         for at in np.flatnonzero(~self.published[blocks]).tolist():
             digest = self._twins.digest(int(blocks[at]))
@@ -124,17 +124,17 @@ class PrefixTable:
         return self._tokens[blocks]
 
     def names(self, blocks: Sequence[int]) -> list[Names | None] | None:
-        """Namespace and adapter of each block, None where it has neither; None where that is so of every block."""
+        """Namespace and adapter of each block, None if it has neither; None instead of a list if no block has any."""
         return list(map(self._names.get, blocks)) if self._names else None
 
     def age_s(self, block: int) -> float | None:
-        """Seconds since the block's content entered the table; None for other blocks, and where blocks have no age."""
+        """Seconds since the block's content entered the table; None if it is not there, or blocks have no age."""
         if self._clock is None or not self._published_at[block]:
             return None
         return self._clock() - float(self._entered_at[block])
 
     def columns(self) -> TableColumns:
-        """A copy of everything, made in a few vector operations so that nobody waits long for it."""
+        """A copy of the whole table, made in a few vector operations so that it takes little time."""
         return TableColumns(
             self.published.copy(),
             tuple(self._digest),
@@ -146,9 +146,9 @@ class PrefixTable:
         )
 
     def match(self, parent: Node, digests: Sequence[bytes], tokens: BlockTokens) -> tuple[list[int], bool]:
-        """Longest leading run of cached blocks after `parent` with these digests; and whether it ended at a digest
-        whose block holds other token ids or follows another one: a hash collision, which must not become somebody
-        else's text.
+        """Longest leading run of cached blocks after `parent` with these digests; and whether it ended at a hash
+        collision: a digest whose block has other token ids or another parent. Using that block would mix another
+        prompt's text in.
         """
         blocks: list[int] = []
         for digest in digests:
@@ -167,7 +167,7 @@ class PrefixTable:
         return blocks[: int(same.argmin())], True
 
     def is_entered(self, block: int) -> bool:
-        """Whether a held block, or one that it is a twin of, is in the table."""
+        """Whether a held block, or the block whose twin it is, is in the table."""
         return bool(self._published_at[block]) or block in self._twins
 
     # -- changing
@@ -180,10 +180,10 @@ class PrefixTable:
         parent_digests: Sequence[bytes],
         tokens: BlockTokens,
     ) -> list[int]:
-        """Enters one block of each of several sequences, without media: block i after `parents[i]`, a block or, of
-        chains without namespace and adapter, a root, whose digest is `parent_digests[i]`. The simple case alone: every
-        block whose digest is in the table already, or whose parent is not what the table has under its digest, is left
-        out, and its position is returned, for `add_chain`.
+        """Enters one block of each of several sequences, without media. Block i follows `parents[i]`, whose digest is
+        `parent_digests[i]`: a block or, in chains without namespace and adapter, a root. Only the simple case: a block
+        is left out if its digest is in the table already, or if its parent is not the block that the table has under
+        the parent's digest. Returns the positions of blocks that were left out, for `add_chain`.
         """
         block_of, column = self._block_of, self._digest
         if self._retired.count:
@@ -217,15 +217,14 @@ class PrefixTable:
         media: bool,
         names: Names | None = None,
     ) -> Added:
-        """Enters consecutive blocks of one sequence, at least one, that are not in the table, the first one after the
-        block with the digest `parent` or, if it is the `first` of a chain, after that root. Every case: blocks whose
+        """Enters consecutive blocks of one sequence, at least one, that are not in the table. The first one follows the
+        block with the digest `parent` or, if it is the `first` of a chain, that root. Handles every case; blocks whose
         parent is not in the table are refused.
 
-        Where a digest is there already and somebody holds its block, the new one is its twin from now on. Where nobody
-        does, the new one gets the entry: the blocks after it are in use, and a parent that is evicted before its
-        children would leave a hole in the chain.
-        `media`: one of the blocks, or one before them, has a medium, so tokens alone must not find them. `names`:
-        namespace and adapter of the chain, None where it has neither.
+        If a digest is in the table already and its block is held, the new block becomes its twin. If its block is not
+        held, the new block gets the entry: the blocks after it are in use, and evicting a parent before its children
+        would leave a hole in the chain. `media`: one of the blocks, or one before them, has a medium, so tokens alone
+        must not find these blocks. `names`: namespace and adapter of the chain, None if it has neither.
         """
         added = Added([], [], [], False)
         ids = blocks.tolist()
@@ -242,18 +241,18 @@ class PrefixTable:
                 end = self._enter(ids, digests, position)
                 run = slice(position, end)
                 self._fill(blocks[run], tokens[run])
-                # Blocks after one with a medium are apart from all text by that.
+                # The first block with a medium stands apart from all text, and so do the blocks after it.
                 self.trie.add_chain(blocks[run], before, apart=media and before not in self._media)
                 if media:
                     self._media.update(ids[run])
                 if names is not None:
-                    # The object that the chain has already, so that its strings are kept once.
+                    # The object that the chain has already, so that its strings are stored once.
                     names = names if isinstance(before, bytes) else self._names.get(before, names)
                     self._names.update(dict.fromkeys(ids[run], names))
                 added.entered.extend(range(position, end))
                 position, before = end, ids[end - 1]
                 continue
-            # Nothing is in the table without its parent, so this content could not be there if the parent is missing.
+            # No block is in the table without its parent. So if the parent is missing, the entry is of another content.
             if before is None or not self._is_copy(present, before, tokens[position], media):
                 return added._replace(collided=True)
             if present != block and not self._ref_count[present]:
@@ -267,7 +266,7 @@ class PrefixTable:
         return added
 
     def _enter(self, blocks: list[int], digests: Sequence[bytes], begin: int) -> int:
-        """Enters blocks from position `begin` on, up to the first digest that is there; returns its position."""
+        """Enters blocks from position `begin` on, up to the first digest that is in the table; returns its position."""
         block_of, column = self._block_of, self._digest
         for position in range(begin, len(blocks)):
             block, digest = blocks[position], digests[position]
@@ -289,8 +288,9 @@ class PrefixTable:
         return same_place and bool((self._tokens[block] == tokens).all())
 
     def let_go(self, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Nobody holds these blocks any more: those that were twins are no longer, and where another has a twin, the
-        twin takes its entry over. Returns the blocks that lost their entries so, and those that have them now.
+        """Notes that nobody holds these blocks any more: twins among them are no longer twins, and if an entered block
+        has a twin, the twin takes over its entry. Returns the blocks that lost their entries, and the blocks that have
+        these now.
         """
         for block in blocks:
             self._twins.remove(block)
@@ -307,11 +307,11 @@ class PrefixTable:
 
     @property
     def has_twins(self) -> bool:
-        """Whether `let_go` must be told of blocks that nobody holds any more."""
+        """Whether `let_go` has to be called for blocks that nobody holds any more."""
         return len(self._twins) > 0
 
     def _supersede(self, old: int, new: int) -> None:
-        """Gives the entry of a block, with parent and children, to another copy of it."""
+        """Gives the entry of a block, with parent and children, to another block with the same content."""
         digest = self._digest[old]
         assert digest is not None
         self.generation = object()
@@ -329,7 +329,7 @@ class PrefixTable:
         self.trie.replace(old, new)
 
     def remove(self, blocks: Blocks) -> tuple[Blocks, list[bytes]]:
-        """Removes blocks of the table, and with them all that follow; returns all of them, and their digests."""
+        """Removes blocks of the table and all blocks that follow them; returns all of these, and their digests."""
         removed = self._take_out(blocks)
         block_of, column, has_twins = self._block_of, self._digest, self.has_twins
         digests: list[bytes] = []
@@ -346,21 +346,20 @@ class PrefixTable:
         return removed, digests
 
     def retire(self, blocks: Blocks, note: Note) -> Blocks | None:
-        """`remove` for many blocks that nobody holds, in vector operations alone: their digests are cleared later, and
-        given to `note` then. Returns all that left the table; None, and nothing changed, where each needs a look at
-        more than that.
+        """`remove` for many blocks that nobody holds, in vector operations only: their digests are cleared later, and
+        then passed to `note`. Returns all blocks that left the table; None, with nothing changed, if there are media.
         """
         if self._media:
             return None
         removed = self._take_out(blocks)
-        # Of a content that is held the entry is with a block that is held, so only blocks that followed have twins.
+        # If a content is held, a held block has its entry, so only blocks that follow the given ones can have twins.
         for block in removed[len(blocks) :].tolist() if self.has_twins else ():
             self._twins.pop_all(self.map.digests([block])[0])
         self._retired.add(removed, note)
         return removed
 
     def _take_out(self, blocks: Blocks) -> Blocks:
-        """Takes blocks, and all that follow them, off their places in the forest; returns all of them."""
+        """Takes blocks and all blocks that follow them out of the forest; returns all of these."""
         self.generation = object()
         followers = self.trie.remove(blocks)
         removed = np.concatenate([blocks, np.array(followers, np.int32)]) if followers else blocks

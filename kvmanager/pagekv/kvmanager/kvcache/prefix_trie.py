@@ -1,16 +1,16 @@
 """A trie over cached blocks: finds a prompt's cached prefix by its token ids, without hashing anything (DESIGN 5).
 
 A node is a cached block or the root of its chain; the path from a root to a block spells a cached prefix. `match` walks
-down that path. `longest_run` finds the child that shares most leading tokens with what comes next, which is what a hit
-on a part of a block copies.
+down that path. `longest_run` finds the child that shares most leading tokens with the prompt's next ones; a partial hit
+copies that child.
 
-Almost every block is the only child of its parent. Two int32 columns, parent and only child by block id, therefore hold
-nearly all of the trie in 8 bytes a block, and a chain is entered, compared and removed in a few vector operations.
-Nodes with several children, and all roots, have a list of children in the order of their tokens instead: binary search
-finds the child with given tokens, and the one that shares most of them stands beside that place.
+Almost every block is the only child of its parent. So two int32 columns, parent and only child by block id, hold nearly
+all of the trie in 8 bytes per block, and a chain is entered, compared and removed in a few vector operations. Nodes
+with several children, and all roots, have a list of children sorted by their tokens instead. Binary search finds the
+child with given tokens, and the child that shares most of them is next to that place.
 
-A block may follow its parent apart from the others, as the first block with media does: tokens alone do not lead there,
-nor to what follows it.
+A block may stand apart from its parent's other children, as the first block with media does: tokens alone then do not
+find it, nor the blocks that follow it.
 
 A block enters after its parent and is removed with it at the latest, so every block can be reached from its root.
 """
@@ -27,13 +27,13 @@ from numpy.typing import NDArray
 from pagekv.kvmanager.errors import InvariantError
 
 _TOKEN_BITS = 32
-# In the parent column: the parent is a root, see `_root_of`; the block is not in the trie.
+# Values of the parent column. _ROOT: the parent is a root, see `_root_of`; _ABSENT: the block is not in the trie.
 _ROOT = -1
 _ABSENT = -2
-# In the column of only children: there is no child; there are several, see `_children_of`.
+# Values of the column of only children. _NONE: there is no child; _SEVERAL: there are several, see `_children_of`.
 _NONE = -1
 _SEVERAL = -2
-# Blocks that `match` walks along before it compares their tokens, all at once.
+# Blocks that `match` walks along before it compares the tokens of all of them at once.
 _STRIDE = 256
 # Blocks whose tokens `verify` compares at once.
 _COMPARED = 2048
@@ -45,8 +45,8 @@ Node = int | bytes
 class PrefixTrie:
     """The parent and the children of every cached block.
 
-    `tokens` is [num_blocks, block_size] uint32 in C order and stays the caller's. A block's row must hold its tokens
-    from the call that adds the block to the one that removes it. Arrays of block ids are int32.
+    `tokens` is [num_blocks, block_size] uint32 in C order and belongs to the caller. A block's row must hold its tokens
+    while the block is in the trie. Arrays of block ids are int32.
     """
 
     def __init__(self, tokens: NDArray[np.uint32]) -> None:
@@ -61,8 +61,8 @@ class PrefixTrie:
         self._root_of: dict[int, bytes] = {}
         # Blocks that follow their parent apart from its other children.
         self._apart: set[int] = set()
-        # Ordered by the bytes of their rows. Any order would do in which equal beginnings stand together. The children
-        # apart of a node stand under (node,).
+        # Sorted by the bytes of their rows; any order would do that keeps equal beginnings together. Children that
+        # stand apart are listed under (node,).
         self._children_of: dict[Node | tuple[Node], array[int]] = {}
 
     def __contains__(self, block: int) -> bool:
@@ -71,20 +71,20 @@ class PrefixTrie:
     # -- changing
 
     def add(self, block: int, parent: Node) -> None:
-        """Enters an absent block after its parent. Raises InvariantError, and changes nothing, where it cannot."""
+        """Enters an absent block after its parent. Raises InvariantError, with nothing changed, if it cannot."""
         parent_at, child_at = self._parent_at, self._child_at
         if parent_at[block] != _ABSENT:
             raise InvariantError(f"block {block} is in the prefix trie already")
         if isinstance(parent, int) and parent_at[parent] != _ABSENT and child_at[parent] == _NONE:
-            # A sequence goes on, as almost always.
+            # The common case: a block continues a chain.
             parent_at[block] = parent
             child_at[parent] = block
         else:
             self._attach(block, parent, apart=False)
 
     def add_chain(self, blocks: NDArray[np.int32], parent: Node, *, apart: bool = False) -> None:
-        """Enters absent blocks, at least one: the first after `parent`, where `match` and `longest_run` find it unless
-        it stands `apart`, each other one after the block before it. Raises as `add` does.
+        """Enters absent blocks, at least one: the first after `parent`, each other one after the block before it.
+        `match` and `longest_run` do not find a first block that stands `apart`. Raises InvariantError as `add` does.
         """
         present = self._parent[blocks] != _ABSENT
         if present.any():
@@ -94,7 +94,7 @@ class PrefixTrie:
         self._child[blocks[:-1]] = blocks[1:]
 
     def remove(self, blocks: NDArray[np.int32]) -> list[int]:
-        """Removes blocks, each named once, and all that follow; returns those not named. Ignores absent ones."""
+        """Removes blocks, each named once, and all that follow; returns the ones not named. Ignores absent blocks."""
         unnamed: list[int] = []
         while len(blocks):
             parents, children = self._parent[blocks], self._child[blocks]
@@ -116,8 +116,8 @@ class PrefixTrie:
         return unnamed
 
     def replace(self, old: int, new: int) -> None:
-        """Puts `new`, which is absent and holds the same tokens, where `old` is: after its parent and before its
-        children. Raises InvariantError, and changes nothing, when it is not so.
+        """Puts `new`, which is absent and has the same tokens, in the place of `old`, with its parent and children.
+        Raises InvariantError, with nothing changed, if `new` is not such a block.
         """
         if old not in self or new in self or self._row(old) != self._row(new):
             raise InvariantError(f"block {new} cannot take the place of block {old} in the prefix trie")
@@ -159,7 +159,7 @@ class PrefixTrie:
         return parent if parent >= 0 else self._root_of.get(block)
 
     def parents(self, blocks: NDArray[np.int32] | slice) -> NDArray[np.int32]:
-        """The parent block of each of these; -1 where that is a root or the block is not in the trie."""
+        """The parent block of each of these blocks; -1 if the parent is a root or the block is not in the trie."""
         found: NDArray[np.int32] = np.maximum(self._parent[blocks], _ROOT)
         return found
 
@@ -174,7 +174,7 @@ class PrefixTrie:
         return self._root_of.copy()
 
     def match(self, parent: Node, tokens: NDArray[np.uint32]) -> list[int]:
-        """The longest run of blocks after `parent`, one after the other, with `tokens`, [n, block_size]."""
+        """The longest chain of blocks after `parent` that has the leading rows of `tokens`, [n, block_size]."""
         found: list[int] = []
         node = parent
         while len(found) < len(tokens):
@@ -194,7 +194,7 @@ class PrefixTrie:
         return found
 
     def verify(self, root: bytes, blocks: NDArray[np.int32], tokens: NDArray[np.uint32]) -> int:
-        """How many of these block ids, any ids, `match` begins with after a root, by vector operations."""
+        """How many leading ids of `blocks`, any ids, `match` would return after `root`. Only vector operations."""
         most = min(len(blocks), len(tokens))
         if not most or self._root_of.get(int(blocks[0])) != root or blocks.max() >= len(self._parent):
             return 0
@@ -202,7 +202,7 @@ class PrefixTrie:
         run = int(strangers[0]) + 1 if len(strangers) else most
         if self._apart:
             run = next((at for at, block in enumerate(blocks[:run].tolist()) if block in self._apart), run)
-        # Piece by piece: what is gathered stays in the cache.
+        # In pieces, so that the gathered rows stay in the processor's cache.
         for start in range(0, run, _COMPARED):
             piece = slice(start, min(start + _COMPARED, run))
             differs = self._tokens.take(blocks[piece], axis=0) != tokens[piece]
@@ -212,11 +212,11 @@ class PrefixTrie:
         return run
 
     def longest_run(self, parent: Node, tokens: NDArray[np.uint32]) -> tuple[int, int]:
-        """The child of `parent` that shares most leading tokens with `tokens`, and how many; (-1, 0) when no child
-        shares the first.
+        """The child of `parent` that shares most leading tokens with `tokens`, and how many; (-1, 0) if no child shares
+        the first token.
 
-        Of children that share as many it is the first in the order of their tokens, so equal histories give equal
-        answers. Tokens beyond a block are ignored.
+        Among equals it is the first child in the order of tokens, so equal histories give equal answers. Tokens beyond
+        a block are ignored.
         """
         wanted = tokens.tobytes()[: self._row_bytes]
         children = self._children(parent)
@@ -231,7 +231,7 @@ class PrefixTrie:
     # -- parts
 
     def _only_children(self, node: Node, limit: int) -> list[int]:
-        """At most `limit` blocks that follow `node` and one another, each an only child of a block."""
+        """At most `limit` blocks that follow `node` and each other, each the only child of its parent block."""
         run: list[int] = []
         if isinstance(node, int):
             child_at, block = self._child_at, node
@@ -243,7 +243,7 @@ class PrefixTrie:
         return run
 
     def _children(self, node: Node) -> Sequence[int]:
-        """In the order of their tokens."""
+        """The children of a node, sorted by their tokens, without those that stand apart."""
         only = self._child_at[node] if isinstance(node, int) else _SEVERAL
         if only >= 0:
             return (only,)
@@ -253,7 +253,7 @@ class PrefixTrie:
         return bytes(self._bytes[block * self._row_bytes : (block + 1) * self._row_bytes])
 
     def _place(self, siblings: array[int], block: int) -> int:
-        """Where a block stands; bisection finds the first of those with the same tokens."""
+        """The place of a block in the list; bisection finds the first block with the same tokens."""
         return siblings.index(block, bisect_left(siblings, self._row(block), key=self._row))
 
     def _attach(self, block: int, parent: Node, apart: bool) -> None:
@@ -282,7 +282,7 @@ class PrefixTrie:
         insort_right(siblings, block, key=self._row)
 
     def _detach(self, block: int, parent: int) -> None:
-        """Takes a block off the children of a parent that stays."""
+        """Removes a block from the children of a parent that stays."""
         node: Node = self._root_of.pop(block) if parent == _ROOT else parent
         apart = block in self._apart
         listed = (node,) if apart else node
@@ -300,7 +300,7 @@ class PrefixTrie:
 
 
 def _common_tokens(row: bytes, wanted: bytes) -> int:
-    """Leading tokens that are the same; `row` has at least as many as `wanted`."""
+    """Number of equal leading tokens; `row` has at least as many tokens as `wanted`."""
     differing = int.from_bytes(row[: len(wanted)], "big") ^ int.from_bytes(wanted, "big")
-    # The highest bit that differs lies in the first token that does.
+    # The highest differing bit lies in the first differing token.
     return (8 * len(wanted) - differing.bit_length()) // _TOKEN_BITS

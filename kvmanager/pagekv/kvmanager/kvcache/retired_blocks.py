@@ -1,4 +1,4 @@
-"""Blocks that left the prefix table in large batches and have work left to be done for each, see `digest_map`."""
+"""Blocks that left the prefix table in large batches, and whose digests have yet to be cleared, see `digest_map`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class RetiredBlocks:
     """The retired blocks of a pool, each with the note of its batch. Arrays of block ids are int32, none twice."""
 
     def __init__(self, num_blocks: int) -> None:
-        # [num_blocks].
+        # Whether each block is retired, [num_blocks].
         self.marked = np.zeros(num_blocks, np.bool_)
         self._marked_at = self.marked.data
         self._batch_of: Blocks = np.zeros(num_blocks, np.int32)
-        # By number of the batch: its note, and how many of its blocks are retired.
+        # By batch number: the batch's note, and how many of its blocks are still retired.
         self._notes: dict[int, Note] = {}
         self._left: dict[int, int] = {}
-        # Batches by number in the order in which they were retired, blocks that were taken since among them.
+        # Batches in the order in which they were retired, with their numbers; includes blocks that were taken since.
         self._queue: deque[tuple[int, Blocks]] = deque()
         self._last_batch = 0
         self.count = 0
@@ -32,7 +32,7 @@ class RetiredBlocks:
         return bool(self._marked_at[block])
 
     def add(self, blocks: Blocks, note: Note) -> None:
-        """Retires blocks that are not. `note` is called with their digests as they are cleared."""
+        """Retires blocks that are not retired. `note` will be called with their digests when these are cleared."""
         self._last_batch += 1
         self._notes[self._last_batch] = note
         self._batch_of[blocks] = self._last_batch
@@ -45,7 +45,7 @@ class RetiredBlocks:
         return self._notes[int(self._batch_of[block])]
 
     def take(self, blocks: Blocks) -> list[tuple[Note, list[int]]]:
-        """Takes out those of these blocks, any blocks, that are retired; returns them by note."""
+        """Takes out the retired blocks among `blocks`; returns them grouped by note."""
         here = blocks[self.marked[blocks]]
         if not len(here):
             return []
@@ -64,11 +64,11 @@ class RetiredBlocks:
         return found
 
     def oldest(self, most: int) -> Blocks:
-        """Up to so many of the blocks that were retired first, at least one, to be taken now: they are not returned
-        again. There must be retired ones.
+        """Up to `most` of the blocks that were retired first, at least one. The caller must take them now: they are not
+        returned again. There must be retired blocks.
 
-        Blocks that were taken since are passed over, else they would come in faster than they leave while some are
-        retired.
+        Blocks that were taken since are skipped without counting; otherwise they could join the queue faster than they
+        leave it.
         """
         found: list[Blocks] = []
         left = looked_at = most

@@ -1,12 +1,12 @@
-"""Free blocks where several tenants share a pool: the blocks that each may lose, and to whom (DESIGN 5).
+"""Free blocks of several tenants that share a pool: which tenant's block is evicted next (DESIGN 5).
 
-Every block that is held or cached belongs to one tenant, for whom it was allocated, whoever hits it; the blocks of a
-tenant are its footprint. Free blocks without content belong to nobody and are given away first. Then the tenant with
-the largest footprint / weight loses its next one, again and again, of those that have more than their floor; where none
-has, the taker. In each tenant the order is that of `EvictionOrder`, with the tenant's share of the protected blocks. No
-clock is looked at, so equal histories evict equally.
+Every block that is held or cached belongs to the tenant for which it was allocated, whoever hits it. A tenant's
+footprint is the number of its blocks. Free blocks without content belong to nobody and are taken first. After them, one
+block at a time is taken from the tenant with the largest footprint / weight among tenants above their floor or, if
+there is none, from the tenant that needs blocks, the taker. The blocks of each tenant are in the order of
+`EvictionOrder`, with the tenant's share of the protected blocks. No clock is used, so equal histories evict equally.
 
-A block that follows another tenant's in its chain leaves the table with that one, whatever its owner's floor.
+A block that follows another tenant's block in its chain leaves the table with that block, whatever its owner's floor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOBODY = -1
 
 
 def fitted_floors(floors: Mapping[int, int], num_blocks: int) -> dict[int, int]:
-    """The floors, all made smaller alike where they are more than a pool of so many blocks."""
+    """The floors, all reduced in proportion if they exceed a pool of `num_blocks` blocks."""
     total = max(num_blocks, sum(floors.values()))
     return {number: floor * num_blocks // total for number, floor in floors.items()}
 
@@ -41,16 +41,16 @@ class _TenantBlocks(EvictionOrder):
         self.proven = proven
 
     def share(self, capacity: int) -> None:
-        """At most so many are protected from now on."""
+        """Sets how many blocks can be protected from now on."""
         self.capacity, self.depth = capacity, protected_depth(capacity)
 
 
 class TenantOrder:
-    """Free blocks of several tenants: 11 bytes a block, up to 16 while free; some hundred bytes a tenant."""
+    """Free blocks of several tenants: 11 bytes per block, up to 16 more while free; some hundred bytes per tenant."""
 
     def __init__(self, order: EvictionOrder, published: NDArray[np.bool_]) -> None:
-        """Takes over from an order, which must not be used any more: every block that is held or cached is tenant 0's.
-        `published`: whether a block is in the prefix table; the table's column, read only.
+        """Takes over the blocks of `order`, which must not be used any more. Every block that is held or cached becomes
+        tenant 0's. `published`: whether each block is in the prefix table; the table's column, read only.
         """
         self._published = published
         self._proven = order.proven
@@ -60,7 +60,7 @@ class TenantOrder:
         self._owner = np.zeros(num_blocks, np.int16)
         self._blank = GrowingQueue(self._position, 0)
         self._orders: list[_TenantBlocks] = []
-        # By tenant: blocks held and cached, those of them that are free, and what was configured.
+        # By tenant: blocks held and cached, the free ones among them, and the configured weights and floors.
         self._footprint = np.zeros(0, np.int64)
         self._cached = np.zeros(0, np.int64)
         self._weight = np.zeros(0)
@@ -83,7 +83,7 @@ class TenantOrder:
     # -- configuration
 
     def configure(self, weights: Mapping[int, float], floors: Mapping[int, int]) -> None:
-        """Weights and floors by tenant, instead of all before; 1 and 0 where there is none. Raises ValueError."""
+        """Replaces all weights and floors, by tenant; the defaults are 1 and 0. Raises ValueError."""
         num_blocks = len(self._owner)
         for number, weight in weights.items():
             if not (weight > 0 and math.isfinite(weight)):
@@ -129,7 +129,7 @@ class TenantOrder:
         return None if owner == _NOBODY else owner
 
     def num_free_for(self, tenant: int, touched: Blocks) -> int:
-        """Blocks that can be allocated for this tenant, once these free blocks, none named twice, are held."""
+        """Blocks that can be allocated for this tenant once the free blocks `touched`, none named twice, are held."""
         free = len(self) - len(touched)
         if not self._has_floors:
             return free
@@ -142,7 +142,7 @@ class TenantOrder:
         return free - int(protected.sum()) + own
 
     def most_for(self, tenant: int, held: Blocks) -> int:
-        """Blocks that one request of this tenant can come to hold while others hold these alone, whatever is cached."""
+        """Blocks that one request of this tenant can hold at most while others hold only `held`, whatever is cached."""
         counts = self._counts(held)
         taken = np.maximum(counts, self._floor)
         if tenant < len(taken):
@@ -150,11 +150,11 @@ class TenantOrder:
         return len(self._owner) - int(taken.sum())
 
     def floors_beside(self, tenant: int) -> int:
-        """The floors of all others."""
+        """The sum of the floors of all other tenants."""
         return int(self._floor.sum()) - (int(self._floor[tenant]) if tenant < len(self._floor) else 0)
 
     def yields(self, tenant: int, taker: int) -> bool:
-        """Whether blocks that a request of `tenant` gives back can be the taker's; else its floor keeps them."""
+        """Whether the taker can get blocks that a request of `tenant` frees; else the tenant's floor keeps them."""
         return tenant == taker or self._footprint[tenant] > self._floor[tenant]
 
     def _counts(self, blocks: Blocks) -> NDArray[np.int64]:
@@ -164,16 +164,16 @@ class TenantOrder:
     # -- changing
 
     def take(self, count: int, tenant: int, *, over_floors: bool = False) -> Blocks:
-        """`count` blocks, the tenant's from now on; there must be so many. `over_floors`: whatever floors keep."""
+        """Takes `count` blocks, the tenant's from now on; so many must be free. `over_floors`: even below floors."""
         self._reach(tenant)
         taken = [self._blank.pop(min(count, len(self._blank)))]
         left = count - len(taken[0])
         if left:
             floors = 0 if over_floors else self._floor
-            # The taker's when it has all but one: block by block it would evict in the very same way.
+            # The taker counts with all its new blocks but one: so the result is the same as taking blocks one by one.
             footprint = self._footprint.copy()
             footprint[tenant] += count - 1
-            # The taker grows to its floor by others' blocks as long as these have any above theirs.
+            # The taker loses its own blocks at or below its floor only if others have none above theirs.
             allowed = np.clip(footprint - floors, 0, self._cached)
             allowed[tenant] += max(0, left - int(allowed.sum()))
             quotas = eviction_quotas(left, footprint, self._weight, allowed, tenant)
@@ -188,7 +188,7 @@ class TenantOrder:
         return blocks
 
     def append(self, blocks: Blocks) -> None:
-        """Puts freed blocks, a chain's deepest first, behind their owner's; blank ones become nobody's."""
+        """Puts freed blocks, a chain's deepest first, at the tail of their owner's order. Blank ones lose it."""
         published = self._published[blocks]
         blank = blocks[~published]
         if len(blank):
@@ -217,7 +217,7 @@ class TenantOrder:
         self._num_cached -= len(blocks)
 
     def _divided(self, blocks: Blocks, counts: NDArray[np.int64]) -> Iterator[tuple[int, Blocks]]:
-        """The blocks of each tenant, in order; `counts` of them."""
+        """Yields each tenant with its blocks, in order; `counts` has their number by tenant."""
         numbers = np.flatnonzero(counts).tolist()
         if len(numbers) == 1:
             yield numbers[0], blocks
@@ -227,12 +227,12 @@ class TenantOrder:
             yield number, blocks[owners == number]
 
     def hit(self, blocks: Blocks) -> None:
-        """As in `EvictionOrder`, by the order of the tenant whose block is the first."""
+        """As in `EvictionOrder`, in the order of the tenant that owns the first block."""
         if len(blocks):
             self._orders[int(self._owner[blocks[0]])].hit(blocks)
 
     def invalidate(self, blocks: Blocks) -> None:
-        """The content of these blocks, free or held, is void; free ones are nobody's from now on."""
+        """Notes that the content of these blocks, free or held, is void; free blocks become nobody's."""
         fallen = blocks[(self._position[blocks] >= 0) & (self._owner[blocks] != _NOBODY)]
         if len(fallen):
             self.remove(fallen)
@@ -242,7 +242,7 @@ class TenantOrder:
         self._proven[blocks] = False
 
     def supersede(self, blocks: Sequence[int], heirs: Sequence[int]) -> None:
-        """Held blocks `heirs` have the content of these from now on, and count as proven where it was."""
+        """Notes that the held blocks `heirs` take over the content of `blocks`; an heir of a proven block is proven."""
         if blocks:
             old = np.array(blocks, np.int32)
             self._proven[[heir for heir, proven in zip(heirs, self._proven[old], strict=True) if proven]] = True

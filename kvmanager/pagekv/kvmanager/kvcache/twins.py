@@ -1,15 +1,16 @@
-"""Twins: held blocks outside the prefix table with the content of a held block in it.
+"""Twins: held blocks outside the prefix table with the same content as a held block in it.
 
-Blocks are never merged: of two with one content that are held, one has the entry and the other is its twin, private.
-When the first is let go, a twin takes the entry over, as vLLM returns any block of a hash. So whatever a sequence holds
-of a chain that it published stays in the table, and what it publishes next has its parent there.
+Blocks are never merged: if two held blocks have the same content, one has the entry and the other is its private twin.
+When nobody holds the first any more, a twin takes over the entry, as vLLM returns any block of a hash. So the chain
+that a sequence published stays in the table while the sequence holds it, and the next block that it publishes finds its
+parent there.
 """
 
 from __future__ import annotations
 
 
 class Twins:
-    """Twins by block and by the digest of their entry, of each digest in the order in which they came."""
+    """Twins by block, and by the digest of their entry in the order in which they came."""
 
     def __init__(self) -> None:
         self._digest_of: dict[int, bytes] = {}
@@ -25,13 +26,13 @@ class Twins:
         return self._digest_of.get(block)
 
     def add(self, block: int, digest: bytes) -> None:
-        """The block is a twin of the one with this digest; it may be so already."""
+        """Makes the block a twin of the entry with this digest, if it is not one already."""
         if block not in self._digest_of:
             self._digest_of[block] = digest
             self._blocks_of.setdefault(digest, []).append(block)
 
     def remove(self, block: int) -> None:
-        """The block, which may be none, is a twin no longer."""
+        """Removes the block, if it is a twin."""
         digest = self._digest_of.pop(block, None)
         if digest is not None:
             self._blocks_of[digest].remove(block)
@@ -39,7 +40,7 @@ class Twins:
                 del self._blocks_of[digest]
 
     def pop_oldest(self, digest: bytes) -> int | None:
-        """Removes and returns the first twin of the block with this digest; None where it has none."""
+        """Removes and returns the first twin of the entry with this digest; None if it has none."""
         twins = self._blocks_of.get(digest)
         if twins is None:
             return None
@@ -47,7 +48,7 @@ class Twins:
         return oldest
 
     def pop_all(self, digest: bytes) -> None:
-        """Removes all twins of the block with this digest, which leaves the table."""
+        """Removes all twins of the entry with this digest, which leaves the table."""
         for block in self._blocks_of.pop(digest, ()):
             del self._digest_of[block]
 

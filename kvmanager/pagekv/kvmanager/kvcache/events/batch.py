@@ -1,7 +1,7 @@
 """The net change of the prefix tables between two step boundaries, without blocks that entered and left again.
 
-Blocks enter in almost every step, so changes are passed on as they came, in columns, and are settled once, when a
-reader takes them.
+Blocks enter in almost every step, so changes are passed on in columns as they came. Their net change is computed once,
+when a reader takes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Removed(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """Blocks of one size, at least one, that entered a table, on the device parents before their children."""
+    """Blocks of one size, at least one, that entered a table. On the device, parents come before their children."""
 
     tier: Tier
     digests: Sequence[bytes]
@@ -40,11 +40,11 @@ class Stored(NamedTuple):
     parents: Sequence[bytes]
     # Token ids as uint32, block by block.
     tokens: bytes
-    # On the device: tokens and parents alone identify the blocks, as none has media.
+    # On the device: no block has media, so tokens and parents alone identify the blocks.
     text: bool = True
     # The first of the blocks, and no other, begins a chain; its parent is the chain's root.
     first: bool = False
-    # Namespace and adapter of each, None where it has neither; None where that is so of every block.
+    # Namespace and adapter of each block, None if it has neither; None instead of a list if no block has any.
     names: OptionalNames = None
 
     def cut(self, start: int, end: int) -> Stored:
@@ -68,7 +68,7 @@ class Stored(NamedTuple):
 
 
 def join(found: Sequence[Stored]) -> Stored:
-    """Joins batches of one tier, one at least. `text` and `first` mean nothing where the batches differ in them."""
+    """Joins batches of one tier, at least one. `text` and `first` mean nothing if the batches differ in them."""
     return found[0]._replace(
         digests=[*chain.from_iterable([stored.digests for stored in found])],
         parents=[*chain.from_iterable([stored.parents for stored in found])],
@@ -117,7 +117,7 @@ class Diff:
         self.size += later.size - later.cleared
 
     def settle(self) -> None:
-        """Drops blocks that left and came back, or the reverse: a digest always stands for the same tokens."""
+        """Drops blocks that left and came back, or the reverse, because a digest always stands for the same tokens."""
         for tier in {removed.tier for removed in self.removed}:
             gone = Counter(chain.from_iterable(removed.digests for removed in self.removed if removed.tier is tier))
             came = [stored for stored in self.stored if stored.tier is tier]

@@ -1,12 +1,12 @@
-"""A log of the prefix tables of both tiers: changes go to watches at every step boundary, and digests that left the
+"""A log of the prefix tables of both tiers: watches get the changes at every step boundary, and digests that left the
 device's table are remembered.
 
 The tables have a revision, the same for every watch, which rises at each boundary with changes. The latest changes are
-held for readers that were cut off: also without a watch, until they are too many.
+kept for readers that were cut off, also without a watch, until there are too many.
 
-The pools call `stored`, `removed` and so on at every change; the engine loop calls `step_boundary` after each step it
-planned or committed, which is when the tables are consistent. Before the first watch, and long after the last one,
-only removals from the device cost anything: an entry in a dictionary each.
+The pools call `stored`, `removed` and so on at every change. The engine loop calls `step_boundary` after each step that
+it planned or committed, when the tables are consistent. Before the first watch, and long after the last one, only
+removals from the device cost anything: a dictionary entry each.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from pagekv.kvmanager.kvcache.host_pool import HostPool
 from pagekv.kvmanager.kvcache.prefix_table import BlockTokens, Names, PrefixTable
 
 MAX_WATCHES = 16
-# Changes that are held for readers that come back: some tens of megabytes, and less than a watch may leave unread.
+# Changes that are kept for readers that come back: some tens of megabytes, and fewer than a watch may leave unread.
 MAX_HELD = 65_536
 
 
 class TableLog:
-    """The log of the pools of one epoch after another. Digests are 32 bytes."""
+    """The log of the pools of all epochs. Digests are 32 bytes."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._history = RemovalHistory()
@@ -41,11 +41,11 @@ class TableLog:
         self._table: PrefixTable | None = None
         self._host: HostPool | None = None
         self._watches: list[TableWatch] = []
-        # Whether changes are noted: there are watches, or readers of former ones may come back.
+        # Whether changes are noted: there are watches, or readers of former watches may come back.
         self.watched = False
         # Revision of the tables at the latest boundary, while changes are noted.
         self._revision = 0
-        # The changes that led to it, oldest first, and how many they are together.
+        # The changes that led to this revision, oldest first, and their number.
         self._held: deque[Diff] = deque()
         self._held_size = 0
         # Changes since the latest step boundary.
@@ -67,7 +67,7 @@ class TableLog:
         self._history.size_for(len(table.published))
 
     def removed_ago(self, digest: bytes) -> Removal | None:
-        """How long ago a digest last left the table, also if it is back by now; None when that is not remembered."""
+        """How long ago a digest last left the table, even if it is back by now; None if that is not remembered."""
         note = self._table.map.note(digest) if self._table is not None else None
         removal = note.removal if isinstance(note, RemovalNote) else self._history.find(digest)
         if removal is None:
@@ -94,7 +94,7 @@ class TableLog:
             self._pending.store(Stored(Tier.DEVICE, digests, parents, tokens.tobytes(), text, first, names))
 
     def removed(self, digests: Sequence[bytes]) -> None:
-        """Blocks were evicted from the device: remembered, and told to watches."""
+        """Blocks were evicted from the device: remembers them, and tells watches."""
         self.removal_note()(digests)
         if self.watched:
             self.left(digests)
@@ -106,7 +106,7 @@ class TableLog:
         return RemovalNote(self._history, self._removal)
 
     def left(self, digests: Sequence[bytes]) -> None:
-        """Tells watches of blocks that were evicted from the device, and are remembered by their note."""
+        """Tells watches of blocks that were evicted from the device, and that their note remembers."""
         self._pending.remove(Removed(Tier.DEVICE, digests))
 
     def host_stored(self, digest: bytes, parent: bytes, tokens: NDArray[np.uint32], names: Names | None = None) -> None:
@@ -129,7 +129,7 @@ class TableLog:
     # -- called by the engine loop
 
     def step_boundary(self, step: int) -> None:
-        """The tables are consistent; `step` steps are completed. Watches receive what changed."""
+        """The tables are consistent, and `step` steps are completed. Watches receive the changes."""
         self._step = step
         self._removal = None
         if self._pending.size:
@@ -145,7 +145,7 @@ class TableLog:
         while self._held_size > MAX_HELD:
             self._held_size -= self._held.popleft().size
             if not self._watches:
-                # The reader that was here last has been away for long.
+                # All readers have been away for long.
                 self.watched, self._held_size = False, 0
                 self._held.clear()
 

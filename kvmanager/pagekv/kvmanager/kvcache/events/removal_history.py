@@ -1,4 +1,4 @@
-"""The digests that left the device's table last, and why: an explanation tells "evicted" from "never seen" by them."""
+"""The digests that left the device's table last, and why: explanations can tell "evicted" from "never seen"."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import islice, repeat
 from typing import NamedTuple
 
-# Digests in one generation: as many as the device has blocks, within these bounds. Two generations are kept: at least
-# one of the newest digests, at most two. More would be memory that a small pool takes hours to fill.
+# Digests in one generation: as many as the device has blocks, within these bounds. Two generations are kept, so between
+# one and two generations of the newest digests. A small pool would take hours to fill more.
 MIN_GENERATION, MAX_GENERATION = 4096, 32_768
 
 
 class Removal(NamedTuple):
-    """Whether a digest left the table with all others (`cleared`) or because its memory was needed, and when: after how
-    many steps and at which second of the clock; or how many steps and seconds ago.
+    """Whether a digest left the table with all others (`cleared`) or was evicted, and when: `steps` and `seconds` are
+    the number of the step and the time of the clock or, in answers, how long ago that was.
     """
 
     cleared: bool
@@ -27,7 +27,7 @@ class RemovalHistory:
 
     def __init__(self, generation: int = MAX_GENERATION) -> None:
         self._generation = generation
-        # Whole generations are dropped: dropping single digests would need a second structure that knows the oldest.
+        # Whole generations are dropped: dropping single digests would need another structure that knows the oldest.
         self._young: dict[bytes, Removal] = {}
         self._old: dict[bytes, Removal] = {}
 
@@ -35,11 +35,11 @@ class RemovalHistory:
         return len(self._young) + len(self._old)
 
     def size_for(self, num_blocks: int) -> None:
-        """Makes room for the content of a device's pool. Nothing is forgotten by it at once."""
+        """Makes room for the content of a device's pool. Forgets nothing at once."""
         self._generation = min(max(num_blocks, MIN_GENERATION), MAX_GENERATION)
 
     def add(self, digests: Iterable[bytes], removal: Removal) -> None:
-        """Remembers up to a generation of these digests."""
+        """Remembers these digests, at most one generation of them."""
         self._young.update(zip(islice(digests, self._generation), repeat(removal), strict=False))
         if len(self._young) >= self._generation:
             self._old, self._young = self._young, {}
@@ -50,7 +50,7 @@ class RemovalHistory:
 
 @dataclass(frozen=True, slots=True)
 class RemovalNote:
-    """A removal that the history gets to know by and by."""
+    """A removal whose digests are added to the history when they become known."""
 
     history: RemovalHistory
     removal: Removal

@@ -19,9 +19,9 @@ Snapshot = Iterator[Stored]
 
 
 def take_snapshot(table: PrefixTable, host: HostPool | None = None) -> Snapshot:
-    """The tables now, where on the host a block's parent may come later, or not at all.
+    """The tables as they are now. On the host, a block's parent may come later, or not at all.
 
-    Only the copy of the columns is made here; blocks are put together one by one as the iterator is read.
+    Only the columns are copied here; blocks are made one by one as the iterator is read.
     """
     device = _device_blocks(table.columns())
     return device if host is None or not host.num_cached else chain(device, _host_blocks(host))

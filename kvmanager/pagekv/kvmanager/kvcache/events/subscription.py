@@ -17,7 +17,8 @@ MAX_UNREAD = 131_072
 class TableWatch:
     """States: open → ended, by `close` (the reader is gone) or `fail` (the reader gets an error).
 
-    Unread changes become one net change when they are taken, so a slow reader sees fewer step boundaries, each whole.
+    Unread changes become one net change when they are taken, so a slow reader sees fewer step boundaries, but each
+    completely.
     """
 
     def __init__(
@@ -27,8 +28,8 @@ class TableWatch:
         revision: int,
         max_unread: int = MAX_UNREAD,
     ) -> None:
-        """`on_end` is called once. `revision`: of the snapshot, or from which the changes lead on."""
-        # Of the tables, as the reader has them once it has applied what was taken.
+        """`on_end` is called once. `revision`: the snapshot's, or the one after which the changes begin."""
+        # The revision of the tables that a reader has once it has applied what it took.
         self.revision = self._pushed = revision
         self._snapshot = snapshot
         self._unread = Diff()
@@ -62,7 +63,7 @@ class TableWatch:
         return taken
 
     def take_unread(self) -> Diff:
-        """The changes so far, possibly none."""
+        """Takes the changes so far, possibly none."""
         taken, self._unread = self._unread, Diff()
         self.revision = self._pushed
         taken.settle()
