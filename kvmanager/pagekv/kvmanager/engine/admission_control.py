@@ -13,10 +13,10 @@ from pagekv.kvmanager.request.command import GenerateCommand
 def check_admissible(
     command: GenerateCommand, state: EngineState, num_entering: int = 0, own_entering: int = 0
 ) -> None:
-    """`num_entering`: sequences of other requests that are on their way into the queue, and wait like those in it;
-    `own_entering`: those of the same tenant among them.
-    Raises AlreadyExists, Overloaded, Unavailable, InvalidRequest when the request can never fit, or LimitExceeded when
-    it cannot beside what is pinned, or is more than its tenant may have.
+    """Checks whether a request may enter the queue. `num_entering`: sequences of other requests that are still being
+    prepared, and count as waiting; `own_entering`: those of the same tenant among them. Raises AlreadyExists,
+    Overloaded, Unavailable, InvalidRequest if the request can never fit, or LimitExceeded if it cannot fit beside
+    pinned blocks, or exceeds its tenant's limits.
     """
     if state.draining:
         raise draining()
@@ -49,8 +49,9 @@ def check_admissible(
 
 
 def _check_queue(command: GenerateCommand, state: EngineState, num_entering: int, own_entering: int) -> None:
-    """Raises Overloaded where too many wait, or too many have ended that nobody has read. A tenant that has less than
-    its share of either gets in, for others have filled it; and no tenant is told counts, which are also of others.
+    """Raises Overloaded if too many sequences wait, or too many have ended and are unread. A tenant with less than its
+    share of the limit is admitted all the same, because others have filled it. A tenant is not told counts that include
+    others.
     """
     scheduler, config, live, tenant = state.serving(), state.config, state.live, command.tenant
     tenants = live.num_tenants(tenant.name)
@@ -81,7 +82,7 @@ def _count_refusal(command: GenerateCommand, state: EngineState, limit: str) -> 
 
 
 def _check_tenant(command: GenerateCommand, state: EngineState, model: EngineInfo) -> None:
-    """Raises Overloaded and LimitExceeded where the request is more than its tenant may have now."""
+    """Raises Overloaded and LimitExceeded if the request exceeds what its tenant may have now."""
     if not command.tenant.name:
         return
     account = state.accounts.of(command.tenant.name)

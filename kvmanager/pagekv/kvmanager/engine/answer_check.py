@@ -1,4 +1,4 @@
-"""Answers of the executor, held against vocabulary and plan before anything believes them."""
+"""Checks the executor's results against plan and vocabulary before they are used."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 
 class AnswerCheck:
-    """Judges the results of one epoch, in the order of their steps."""
+    """Checks the results of one epoch, in the order of their steps."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # Sequences at the executor that asked for log-probabilities, and how many of the likeliest they get.
+        # Sequences at the executor that asked for log-probabilities, and how many likeliest tokens each gets.
         self._asked: dict[int, int] = {}
-        # Sequences at the executor that failed in an earlier step: they sample nothing more, however late they leave.
+        # Sequences at the executor that failed in an earlier step: such a sequence samples nothing until it leaves.
         self._failed: set[int] = set()
 
     def check(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """The result with samples in the order of the plan and with new failures alone. Raises WrongAnswer."""
+        """The result with samples in the order of the plan, and only with new failures. Raises WrongAnswer."""
         for seq_id in plan.finished:
             self._asked.pop(seq_id, None)
             self._failed.discard(seq_id)
@@ -42,7 +42,7 @@ class AnswerCheck:
         return result
 
     def _take_failed(self, expected: list[int], result: StepResult) -> tuple[list[int], StepResult]:
-        """The sequences left to sample, and the result with new failures alone."""
+        """The sequences that are still to sample, and the result with only new failures."""
         silent = sorted(self._failed.intersection(expected) - result.failed.keys())
         if silent:
             raise WrongAnswer("failed_seqs", f"must have sequences that failed in an earlier step, lacks {silent[:8]}")

@@ -1,4 +1,4 @@
-"""The prefix cache between two steps: roots, pins, resets, and what is counted of admissions."""
+"""Administration of the prefix cache between two steps: roots, pins, resets, and counters of admissions."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 
 
 class CacheAdmin:
-    """Owned by the engine loop, which calls `adopt` for each pool.
+    """Owned by the engine loop, which calls `adopt` for the pools of each epoch.
 
-    Outlives the pools: the log of what left them and the watches go on after an executor is lost; pins end with it.
+    Outlives the pools: the log of removals and the watches go on after an executor is lost; pins end with the executor.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CacheAdmin:
         secret: bytes = b"",
     ) -> None:
         """`prefix_cache`: whether blocks are reused across requests. `wake` is called when blocks became free or the
-        table was cleared outside of a step. `secret`: what digests are made with, so that nobody can guess them.
+        table was cleared outside of a step. `secret`: a part of all digests, so that nobody can guess them.
         """
         self._secret = secret
         self.log = TableLog(clock)
@@ -53,12 +53,12 @@ class CacheAdmin:
         self._max_pinned_share = max_pinned_share
         self._wake = wake
         self._clock = clock
-        # Of accepted requests.
+        # Adapters of accepted requests.
         self.adapters = KnownAdapters()
         self._timer: asyncio.TimerHandle | None = None
 
     def adopt(self, pool: BlockPool, host: HostPool, fingerprint: str, observer: Observer) -> None:
-        """Takes the empty pools of a new epoch, and its model; `observer` is told of pins."""
+        """Takes over the empty pools of a new epoch and its model; `observer` is told of pins."""
         self.pool = pool
         self.host = host
         self.pins = Pins(pool, self._max_pinned_share, self._clock, observer.pinned, observer.unpinned)
@@ -67,7 +67,7 @@ class CacheAdmin:
         self.log.attach(pool.table, host)
 
     def close(self, error: Exception) -> None:
-        """Ends every watch with `error`; no lease ends any more."""
+        """Ends every watch with `error`, and stops the timer of leases."""
         self.log.end_watches(error)
         if self._timer is not None:
             self._timer.cancel()
@@ -75,8 +75,8 @@ class CacheAdmin:
     # -- requests
 
     def check_room(self, needed: int, tenant: int = 0) -> None:
-        """Raises LimitExceeded when a request of this tenant that needs so many blocks cannot finish beside the pins
-        and the blocks that are kept for other tenants. A tenant, unlike 0, is not told how many those are.
+        """Raises LimitExceeded if a request of this tenant that needs `needed` blocks cannot finish beside the pins and
+        the floors of other tenants. Only tenant 0 is told how many blocks these are.
         """
         pinned, tenants = self.pins.num_blocks, self.pool.tenants
         room = self.pool.num_blocks - pinned
@@ -105,7 +105,7 @@ class CacheAdmin:
             )
 
     def count_admissions(self, admitted: Iterable[Admitted]) -> None:
-        """Counts hits of prompts at their first admission, and why the first other block missed."""
+        """Counts hits of prompts at their first admission, and why the first block after the hits missed."""
         totals, size = self.counters, self.pool.block_size
         for each in admitted:
             sequence, hits = each.sequence, each.hit_blocks
@@ -153,10 +153,10 @@ class CacheAdmin:
         account: Account | None = None,
         owner: str = "",
     ) -> pb.PinPrefixResponse:
-        """Pins the cached part of a prompt, beside the live requests; the owner's pin of this id holds it instead of
-        what it held. `account` and `owner`: of the tenant whose pin it is, the name of it. Raises, with nothing
-        changed, AlreadyExists where a pin of the owner in another namespace or of another adapter has the id, and
-        LimitExceeded, also where the owner's pins would hold too much.
+        """Pins the cached part of a prompt, as far as the `live` requests allow. If the owner has a pin of this id, it
+        holds this part instead of its former blocks. `owner` is the name of the tenant that owns the pin, `account` its
+        account. Raises, with nothing changed, AlreadyExists if the owner has a pin of this id in another namespace or
+        of another adapter, and LimitExceeded, also if the owner's pins would hold too much.
         """
         self.pins.check_id(pin_id, identity, owner)
         blocks = self.match(token_ids, identity, prepared).hits
@@ -174,16 +174,16 @@ class CacheAdmin:
         info = self._info(self.pins.pin(blocks, lease_s, max(needs, default=0), pin_id, identity, owner))
         self._arm()
         if len(self.pins) == before:
-            # Renewed: blocks that it held may be free now.
+            # The pin was renewed: blocks that it held before may be free now.
             self._wake()
         return pb.PinPrefixResponse(pin_id=info.pin_id, pinned_tokens=info.pinned_tokens, expire_time=info.expire_time)
 
     def _kept_beside(self, command: GenerateCommand) -> int:
-        """Blocks that floors keep for others than the tenant of this request."""
+        """Blocks that floors keep for other tenants than this request's."""
         return 0 if self.pool.tenants is None else self.pool.tenants.floors_beside(command.tenant.number)
 
     def list_pins(self, owner: str | None = None) -> pb.ListPinsResponse:
-        """The pins of an owner, of all with None, whose lease runs, the one that expires first standing first."""
+        """The pins of an owner, or with None of all owners, in order of expiry."""
         return pb.ListPinsResponse(pins=map(self._info, self.pins.leases(owner)))
 
     def _info(self, lease: PinLease) -> pb.PinInfo:
@@ -197,7 +197,7 @@ class CacheAdmin:
         return info
 
     def unpin(self, pin_id: str, owner: str | None = None) -> int:
-        """Ends the pins of this id that an owner has, or anyone with None; tokens they held, 0 when there is none."""
+        """Ends the pins of this id, of one owner or, with None, of all. Returns the tokens that they held."""
         blocks = self.pins.unpin(pin_id, owner)
         if blocks:
             self._arm()
@@ -231,7 +231,7 @@ class CacheAdmin:
             scheduler.preempt_all()
             ended = self.pins.end_all()
             self._arm()
-        # Sequences that drain keep their blocks, as private ones, until their last token is here.
+        # Draining sequences keep their blocks, as private blocks, until their last token arrives.
         removed = scheduler.clear_prefix_cache()
         preempted = scheduler.counters.preemptions - before
         return operator_pb.ResetPrefixCacheResponse(

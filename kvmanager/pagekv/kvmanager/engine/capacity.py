@@ -1,4 +1,4 @@
-"""Checks of requests against the pool: the blocks they can come to need, and the longest sequence it holds."""
+"""Checks requests against the pool: the blocks that they may come to need, and the longest sequence that it holds."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pagekv.kvmanager.request.command import GenerateCommand
 
 
 def blocks_needed(num_tokens: int, block_size: int, beam_width: int) -> int:
-    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last token is sampled, which is
-    never computed and needs no slot. For beam search: blocks of all beams when they share nothing.
+    """Blocks that a sequence of `num_tokens` tokens, prompt and output, holds when its last token is sampled; that
+    token is never computed and needs no slot. For beam search: the blocks of all beams if they share none.
     """
     return max(1, beam_width) * -(-(num_tokens - 1) // block_size)
 
 
 def longest_sequence(model: EngineInfo, beam_width: int) -> int:
-    """Tokens, prompt and output, that a sequence may have: what the context allows and the pool holds."""
+    """Tokens, prompt and output, that a sequence may have: as many as the context allows and the pool holds."""
     held = model.num_device_blocks // max(1, beam_width) * model.block_size + 1
     return min(model.max_model_len, held)
 
@@ -26,8 +26,8 @@ def total_tokens(command: GenerateCommand) -> int:
 
 
 def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: EngineInfo) -> None:
-    """Raises InvalidRequest when a prompt given in `field` leaves no room for a token of output, in the context or in
-    the pool, whose needed and available blocks are named then.
+    """Raises InvalidRequest if the prompt in `field` leaves no room for an output token in the context or in the pool.
+    If the pool is too small, the message names needed and available blocks.
     """
     most = longest_sequence(model, beam_width) - 1
     if num_prompt > most:
@@ -37,7 +37,7 @@ def check_prompt_fits(field: str, num_prompt: int, beam_width: int, model: Engin
 
 
 def check_output_fits(num_prompt: int, max_tokens: int, beam_width: int, model: EngineInfo) -> None:
-    """Raises InvalidRequest when a prompt that has passed `check_prompt_fits` leaves too little for its output."""
+    """Raises InvalidRequest if a prompt that has passed `check_prompt_fits` leaves too little room for its output."""
     most = longest_sequence(model, beam_width) - num_prompt
     if max_tokens > most:
         total = num_prompt + max_tokens

@@ -42,8 +42,8 @@ class EngineConfig:
     max_queue: int = flag(
         "most sequences that may wait; further requests are refused", default=1024, type=integer(1, 10**6), metavar="N"
     )
-    # Sequences that have ended and whose readers have not gone, beyond which requests are refused: four times as many
-    # as may wait, so that only clients that do not read meet this bound.
+    # Most sequences that have ended and whose readers have not gone; beyond it requests are refused. Four times as many
+    # as may wait by default, so that only clients that do not read reach this bound.
     max_unread: int = 4096
     priority_aging: int = flag(
         "0 to 1000000: a waiting request is overtaken by fewer than this many later ones for each level of "
@@ -59,8 +59,8 @@ class EngineConfig:
         type=number(0.1, 3600),
         metavar="SECONDS",
     )
-    # Epochs that a request's step may fail in, with no token in between, before the request ends with an error: a
-    # request that breaks the executor must not do so for ever, and one that was merely beside it must survive.
+    # Epochs in which a request's step may fail, with no token in between, before the request ends with an error. A
+    # request that breaks the executor must not do so for ever, and others in the same step must survive.
     step_attempts: int = 3
     take_over: bool = flag("attach even if another manager drives the executor", default=False)
     eviction_policy: str = flag(

@@ -14,7 +14,7 @@ from pagekv.kvmanager.scheduling.beam_search import MAX_CANDIDATES
 if TYPE_CHECKING:
     from pagekv.steps.v1.executor_service_pb2 import DescribeResponse
 
-# Such as `StepRequest` can carry, or more than any machine has.
+# Bounds of what `StepRequest` can carry, or beyond any machine.
 _NUMBERS = {
     "num_layers": (1, 2**16),
     "num_kv_heads": (1, 2**16),
@@ -43,8 +43,8 @@ _MAX_ENTRIES = {"versions": 64, "features": 64, "eos_token_ids": 960}
 
 
 def check_description(description: DescribeResponse) -> None:
-    """Raises UnfitExecutor, naming a field, its bounds and its value, when a field is out of bounds: so is that of an
-    executor from before revisions, or without a name for its sampler.
+    """Raises UnfitExecutor, naming a field, its bounds and its value, if a field is out of bounds. That includes
+    executors without a contract revision or without a name for their sampler.
     """
     for field, (low, high) in _NUMBERS.items():
         value = getattr(description, field)

@@ -25,10 +25,10 @@ from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
 log = Log(__name__)
 
-# The latest revision of executor_service.proto that steps can be made by.
+# The latest revision of executor_service.proto that this manager supports.
 CONTRACT_REVISION = 1
 _RUN = f"/{pb.DESCRIPTOR.services_by_name['ExecutorService'].full_name}/Run"
-# Seconds. Loading has happened before Describe answers, but its profiling pass may be slow on a busy machine.
+# Seconds. Describe is answered only after the model was loaded, but its profiling pass may be slow on a busy machine.
 DESCRIBE_TIMEOUT_S = 300.0
 ATTACH_TIMEOUT_S = 300.0
 
@@ -42,17 +42,17 @@ class ExecutorLost(Exception):
 
 
 class UnfitExecutor(ExecutorLost):
-    """There is an executor, and this manager cannot work by its description. Another may take its place."""
+    """This manager cannot work with the executor's description of itself. Another executor may take its place."""
 
 
 class NoExecutor(ExecutorLost):
-    """Nothing answers at the executor's address; the message has it, and FOR_CALLERS, who need not know it, has not."""
+    """Nothing answers at the executor's address. The message names the address; FOR_CALLERS, for clients, does not."""
 
     FOR_CALLERS = "nothing answers at --executor; the manager's log says which address that is, and what to start"
 
 
 class NoRoom(ExecutorLost):
-    """The executor has no memory for `asked` blocks, device and host, or, with None, for a step. It may find more."""
+    """The executor has no memory for the `asked` device and host blocks; None: for a step. It may have more later."""
 
     def __init__(self, message: str, asked: tuple[int, int] | None) -> None:
         super().__init__(message)
@@ -97,7 +97,7 @@ class ExecutorLink:
         self.epoch = 0
 
     async def describe(self, block_size: int, token_budget: int) -> pb.DescribeResponse:
-        """Asks what is loaded. Raises ExecutorLost, or AttachRefused when it will not take these numbers."""
+        """Asks what is loaded. Raises ExecutorLost, or AttachRefused if the executor refuses these numbers."""
         request = pb.DescribeRequest(
             block_size=block_size, token_budget=token_budget, contract_revision=CONTRACT_REVISION
         )
@@ -138,26 +138,26 @@ class ExecutorLink:
                     raise WrongAnswer("epoch", f"must be {self.epoch}, got {message.epoch}")
                 self._results.append(step_result(message))
                 self._wake()
-            # Only a manager that half-closes is answered so (P8), and this one never does.
+            # An executor ends the stream with OK only if the manager half-closes it (P8); this manager never does.
             self._error = ExecutorLost("Run: the executor ended the stream of steps with OK", Fault.STEP)
         except WrongAnswer as error:
             self._error = error
         except grpc.aio.AioRpcError as error:
             self._error = ExecutorLost(_words(error, "Run"), _fault(error))
         except Exception as error:
-            # A defect of this manager, which would show as a step without an answer.
+            # A defect of this manager, which would otherwise look like a step without an answer.
             log.exception("reading a result failed; opening a new epoch", reason=error)
             self._error = ExecutorLost(f"Run: {type(error).__name__} while a result was read", Fault.STEP)
         self._wake()
 
     async def send(self, plan: StepPlan, timeout_s: float) -> None:
-        """Sends the next step. Raises WrongAnswer, and ExecutorLost, also when `timeout_s` pass meanwhile."""
+        """Sends the next step. Raises WrongAnswer, and ExecutorLost, also if it takes more than `timeout_s` seconds."""
         if self._call is None:
             raise ExecutorLost("not attached")
         self._step += 1
         long = any(new.sequence.request.packed_prompt for new in plan.new)
         if long:
-            await let_others_run()  # planning a prompt so long took its share of this turn
+            await let_others_run()  # planning so long a prompt has used up this turn
         message = step_bytes(plan, self.epoch, self._step, self._eos)
         if long:
             await let_others_run()  # gRPC copies the message
@@ -207,8 +207,8 @@ def _refusals(method: str, target: str, asked: tuple[int, int] | None = None) ->
         raise (AttachRefused if refused else ExecutorLost)(_words(error, method)) from error
 
 
-# How gRPC words an address where nothing answers, and what the operator is told. Other words, such as those of TLS, say
-# what is wrong.
+# gRPC's words for an address where nothing answers, and the explanation for the operator. Other words, such as those of
+# TLS, say what is wrong.
 _START_ONE = "start a pagekv-executor with --listen {0}, or name another address with --executor"
 _NOBODY_THERE = {
     "Connection refused": f"nothing listens at {{0}}, or its model is still being loaded: {_START_ONE}",
@@ -222,8 +222,9 @@ _BLAMELESS = (grpc.StatusCode.ABORTED, grpc.StatusCode.FAILED_PRECONDITION)
 
 
 def _fault(error: grpc.aio.AioRpcError) -> Fault:
-    """The share of the step that was due in the end of the stream, as Run in executor_service.proto has it. A status
-    that says nothing certain blames the step: a step that fails each time must not be sent for ever.
+    """How far the end of the stream counts against the step that was due, by the rules of Run in
+    executor_service.proto. An uncertain status blames the step, because a step that fails each time must not be sent
+    for ever.
     """
     code = error.code()
     if code in _BLAMELESS:

@@ -1,4 +1,4 @@
-"""Step plans to, and step results from, the messages of executor_service.proto."""
+"""Encodes step plans as messages of executor_service.proto, and decodes step results from such messages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pagekv.kvmanager.scheduling.sequence import Seq
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, CopyList, CopyRun, NewSeq, StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
-# Twelve days: a step that is said to have taken longer is a lie, and sums of it would pass what a counter holds.
+# Twelve days. No step can have taken longer, and sums of larger values would overflow a counter.
 MAX_US = 2**40
 MAX_THREADS = 65536
 MAX_RANKS = 1024
-# A probability of 1 may come out so much above it by rounding.
+# By rounding, the logarithm of a probability of 1 may come out so far above 0.
 MAX_LOGPROB = 1e-3
 # Block tables and copies of more blocks than this are packed by NumPy, which is faster from some hundreds on.
 _LONG_TABLE = 1024
@@ -50,15 +50,16 @@ _KINDS = {
 
 
 def _memory_ops(copies: CopyList) -> list[pb.MemoryOp]:
-    """Copies as operations, in order. Copies of one operation are of one kind and may all happen at once: a copy that
-    writes a block which an earlier one reads or writes, or reads one which an earlier one writes, begins the next.
+    """Copies as operations, in order. Copies of one operation are of one kind and may all run at once. So a copy begins
+    a new operation if it writes a block that an earlier copy of the operation reads or writes, or reads a block that an
+    earlier one writes.
     """
     return [_memory_op(*operation) for run in copies.runs for operation in _operations(run)]
 
 
 def _operations(run: CopyRun) -> list[CopyRun]:
     kind, sources, destinations = run
-    # Only copies have sources and destinations in the same pool.
+    # Only CopyKind.COPY has sources and destinations in the same pool.
     if kind is not CopyKind.COPY and not _repeats(destinations):
         return [run]
     operations: list[CopyRun] = []
@@ -95,7 +96,7 @@ def _memory_op(kind: CopyKind, sources: array[int], destinations: array[int]) ->
 
 
 def step_bytes(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[int]) -> bytes:
-    """`step_request`, serialised. Prompts that were packed ahead go in as they are, in a hundredth of the time."""
+    """`step_request`, serialised. Prompts that were packed ahead are inserted as bytes, in a hundredth of the time."""
     if not any(new.sequence.request.packed_prompt for new in plan.new):
         return step_request(plan, epoch, step, eos_token_ids).SerializeToString()
     parts = [step_request(replace(plan, new=[]), epoch, step, eos_token_ids).SerializeToString()]
@@ -107,20 +108,20 @@ def step_bytes(plan: StepPlan, epoch: int, step: int, eos_token_ids: Iterable[in
     return b"".join(parts)
 
 
-# Fields that are a message or a packed list: the number and the wire type of what has a length.
+# Tags of fields that are a message or a packed list: field number, and the wire type of fields with a length.
 _NEW_SEQ = bytes([pb.StepRequest.NEW_SEQS_FIELD_NUMBER << 3 | 2])
 _TOKEN_IDS = bytes([pb.NewSequence.TOKEN_IDS_FIELD_NUMBER << 3 | 2])
 
 
 def pack_token_ids(token_ids: array[int]) -> bytes:
-    """Token ids of a new sequence as the list in its message has them: without tag and length, so that parts can be put
-    one after the other, and take no more than the whole.
+    """Token ids of a new sequence, encoded as in its message, without tag and length. Parts can be concatenated, and
+    are then no longer than the whole.
     """
     return pack_varints(np.frombuffer(token_ids, np.uint32))
 
 
 def _new_sequence(new: NewSeq, eos_token_ids: Iterable[int], first: int = 0) -> pb.NewSequence:
-    """The message, with the token ids from `first` on."""
+    """The message of a new sequence, with the token ids from `first` on."""
     sequence, table = new.sequence, new.block_ids
     message = pb.NewSequence(
         seq_id=new.seq_id,
@@ -157,7 +158,7 @@ def _sampling(sequence: Seq, eos_token_ids: Iterable[int]) -> pb.StepSampling:
 
 
 def step_result(message: pb.StepResult) -> StepResult:
-    """The result of a step. Raises WrongAnswer for what cannot be true of any plan; `AnswerCheck` knows the plan."""
+    """The result of a step. Raises WrongAnswer for values that no plan allows; `AnswerCheck` compares with the plan."""
     seq_ids, tokens = list(message.sampled_seqs), list(message.sampled_tokens)
     _check_pair("sampled_tokens", len(tokens), "sampled_seqs", len(seq_ids))
     for field, value in (("execute_us", message.execute_us), ("idle_us", message.idle_us)):
@@ -189,7 +190,7 @@ def _logprobs(message: pb.StepResult, tokens: dict[int, int]) -> dict[int, Token
         if seq_id not in tokens or seq_id in found:
             raise WrongAnswer("logprobs.seq_id", f"must be of sampled_seqs, and each once, got {seq_id}")
         _check_pair("logprobs.top_logprobs", len(values), "top_token_ids", len(ids))
-        # A sum is finite only if all of it is.
+        # A sum is finite only if all its terms are.
         if not math.isfinite(row.chosen + sum(values)):
             odd = next(value for value in (row.chosen, *values) if not math.isfinite(value))
             raise WrongAnswer("logprobs", f"must be finite, got {odd} of sequence {seq_id}")

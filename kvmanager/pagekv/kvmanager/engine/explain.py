@@ -33,9 +33,9 @@ class PrefixExplainer:
         kept: int = 0,
         numbers: bool,
     ) -> None:
-        """`root` is the digest before the first block, `match` what the device has of the prompt, and `kept` how many
-        blocks behind that the host pool has. `other_roots` are adapters ("": none) and the roots that the prompt would
-        have with them. `numbers`: blocks have their numbers, and times are in steps, too.
+        """`root`: the digest before the first block. `match`: the prompt's blocks and their hits on the device. `kept`:
+        how many blocks after these hits the host pool has. `other_roots`: other adapters ("": none), each with the root
+        that the prompt would have with it. `numbers`: answers have block ids, and times are in steps, too.
         """
         self._numbers = numbers
         size = pool.block_size
@@ -45,10 +45,10 @@ class PrefixExplainer:
         self._found = len(self._hits) + kept
         # Compared by tokens alone, so only up to the first medium.
         plain = min((span.position for span in media), default=len(self._tokens)) // size
-        # By other adapter: how many leading blocks are cached for it. The longest is kept.
+        # For each other adapter, how many leading blocks are cached for it. The adapter with most of them is kept.
         reach = [(len(pool.table.trie.match(other, chunks[:plain])), adapter) for adapter, other in other_roots]
         self._elsewhere = max(reach, default=(0, ""), key=lambda pair: pair[0])
-        # Now, since the hits may be blocks of anything when a later page is made.
+        # Computed now, because the hit blocks may have other contents when a later page is made.
         self._near = (-1, 0) if kept else self._nearest(len(self._hits))
 
     def page(self, page_size: int, token: str = "") -> pb.ExplainPrefixResponse:
@@ -134,7 +134,7 @@ class PrefixExplainer:
         return self._pool.table.trie.longest_run(int(self._hits[-1]) if len(self._hits) else self._root, tokens)
 
 
-# Pairs of namespace and adapter that are kept, and adapters of one namespace that are compared.
+# Most pairs of namespace and adapter that are kept, and most adapters of a namespace that are compared.
 MAX_KNOWN = 4096
 MAX_OTHERS = 16
 
@@ -146,7 +146,7 @@ class KnownAdapters:
         self._pairs: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def note(self, namespace: str, adapter_id: str) -> None:
-        """A request uses this adapter, "" for none."""
+        """Notes that a request uses this adapter, "" for none."""
         pair = (namespace, adapter_id)
         self._pairs[pair] = None
         self._pairs.move_to_end(pair)

@@ -9,12 +9,12 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.request.command import SamplingParams
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
-# Names as clients see them, by number; a feature that this manager does not know is one that it does not use.
+# Names as clients see them, by number. The manager does not use features that it does not know.
 _NAMES = {
     number: name.removeprefix("EXECUTOR_FEATURE_").lower() for name, number in pb.ExecutorFeature.items() if number
 }
 HOST_POOL, LOGPROBS = "host_pool", "logprobs"
-# By parameter: the feature that it needs unless it is as here.
+# By sampling parameter: the feature that it needs, unless it has this value.
 _NEEDS = {
     "beam_width": (LOGPROBS, SamplingParams().beam_width),
     "logprobs": (LOGPROBS, SamplingParams().logprobs),
@@ -36,7 +36,7 @@ def feature_numbers(names: Iterable[str]) -> list[pb.ExecutorFeature.ValueType]:
 
 
 def check_supported(sampling: SamplingParams, model: EngineInfo) -> None:
-    """Raises InvalidRequest for a field that needs what the executor lacks."""
+    """Raises InvalidRequest for a field that needs a feature which the executor lacks."""
     for name, (feature, neutral) in _NEEDS.items():
         value = getattr(sampling, name)
         if value != neutral and feature not in model.features:

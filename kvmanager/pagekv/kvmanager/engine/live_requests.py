@@ -1,4 +1,4 @@
-"""The requests that have not ended, by tenant and id, and how much of them is still to be read. No scheduling."""
+"""The requests that have not ended, by tenant and id, and the ended sequences that are unread. No scheduling."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class LiveRequests:
     """Holds a request from `add` until all of its sequences have finished. Used by the engine loop alone."""
 
     def __init__(self, priority_aging: int) -> None:
-        """`priority_aging` as `live_request` takes it."""
+        """`priority_aging` as in `live_request`."""
         self._priority_aging = priority_aging
         self._wakeups = Wakeups()
         # By id and then by tenant.
         self._requests: dict[str, dict[str, LiveRequest]] = {}
         self._by_stream: dict[RequestStream, LiveRequest] = {}
         self._arrivals = 0
-        # By stream that its reader has not released: the tenant, and how many sequences have ended.
+        # By stream that its reader has not released: the tenant, and how many of the stream's sequences have ended.
         self._being_read: dict[RequestStream, tuple[str, int]] = {}
         # The sum of these, by tenant: ended sequences whose readers have not taken them.
         self.num_unread: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class LiveRequests:
         return list(self._by_stream.values())
 
     def add(self, command: GenerateCommand, root: bytes, prepared: PreparedPrompt | None = None) -> LiveRequest:
-        """Adds a request whose id is free; `root` is the parent digest of its first block, `prepared` of its prompt."""
+        """Adds a request whose id is free; `root`: the parent digest of its first block; `prepared`: its prompt."""
         stream = RequestStream(command.request_id, command.n, self._wakeups)
         request = live_request(command, stream, self._arrivals, root, self._priority_aging, prepared)
         request.created = time.time()
@@ -58,15 +58,15 @@ class LiveRequests:
         return self._requests.get(request_id, {}).get(tenant)
 
     def named(self, request_id: str) -> list[LiveRequest]:
-        """The live requests of this id, whosever they are."""
+        """The live requests of this id, of all tenants."""
         return list(self._requests.get(request_id, {}).values())
 
     def of(self, stream: RequestStream) -> LiveRequest | None:
-        """The live request of this stream; never another request that has its id by now."""
+        """The live request of this stream; never another request that has the same id by now."""
         return self._by_stream.get(stream)
 
     def release(self, stream: RequestStream) -> LiveRequest | None:
-        """The reader has gone: nothing is unread any more. Returns the request if it is live. Idempotent."""
+        """The reader has gone: nothing of the stream is unread any more. Returns the request if live. Idempotent."""
         if stream in self._being_read:
             tenant, ended = self._being_read.pop(stream)
             self._count_unread(tenant, -ended)
@@ -75,12 +75,12 @@ class LiveRequests:
     def _count_unread(self, tenant: str, more: int) -> None:
         self.num_unread[tenant] += more
         if not self.num_unread[tenant]:
-            # Each subject of a token may be a tenant, so there is no end of names.
+            # Every subject of a token may be a tenant, so without this the names would grow without bound.
             del self.num_unread[tenant]
 
     def remove_if_finished(self, request: LiveRequest) -> bool:
-        """Removes a request whose sequences have all finished, and counts ended sequences as unread. To be called
-        whenever a sequence has finished. True when the request was removed by this call.
+        """Removes a request whose sequences have all finished, and counts ended sequences as unread. Must be called
+        whenever a sequence has finished. Returns True if this call removed the request.
         """
         if self._by_stream.get(request.stream) is not request:
             return False
@@ -106,5 +106,5 @@ class LiveRequests:
         return True
 
     def num_tenants(self, also: str) -> int:
-        """Tenants that have live requests, and this one."""
+        """Number of tenants that have live requests, including the tenant `also`."""
         return len(self._tenants) + (also not in self._tenants)

@@ -1,4 +1,4 @@
-"""Long prompts on their way to the scheduler or to a question: the event loop is never held for a whole one."""
+"""Preparation of long prompts for the scheduler or a query, in slices: none blocks the event loop as a whole."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from pagekv.kvmanager.tenants.turns import TenantTurns
 
 
 class LongPrompts:
-    """Prepares prompts of more than a slice, one of each tenant at a time, with turns of the event loop between."""
+    """Prepares prompts of more than a slice, one of each tenant at a time; the event loop gets turns in between."""
 
     def __init__(self, pack: Callable[[array[int]], bytes] | None) -> None:
         """`pack` as in `PreparedPrompt.slices`."""
         self._pack = pack
-        # Held by the call of a tenant that is entering.
+        # A tenant's turn is held by its call whose prompt is being prepared.
         self.turns = TenantTurns()
-        # Sequences of the calls that have a turn or wait for it, by tenant.
+        # Sequences of the calls that have a turn or wait for one, by tenant.
         self.num_entering: Counter[str] = Counter()
 
     @contextmanager
     def entering(self, tenant: str, num_sequences: int) -> Iterator[None]:
-        """Counts so many sequences of a call among those that are entering."""
+        """Counts the sequences of a call as entering meanwhile."""
         self.num_entering[tenant] += num_sequences
         try:
             yield
@@ -39,7 +39,7 @@ class LongPrompts:
     async def prepare(
         self, token_ids: Sequence[int], media: Sequence[MediaSpan], root: bytes, table: PrefixTable
     ) -> PreparedPrompt | None:
-        """A prepared prompt behind the digest `root`; None, at once, for one that fits into a slice."""
+        """Prepares a prompt after the digest `root`; returns None, at once, for a prompt that fits into a slice."""
         if len(token_ids) <= slice_blocks(table.block_size, len(media)) * table.block_size:
             return None
         prepared = PreparedPrompt(root)

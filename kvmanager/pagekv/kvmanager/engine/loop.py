@@ -1,4 +1,4 @@
-"""The engine loop: schedule → send → commit, pipelined, and all of it again on a new epoch when the executor is lost.
+"""The engine loop: schedule → send → commit, pipelined; when the executor is lost, everything goes on in a new epoch.
 
 One asyncio task owns scheduler, pool and queues, so there are no locks. Service handlers run on the same event loop:
 their calls (`submit`, `abort`, ...) take effect between two awaits of this task, when every structure is consistent,
@@ -59,15 +59,15 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# Two reasons of an executor that is asked again and again are the same without their figures.
+# Reasons why an executor cannot be used are compared without their figures.
 _FIGURES = re.compile(r"\d+")
 
 
 class EngineLoop:
     """States: detached → attached ⇄ detached → stopped. Every method is called on the event loop that runs `run`.
 
-    Requests end (`RequestEnds`) in `_drive` and `finish_sequence`, in `release`, `abort` and `stop`, and, where they
-    fail, in `_drive`, `_attach` and `_fail_after_attempts`.
+    Requests end (`RequestEnds`) in `_drive`, `finish_sequence`, `release`, `abort` and `stop`. Requests that fail end
+    in `_drive`, `_attach` and `_fail_after_attempts`.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class EngineLoop:
         accounts: Accounts | None = None,
         secret: bytes = b"",
     ) -> None:
-        """`on_attached` is called with every change between attached and detached, `executor_credentials` for every
-        connection to an executor. `accounts`: of the tenants; `secret` as in `CacheAdmin`.
+        """`on_attached` is called with True after each attachment and with False after its end, `executor_credentials`
+        for every connection to an executor. `accounts`: the tenants' accounts; `secret` as in `CacheAdmin`.
         """
         self.accounts = Accounts() if accounts is None else accounts
         self.observers = Observers()
@@ -103,17 +103,17 @@ class EngineLoop:
         depth, most = config.pipeline_depth, config.limits.max_batch_tokens
         self._pace = StepPace(depth, most, self._in_flight)
         self._failed = FailedSteps(config.step_attempts)
-        # Whether the latest step committed left work to do.
+        # Whether requests were live when the latest step was committed.
         self._work_left = False
 
     # -- the task
 
     async def run(self) -> None:
-        """Serves until `stop`; comes back from every loss of the executor.
+        """Serves until `stop`; recovers from every loss of the executor.
 
-        Raises AttachRefused when the very first executor does not go with the flags, or has again and again no memory
-        for what they ask, and TomlFileError when its pool is too small for the tenants' floors; later ones are waited
-        out.
+        Raises AttachRefused if the first executor does not fit the flags, or repeatedly has no memory for what they
+        ask, and TomlFileError if its pool is too small for the tenants' floors. After the first attachment it tries
+        again instead.
         """
         reconnect, room, told = Reconnect(), RoomRefusals(), ""
         state = self._state
@@ -133,7 +133,7 @@ class EngineLoop:
                     state.no_executor = error.FOR_CALLERS
                 else:
                     state.no_executor = str(error) if isinstance(error, UnfitExecutor) else ""
-                # Asked four times a second while an executor loads: a reason is news once, and with other figures none.
+                # An executor that loads is asked four times a second. Reasons that differ only in figures count as one.
                 if (reason := _FIGURES.sub("", str(error))) != told:
                     log.warning("no executor", executor=self._config.executor, reason=error)
                 told = reason
@@ -176,7 +176,7 @@ class EngineLoop:
             self._tenants.configure(self._wake.set)
         self._state.cache.adopt(pool, host, model.model_fingerprint, self.observers)
         told, wanted = state.model, wanted_model_len(description, config)
-        # News once, and not with every executor that comes back.
+        # Logged once, and not again with every executor that comes back.
         if model.max_model_len < wanted and (told is None or told.max_model_len != model.max_model_len):
             log.warning("longer sequences do not fit into a step", tokens=model.max_model_len, wanted=wanted)
         state.model = model
@@ -249,7 +249,7 @@ class EngineLoop:
         totals.executor_busy_us_total += result.execute_us
         totals.executor_threads = result.threads
         totals.executor_rank_us[:] = result.rank_us
-        # Waiting for a step counts against the manager only where there was something to plan.
+        # Idle time of the executor counts only if there was something to plan.
         totals.executor_idle_us_total += result.idle_us if self._work_left else 0
 
     async def _watch(self) -> None:
@@ -324,8 +324,8 @@ class EngineLoop:
         return self._state.not_attached()
 
     async def queue(self, command: GenerateCommand) -> RequestStream:
-        """`submit`, in the order of a tenant's calls, with a long prompt's work done before in slices. Raises as
-        `submit` does. Until it returns nothing is known of the request: to cancel the call is to end it.
+        """`submit`, in the order of a tenant's calls, after a long prompt was prepared in slices. Raises as `submit`
+        does. Until it returns, the engine does not know the request, so cancelling the call ends it.
         """
         prompts, tenant = self._long_prompts, command.tenant.name
         self._check_admissible(command)
@@ -336,12 +336,13 @@ class EngineLoop:
                     self._check_admissible(command, counted=command.n)
                 table, media = self._state.serving().pool.table, command.identity.media
                 prepared = await prompts.prepare(command.prompt_ids, media, self._root(command), table)
-        # Before the next call runs, whose turn it is from now on.
+        # The tenant's next call, whose turn begins now, cannot run before this: there is no await in between.
         return self.submit(command, prepared)
 
     def submit(self, command: GenerateCommand, prepared: PreparedPrompt | None = None) -> RequestStream:
         """Queues a request, whose prompt may have been prepared. Raises AlreadyExists, Overloaded, Unavailable,
-        InvalidRequest when it can never fit, or LimitExceeded when it cannot beside what is pinned.
+        InvalidRequest if it can never fit, or LimitExceeded if it cannot fit beside pinned blocks or exceeds its
+        tenant's limits.
         """
         self._check_admissible(command)
         root, identity = self._root(command), command.identity
@@ -356,7 +357,7 @@ class EngineLoop:
         return request.stream
 
     def _check_admissible(self, command: GenerateCommand, counted: int = 0) -> None:
-        """`counted`: sequences of this request that count as entering by now."""
+        """`counted`: sequences of this request that are counted as entering already."""
         try:
             entering = self._long_prompts.num_entering
             own = entering[command.tenant.name]
@@ -371,8 +372,8 @@ class EngineLoop:
         return self._state.cache.root(command.identity)
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Ends a request of this tenant, or of every tenant that has one of this id; streams get finish ABORT. False
-        when there is none. Blocks are free at once.
+        """Ends the request of this id of one tenant or, with None, of every tenant; streams get finish ABORT. Returns
+        False if there is none. Blocks are free at once.
         """
         own = None if tenant is None else self._live.get(request_id, tenant)
         requests = self._live.named(request_id) if tenant is None else [own] if own is not None else []
@@ -381,15 +382,15 @@ class EngineLoop:
         return bool(requests)
 
     def release(self, stream: RequestStream) -> None:
-        """The reader has gone: what still runs of the stream's request ends as by `abort`, never another request that
-        has its id by now. To be called for every stream: its ended sequences count as unread until then.
+        """The reader has gone: ends what still runs of the stream's request, as `abort` does, but never another request
+        that has the same id by now. Must be called for every stream: its ended sequences count as unread until then.
         """
         request = self._live.release(stream)
         if request is not None:
             self._ends.abort(request)
 
     def finish_sequence(self, stream: RequestStream, index: int) -> None:
-        """The reader found a stop string: ends one sequence quietly; nothing more is pushed for it."""
+        """The reader found a stop string: ends one sequence, for which nothing more is pushed."""
         request = self._live.of(stream)
         if request is not None:
             self._state.serving().finish(request.sequences[index])

@@ -1,7 +1,7 @@
 """Observers of the engine loop (metrics, traces, recordings, the live page), which change nothing.
 
-Every call is made on the event loop between two steps and has to be short: the next step waits for it. Longer work
-belongs elsewhere, on a copy.
+Every call is made on the event loop between two steps and has to be short, because the next step waits for it. Longer
+work belongs elsewhere, on a copy of the data.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Observer(SchedulerListener):
     """Does nothing; observers override the methods they need. An observer that raises is dropped."""
 
     def attached(self, model: EngineInfo, epoch: int) -> None:
-        """A new epoch began, with empty pools; `epoch` counts this manager's, from 1."""
+        """A new epoch began, with empty pools; `epoch` counts this manager's epochs, from 1."""
 
     def detached(self) -> None:
         """The executor is lost; running requests wait."""
@@ -59,10 +59,10 @@ class Observer(SchedulerListener):
 
 
 class Observers(Observer):
-    """Passes every call on to all observers. One that raises is logged and dropped: watching never ends serving."""
+    """Passes every call on to all observers. One that raises is logged and dropped, so it cannot end serving."""
 
     def __init__(self) -> None:
-        # Replaced, never changed, as an observer may be dropped while a call goes through them.
+        # Replaced, never changed, because an observer may be dropped while a call iterates over them.
         self._all: tuple[Observer, ...] = ()
 
     def add(self, observer: Observer) -> None:

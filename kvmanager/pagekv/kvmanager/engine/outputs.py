@@ -47,7 +47,7 @@ def _deliver_results(request: LiveRequest) -> None:
 
 
 def deliver_abort(request: LiveRequest) -> None:
-    """Pushes the finish ABORT to each output that has not ended; to be called while its sequences have not."""
+    """Pushes the finish ABORT to each output that has not ended; must be called before its sequences are finished."""
     if request.search is not None:
         outputs = dict.fromkeys(range(request.command.n), request.sequences[0])
     else:

@@ -1,4 +1,4 @@
-"""Repeated numbers of a message, packed by NumPy: a list of Python numbers takes three times as long."""
+"""Packed repeated fields of a message, encoded by NumPy: a list of Python numbers takes three times as long."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 
 def pack_varints(numbers: NDArray[np.uint32] | NDArray[np.int32]) -> bytes:
-    """Numbers from 0 to 2**32 - 1 as a packed field has them: protobuf's varints, one after the other."""
+    """Numbers from 0 to 2**32 - 1 as the content of a packed field: protobuf varints, one after the other."""
     values = numbers.astype(np.uint32, copy=False)
     if not len(values):
         return b""
@@ -28,8 +28,8 @@ def pack_varints(numbers: NDArray[np.uint32] | NDArray[np.int32]) -> bytes:
 
 
 def packed_field(number: int, numbers: NDArray[np.uint32] | NDArray[np.int32]) -> bytes:
-    """A packed field of this number, up to 2,047, with its tag and length; nothing where there are no numbers. A
-    message that merges these bytes has the numbers behind those that it had.
+    """A packed field with its tag and length; `number` is the field's number, up to 2,047. Empty if there are no
+    numbers. Merging these bytes into a message appends the numbers to the field.
     """
     packed = pack_varints(numbers)
     head = pack_varints(np.array([number << 3 | 2, len(packed)], np.uint32))

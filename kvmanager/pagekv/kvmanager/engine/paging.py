@@ -1,7 +1,7 @@
-"""Pages of long lists: how much a page has, and at once, and the tokens that say where the next one begins.
+"""Pages of long lists: their sizes, and the page tokens that say where the next page begins.
 
-A token is the position behind the last entry, with a check that it belongs to the same list: of a manager's own tokens
-none goes astray, and no client comes to depend on what a position is.
+A token is the position after the last entry, with a checksum over it and the list's identity. So a token of another
+list is refused, and no client comes to depend on the meaning of a position.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pagekv.common.errors import InvalidRequest
 
 DEFAULT_PAGE_SIZE = 1000
 MAX_PAGE_SIZE = 4096
-# Blocks of a page that are made before others have a turn: each takes some microseconds.
+# Blocks of a page that are made before the event loop gets a turn: each takes some microseconds.
 BLOCKS_AT_ONCE = 256
 _CHECK_BYTES = 8
 
@@ -25,15 +25,15 @@ Page = TypeVar("Page")
 
 
 def read_page_size(size: int) -> int:
-    """Entries of a page at most, from a request. Raises InvalidRequest."""
+    """Most entries of a page, from a request's `page_size`; 0 stands for the default. Raises InvalidRequest."""
     if size > MAX_PAGE_SIZE:
         raise InvalidRequest("page_size", f"must be from 0 to {MAX_PAGE_SIZE}, got {size}")
     return size or DEFAULT_PAGE_SIZE
 
 
 async def page_in_slices(make: Callable[[int, str], Page], page_size: int, token: str) -> Page:
-    """A page of blocks, BLOCKS_AT_ONCE at a time, with a turn of the event loop between two. `make` gives the page of
-    some size that begins where a token says, a message with `blocks` and `next_page_token`.
+    """A page of blocks, made BLOCKS_AT_ONCE at a time, with a turn of the event loop in between. `make` gets a page
+    size and a token, and returns a message with `blocks` and `next_page_token`.
     """
     page = make(min(page_size, BLOCKS_AT_ONCE), token)
     answer: Any = page
@@ -46,13 +46,13 @@ async def page_in_slices(make: Callable[[int, str], Page], page_size: int, token
 
 
 def page_token(of: bytes, position: int) -> str:
-    """The token for the entries from `position` (0 to 2**64 - 1) on of the list that `of` identifies."""
+    """The token of a page that begins at `position` (0 to 2**64 - 1) in the list that `of` identifies."""
     packed = struct.pack("<Q", position)
     return base64.urlsafe_b64encode(packed + _check(of, packed)).decode().rstrip("=")
 
 
 def read_page_token(of: bytes, token: str, end: int) -> int:
-    """The position in a token, 0 for an empty one. Raises InvalidRequest unless it is one of this list, below `end`."""
+    """The position in a token, 0 for an empty one. Raises InvalidRequest unless it is of this list and below `end`."""
     if not token:
         return 0
     try:

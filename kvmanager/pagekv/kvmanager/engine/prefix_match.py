@@ -16,15 +16,15 @@ from pagekv.kvmanager.scheduling.prepared_prompt import PreparedPrompt
 
 
 class PrefixMatch(NamedTuple):
-    """A prompt beside the present table."""
+    """A prompt compared with the prefix table as it is now."""
 
     # [tokens of the prompt].
     tokens: NDArray[np.uint32]
     # Token ids of its full blocks, [n, block_size].
     chunks: BlockTokens
-    # Of the full blocks, [n].
+    # Digests of the full blocks, [n].
     digests: list[bytes]
-    # The cached blocks that hold the leading ones of these.
+    # The cached blocks that hold the leading full blocks.
     hits: Blocks
 
 
@@ -35,8 +35,8 @@ def match_prefix(
     media: Sequence[MediaSpan],
     prepared: PreparedPrompt | None,
 ) -> PrefixMatch:
-    """`root`: the parent digest of the first block. `prepared`: of the same prompt, whatever has become of the table
-    since; without, the prompt is prepared here, all at once.
+    """`root`: the parent digest of the first block. `prepared`: the same prompt, prepared; the table may have changed
+    since. Without it, the prompt is prepared here, all at once.
     """
     size, table = pool.block_size, pool.table
     if prepared is None or prepared.root != root:

@@ -1,8 +1,8 @@
-"""Questions to the engine about prefixes, and what keeps and removes them: lookups, pins, resets and watches.
+"""Queries and changes of cached prefixes, for the services: lookups, explanations, pins, resets and watches.
 
 Every call that is not awaited takes effect, or is a snapshot, between two awaits of the engine loop. Answers are
-messages of the contract, where it has them, so that each of their fields is written in one place. All are called by
-services, and raise Unavailable before the first attachment unless they say otherwise.
+messages of the contract, if it has them, so each field of an answer is written in one place. Methods raise Unavailable
+before the first attachment unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import cache_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
-# Tokens of the prompts that wait to be looked up, some 12 bytes each; a prompt counts as this many at least. One prompt
-# alone may have more.
+# Most tokens of the prompts that wait to be looked up, some 12 bytes each; and the least that a prompt counts as. One
+# prompt alone may have more.
 MAX_ASKED_TOKENS, LEAST_COUNTED = 16 * 2**20, 1024
 # Blocks looked up in the host pool together.
 _HOST_BLOCKS = 256
@@ -38,32 +38,32 @@ class EngineQueries:
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        # Other than those of requests, which wait for no question.
+        # Separate from the long prompts of requests, which do not wait for queries.
         self._long_prompts = LongPrompts(None)
-        # Tokens of the prompts that are looked up now or wait for that.
+        # By tenant: tokens of the prompts that are being looked up or wait for it.
         self._asked_tokens: Counter[str] = Counter()
 
     @property
     def cache(self) -> CacheAdmin:
-        """The prefix cache itself, for what needs nothing else of the engine: roots, and pins listed and ended."""
+        """The prefix cache itself, for calls that need nothing else of the engine: roots, listing and ending pins."""
         self._state.serving()
         return self._state.cache
 
     async def prepare(
         self, token_ids: Sequence[int], identity: CacheIdentity, tenant: str = ""
     ) -> PreparedPrompt | None:
-        """The work that grows with a prompt, for the three questions about one: a long prompt is hashed and looked up
-        in slices, one prompt of a tenant at a time, and None is returned at once for a short one. Raises Overloaded
-        when prompts of too many tokens wait, and those of this tenant are more than its share of so many.
+        """Prepares a prompt for a lookup, an explanation or a pin: a long prompt is hashed and looked up in slices, one
+        prompt of each tenant at a time. Returns None for a short prompt, which needs no preparation. Raises Overloaded
+        if prompts of too many tokens wait, and this tenant's are more than its share of the limit.
         """
         cache = self.cache
-        # Short ones wait too, and hold a message each.
+        # Short prompts wait for their turn, too, and each holds a message.
         counted = max(len(token_ids), LEAST_COUNTED)
         asked, own = self._asked_tokens.total(), self._asked_tokens[tenant]
         share = MAX_ASKED_TOKENS // len(self._asked_tokens.keys() | {tenant}) if tenant else 0
         within_share = bool(tenant) and (not own or own + counted <= share)
         if asked and asked + counted > MAX_ASKED_TOKENS and not within_share:
-            # A tenant is told of its own.
+            # A tenant is told only the number of its own tokens.
             what = f"prompts of {own if tenant else asked} tokens wait to be looked up"
             raise Overloaded(f"{what}, with this one at most {MAX_ASKED_TOKENS}", RETRY_DELAY_S, MAX_ASKED_TOKENS)
         self._asked_tokens[tenant] += counted
@@ -79,7 +79,7 @@ class EngineQueries:
     def lookup_prefix(
         self, token_ids: Sequence[int], identity: CacheIdentity, prepared: PreparedPrompt | None = None
     ) -> pb.LookupPrefixResponse:
-        """The cached part of a prompt, with the start of another block where a copy would serve; changes nothing."""
+        """The cached part of a prompt, with the tokens that a partial hit would add; changes nothing."""
         limits, cache = self._state.serving().limits, self._state.cache
         pool, root, match = cache.pool, cache.root(identity), cache.match(token_ids, identity, prepared)
         tokens, hits = match.tokens, match.hits
@@ -95,7 +95,7 @@ class EngineQueries:
         return answer
 
     def _kept_behind(self, match: PrefixMatch, root: bytes) -> int:
-        """How many blocks behind the hits the host pool has, up to the first that it has not."""
+        """How many blocks after the hits the host pool has, up to the first block that it lacks."""
         table, host, begin = self.cache.pool.table, self.cache.host, len(match.hits)
         parent = table.digests(match.hits[-1:].tolist())[0] if begin else root
         kept = 0
@@ -107,7 +107,7 @@ class EngineQueries:
             kept += found
             if found < len(digests):
                 break
-            # The object by which the host pool knows what the next block follows.
+            # The digest object that the next block follows in the host pool.
             parent = host.key(blocks[-1]) or digests[-1]
             begin += found
         return kept
@@ -122,8 +122,8 @@ class EngineQueries:
         *,
         numbers: bool = True,
     ) -> pb.ExplainPrefixResponse:
-        """Why each of a page of a prompt's blocks hits or misses, when it is called; changes nothing. A long page is
-        made in slices, with a turn of the event loop between two. `numbers`: as in PrefixExplainer. Raises
+        """Why each block in a page of a prompt hits or misses at the moment of the call; changes nothing. A long page
+        is made in slices, with turns of the event loop in between. `numbers`: as in PrefixExplainer. Raises
         InvalidRequest.
         """
         cache, root = self.cache, self.cache.root(identity)
@@ -145,8 +145,9 @@ class EngineQueries:
         account: Account | None = None,
         tenant: str = "",
     ) -> pb.PinPrefixResponse:
-        """Keeps the cached part of a prompt for `lease_s` seconds; the tenant's pin of this id keeps it instead of what
-        it kept. Raises AlreadyExists and LimitExceeded, with nothing changed. `account`: of the tenant.
+        """Pins the cached part of a prompt for `lease_s` seconds; if the tenant has a pin of this id, it holds this
+        part instead of its former blocks. `account`: the tenant's. Raises AlreadyExists and LimitExceeded, with nothing
+        changed.
         """
         live = (request.command for request in self._state.live.all())
         return self.cache.pin(token_ids, identity, lease_s, live, pin_id, prepared, account, tenant)

@@ -14,13 +14,13 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
 
 class Fault(Enum):
-    """The end of an epoch, by the number of failed attempts that it counts for against the step that was due."""
+    """How an epoch ended. The value is the number of failed attempts that it counts against the step that was due."""
 
-    # The executor was stopped in order, or another manager took it over.
+    # The executor was shut down in order, or another manager took it over.
     NONE = 0.0
-    # The executor is gone without a word. Most often somebody killed it, but a step can be what kills it each time.
+    # The executor is gone without a status. Most often it was killed from outside, but a step can kill it each time.
     GONE = 0.25
-    # The executor said that the step failed or breaks a rule, answered another one, or did not answer in time.
+    # The executor reported that the step failed or breaks a rule, answered another step, or did not answer in time.
     STEP = 1.0
 
 
@@ -34,8 +34,8 @@ class WrongAnswer(Exception):
 
 
 class FailedSteps:
-    """Counts attempts that failed in a row, by request: a request that cannot be computed must not keep all others from
-    running. A token, or a decision of a beam search, clears the count: such a request will come to an end.
+    """Counts consecutive failed attempts by request: a request that cannot be computed must not keep all others from
+    running. A token, or a decision of a beam search, clears the count, because such a request comes to an end.
     """
 
     def __init__(self, most_attempts: int) -> None:
@@ -44,7 +44,9 @@ class FailedSteps:
         self._attempts: dict[LiveRequest, float] = {}
 
     def count(self, plan: StepPlan, running: Iterable[Seq], fault: Fault) -> list[LiveRequest]:
-        """Counts a failed attempt of a step for those `running` then; removes and returns requests out of them."""
+        """Counts a failed attempt for the requests in the step, whose sequences are among `running`. Removes and
+        returns the requests that have no attempts left.
+        """
         took_part = {*plan.sampling.tolist(), *(new.seq_id for new in plan.new)}
         for seq_id, tokens in zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True):
             (took_part.add if tokens else took_part.discard)(seq_id)
@@ -57,32 +59,32 @@ class FailedSteps:
         return sorted(spent, key=lambda request: request.arrival)
 
     def error(self, request: LiveRequest) -> ComputationFailed:
-        """The error of a request that has had all its attempts. The reason stays in the logs: it may name others."""
+        """The error of a request without attempts left. Only the logs have the reason: it may name other requests."""
         return ComputationFailed(
             f"request {request.command.request_id!r} could not be computed: its step failed {self._most} times with no "
             "token in between; the logs of manager and executor have the reason"
         )
 
     def clear(self, plan: StepPlan, sequences: Iterable[Seq]) -> None:
-        """A step was answered: `sequences` got a token each, the beams of `plan` their decision."""
+        """Notes that a step was answered: `sequences` got a token each, the beams of `plan` their decision."""
         if self._attempts:
             for sequence in (*sequences, *plan.beams.values()):
                 self._attempts.pop(sequence.request, None)
 
 
-# Refusals of the same pools in a row, a second or two in all, in which memory of an executor before may come free.
+# Most consecutive refusals of the same pools: a second or two, in which an earlier executor's memory may become free.
 MOST_ROOM_REFUSALS = 8
 
 
 class RoomRefusals:
-    """Counts refusals of the same pools for lack of memory. An executor that offers less each time is asked on."""
+    """Counts consecutive refusals of the same pools for lack of memory; other sizes start the count anew."""
 
     def __init__(self) -> None:
         self._asked: tuple[int, int] | None = None
         self._count = 0
 
     def are_final(self, asked: tuple[int, int] | None) -> bool:
-        """Counts a refusal of so many device and host blocks, None for a step's memory; whether to give up."""
+        """Counts a refusal of the `asked` device and host blocks, None for a step's memory; returns whether to end."""
         self._count = self._count + 1 if asked == self._asked else 1
         self._asked = asked
         return self._count >= MOST_ROOM_REFUSALS
@@ -90,12 +92,13 @@ class RoomRefusals:
 
 # Seconds between attempts to attach, doubled from the first to the last.
 RECONNECT_FIRST_S, RECONNECT_LAST_S = 0.05, 2.0
-# Asking an executor that does not answer, or that another manager drives, costs next to nothing, and clients wait.
+# Longest pause if an attempt did not attach: asking an executor that does not answer, or that another manager drives,
+# costs next to nothing, and clients wait.
 UNREACHABLE_S = 0.25
 
 
 class Reconnect:
-    """Pauses between attempts to attach, growing while nothing works: each epoch recomputes."""
+    """Pauses between attempts to attach, growing until a step is answered: each epoch recomputes everything."""
 
     def __init__(self) -> None:
         self._pause_s = RECONNECT_FIRST_S

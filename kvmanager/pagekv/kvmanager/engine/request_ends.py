@@ -1,4 +1,4 @@
-"""The end of a request: its blocks are free at once, its tenant's book is closed, observers hear of it."""
+"""The end of a request: its blocks are free at once, its tenant's account is updated, observers are told."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class RequestEnds:
     """Every request passes through `remove_if_finished`:
 
         FINISHED  every sequence ended, or the reader found a stop string
-        ABORTED   the reader has gone (its deadline is gRPC's, which ends its call) or Abort: `abort`; the end of the
-                  grace time, for the reader an error, since the next manager can go on: `end`
+        ABORTED   the reader has gone (at its deadline gRPC ends its call), or Abort was called: `abort`; the grace
+                  time is over, and the reader gets an error, because the next manager can resume the request: `end`
         FAILED    another executor cannot continue it: `fail_misfits`; the executor gave it up: `give_up`; its step
                   failed too often: `fail`
 
@@ -34,7 +34,7 @@ class RequestEnds:
     def __init__(
         self, state: EngineState, tenants: TenantBooks, observers: Observers, wake: Callable[[], None]
     ) -> None:
-        """`wake` lets the loop see what there is room for now."""
+        """`wake` wakes the loop, because there may be room for other requests now."""
         self._state, self._tenants, self._observers, self._wake = state, tenants, observers, wake
 
     def abort(self, request: LiveRequest) -> None:
@@ -49,7 +49,7 @@ class RequestEnds:
         request.stream.fail(error)
 
     def fail_misfits(self, model: EngineInfo, max_running: int) -> None:
-        """Fails requests that the executor that is being attached, with this model, cannot continue exactly."""
+        """Fails requests that the executor being attached, which serves `model`, cannot continue exactly."""
         old = self._state.model or model
         identity = attrgetter("model_fingerprint", "vocab_size", "eos_token_ids")
         same = identity(old) == identity(model)
@@ -68,14 +68,14 @@ class RequestEnds:
                 self.fail(request, error)
 
     def give_up(self, request: LiveRequest, reason: str) -> None:
-        """Fails a request that the executor cannot go on with, for a reason that it gave."""
+        """Fails a request that the executor cannot continue; `reason` is the executor's."""
         self._state.totals.failed_requests_total += 1
         error = SequenceFailed(f"request {request.command.request_id!r} could not be computed: {reason}")
         log.error("the executor gave up a request", reason=error)
         self.fail(request, error)
 
     def end(self, request: LiveRequest, end: RequestEnd) -> None:
-        """Ends what still runs of a request, and tells its reader nothing."""
+        """Ends what still runs of a request, without telling its reader."""
         for sequence in request.sequences:
             self._state.serving().finish(sequence)
         self.remove_if_finished(request, end)

@@ -21,14 +21,14 @@ from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 if TYPE_CHECKING:
     from pagekv.steps.v1.executor_service_pb2 import DescribeResponse
 
-# Blocks of a pool: columns have their ids as int32.
+# Most blocks of a pool: columns store block ids as int32.
 MAX_BLOCKS = 2**31 - 1
 
 
 def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInfo:
-    """The model served, with pool sizes and context that flags and executor allow. Raises AttachRefused when the flags
-    ask for more than there is. The context may be longer than the pool holds: `capacity` then refuses requests, naming
-    the pool.
+    """The model served, with pool sizes and context that flags and executor allow. Raises AttachRefused if the flags
+    ask for more than there is. The context may be longer than the pool holds: then `capacity` refuses requests that are
+    too long and names the pool.
     """
     fitting = min(MAX_BLOCKS, description.device_kv_bytes // description.bytes_per_block)
     num_blocks = config.num_device_blocks or fitting
@@ -66,7 +66,7 @@ def size_model(description: DescribeResponse, config: EngineConfig) -> EngineInf
 
 
 def _size(num_bytes: int) -> str:
-    """Such as 24 bytes, 96.0 KiB or 1.5 GiB."""
+    """Formats a size, such as 24 bytes, 96.0 KiB or 1.5 GiB."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= size:
             return f"{num_bytes / size:,.1f} {unit}"
@@ -89,7 +89,7 @@ def _num_host_blocks(description: DescribeResponse, config: EngineConfig) -> int
 
 
 def wanted_model_len(description: DescribeResponse, config: EngineConfig) -> int:
-    """The context that executor and flags allow; the one served is shorter where a step has no room for it."""
+    """The context that executor and flags allow. The served context is shorter if a step has no room for it."""
     return min(description.max_model_len, config.max_model_len or description.max_model_len)
 
 
@@ -102,7 +102,7 @@ def _max_running(description: DescribeResponse, config: EngineConfig) -> int:
 
 
 def size_limits(description: DescribeResponse, config: EngineConfig, model: EngineInfo) -> SchedulerLimits:
-    """The limits of the flags as far as this executor allows, with its measured rates; `model` of `size_model`."""
+    """The limits of the flags as far as this executor allows, with its measured rates; `model` from `size_model`."""
     swap = replace(
         config.limits.swap,
         block_bytes=description.bytes_per_block,
@@ -119,7 +119,7 @@ def size_limits(description: DescribeResponse, config: EngineConfig, model: Engi
 
 
 def make_pools(model: EngineInfo, config: EngineConfig, log: TableLog) -> tuple[BlockPool, HostPool]:
-    """Empty pools of the model's sizes with this log. Raises AttachRefused for want of this process's memory."""
+    """Empty pools of the model's sizes with this log. Raises AttachRefused if this process has too little memory."""
     device_blocks, host_blocks, size = model.num_device_blocks, model.num_host_blocks, config.block_size
     clock = time.monotonic if config.block_ages else None
     try:

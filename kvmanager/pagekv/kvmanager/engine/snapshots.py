@@ -1,7 +1,7 @@
-"""Looks into requests and blocks: lists of them, one of them whole, and the map of all blocks.
+"""Snapshots of requests and blocks: lists of them, details of one of them, and the map of all blocks.
 
 Every call that is not awaited is a snapshot between two awaits of the engine loop. Answers are messages of the
-contract, where it has them, so that each of their fields is written in one place.
+contract, if it has them, so each field of an answer is written in one place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_CHAIN = 256
 MAX_HOLDERS_NAMED = 20
 # Blocks of a table, and requests, that are written at once: some milliseconds' work.
 TABLE_AT_ONCE, REQUESTS_AT_ONCE = 4096, 256
-# In page tokens: the list of requests, and what is added to the place of those that do not run.
+# In page tokens: the identity of the list of requests, and the offset of requests that do not run.
 _REQUESTS, _WAITING = b"requests", 2**62
 _arrival = attrgetter("arrival")
 
@@ -48,13 +48,13 @@ class EngineSnapshots:
         return self._state.cache
 
     async def block_tables(self, request_id: str) -> operator_pb.GetBlockTableResponse | None:
-        """Block tables of a live request, of the moment of the call, with turns of the event loop while long ones are
-        written; None when there is no such request, or no executor yet.
+        """Block tables of a live request at the moment of the call, with turns of the event loop while long tables are
+        written; None if there is no such request, or no executor yet.
         """
         requests, size = self._state.live.named(request_id), self._state.config.block_size
         if not requests:
             return None
-        # Two tenants may use one id; the one that came first is shown.
+        # Two tenants may use one id; the request that came first is shown.
         request, answer = requests[0], operator_pb.GetBlockTableResponse()
         parts: list[tuple[operator_pb.SequenceBlocks, array[int], list[bytes]]] = []
         for sequence in request.sequences:
@@ -94,8 +94,8 @@ class EngineSnapshots:
         return answer
 
     def _requests_page(self, page_size: int, token: str) -> tuple[list[LiveRequest], operator_pb.ListRequestsResponse]:
-        """The requests of a page, and its answer without them. As many are looked at as run and as the page has: ever
-        so many may wait.
+        """The requests of a page, and the answer without them. Only running requests, and as many others as the page
+        has, are looked at, because very many may wait.
         """
         running = {sequence.request for sequence in self._state.serving().running}
         start = read_page_token(_REQUESTS, token, 2 * _WAITING)
@@ -106,7 +106,7 @@ class EngineSnapshots:
         found += islice((each for each in others if each not in running), page_size + 1 - len(found))
         answer = operator_pb.ListRequestsResponse(total=len(live))
         if len(found) > page_size:
-            # Behind the last of this page, wherever those before it have gone by then.
+            # The next page begins after the last request of this page, even if requests before it have ended by then.
             last = found[page_size - 1]
             answer.next_page_token = page_token(_REQUESTS, last.arrival + (0 if last in running else _WAITING) + 1)
         return found[:page_size], answer
@@ -118,12 +118,12 @@ class EngineSnapshots:
     def list_blocks(
         self, page_size: int, token: str, state: operator_pb.BlockState.ValueType
     ) -> operator_pb.ListBlocksResponse:
-        """A page of the blocks by ascending id, those in a state (UNSPECIFIED: all). Raises InvalidRequest."""
+        """A page of the blocks in a state (UNSPECIFIED: all blocks), by ascending id. Raises InvalidRequest."""
         pool, of = self._cache.pool, b"blocks %d" % state
         start = read_page_token(of, token, pool.num_blocks)
         blocks: list[int] = []
-        # Twice as many blocks at a time until the page is full: to look at all behind a page for each would take the
-        # square of the pool for its whole list.
+        # Examines twice as many blocks each time until the page is full. Examining all remaining blocks for each page
+        # would take quadratic time for the whole list.
         width = page_size + 1
         while start < pool.num_blocks and len(blocks) <= page_size:
             wanted = np.flatnonzero(self._are_in(state, slice(start, start + width)))
@@ -135,7 +135,7 @@ class EngineSnapshots:
         )
 
     def _are_in(self, state: operator_pb.BlockState.ValueType, places: slice) -> NDArray[np.bool_]:
-        """Which of these blocks are in a state. Vector operations: the engine loop waits meanwhile."""
+        """Whether each of these blocks is in a state. Vector operations only, as the engine loop waits meanwhile."""
         pool, pins = self._cache.pool, self._cache.pins.holders[places]
         ref_counts, published = pool.ref_counts[places], pool.table.published[places]
         found: NDArray[np.bool_]
@@ -167,7 +167,7 @@ class EngineSnapshots:
         )
 
     def block_map(self) -> BlockMap | None:
-        """Every block of both pools, live memory but for `host_keyed`; None before the first attachment."""
+        """Every block of both pools; live memory except `host_keyed`. None before the first attachment."""
         state, cache = self._state, self._state.cache
         if state.scheduler is None:
             return None
@@ -188,7 +188,7 @@ class EngineSnapshots:
         pool = self._cache.pool
         _check_block_id(block, pool.num_blocks)
         chain, complete = _chain(pool.table, block)
-        # Requests that wait, of which there may be ever so many, hold none.
+        # Only running sequences hold blocks; very many requests may wait.
         running = self._state.serving().running if pool.ref_count(block) else []
         holders = {sequence.request for sequence in running if (sequence.blocks() == block).any()}
         return BlockDetail(

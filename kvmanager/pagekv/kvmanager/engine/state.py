@@ -1,4 +1,4 @@
-"""The parts of the engine that its loop changes and that its queries and its admission control read."""
+"""The state of the engine, which its loop changes and its queries and admission control read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RETRY_DELAY_S = 1.0
 
 
 def draining() -> Draining:
-    """The end of calls that a manager which shuts down does not take, or cannot finish."""
+    """The error of calls that a manager refuses, or cannot finish, because it is shutting down."""
     return Draining("the manager is shutting down", RETRY_DELAY_S)
 
 
@@ -31,19 +31,19 @@ class EngineState:
     config: EngineConfig
     cache: CacheAdmin
     live: LiveRequests
-    # Of the tenants: limits, and what each took.
+    # Accounts of the tenants: their limits and use.
     accounts: Accounts = field(default_factory=Accounts)
     # Steps, tokens, times and requests, cumulative since the manager started.
     totals: GetStatsResponse = field(default_factory=GetStatsResponse)
     # Both None until an executor is attached for the first time.
     scheduler: Scheduler | None = None
     model: EngineInfo | None = None
-    # For callers: why none is attached, where that is for the operator to mend.
+    # For callers: why no executor is attached, if the operator has to act.
     no_executor: str = ""
     # Attachments so far.
     epochs: int = 0
     attached: bool = False
-    # Another one after every start, and when that was, in seconds since 1970.
+    # A new id after every start of the manager, and when it started, in seconds since 1970.
     instance_id: str = field(default_factory=lambda: secrets.token_hex(8))
     started: float = field(default_factory=time.time)
     # New requests are refused.

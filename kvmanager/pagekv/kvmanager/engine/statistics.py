@@ -62,11 +62,11 @@ class EngineStatistics:
         return stats
 
     def promised_blocks(self) -> int:
-        """Blocks of the sequences that hold some, once each is as long as it may become and if none of them shared any.
-        More than the pool has: the pool is oversubscribed, and somebody may have to give way.
+        """Blocks that the running sequences need once each is as long as it may become, if none shared any. If that is
+        more than the pool has, the pool is oversubscribed, and sequences may have to be preempted.
         """
         scheduler = self._state.serving()
-        # As many as `blocks_needed` counts: the last token is sampled and needs no slot.
+        # Counted as in `blocks_needed`: the last token is sampled and needs no slot.
         return sum(-(-(sequence.max_total - 1) // scheduler.pool.block_size) for sequence in scheduler.running)
 
     def ref_counts(self) -> NDArray[np.int32]:
@@ -74,7 +74,7 @@ class EngineStatistics:
         return self._state.serving().pool.ref_counts
 
     def tenant_blocks(self) -> list[tuple[Account, int]]:
-        """Every tenant's account, and blocks that are its own; never raises."""
+        """Every tenant's account, and its number of blocks; never raises."""
         return tenant_blocks(self._state)
 
 

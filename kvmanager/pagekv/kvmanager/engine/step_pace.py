@@ -1,4 +1,4 @@
-"""When the next step is planned: at once, behind long prompts a little later, while tenants compete just in time."""
+"""When the next step is planned: at once; a little later behind long prompts; just in time while tenants compete."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from pagekv.kvmanager.engine.steps_in_flight import StepsInFlight
 from pagekv.kvmanager.scheduling.scheduler import Scheduler
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
-# A step with so many tokens of prompts takes long enough for more requests to come.
+# A step with so many prompt tokens takes long enough for more requests to come.
 LONG_PROMPT = 64
-# For this part of the time that it takes no other step is planned.
+# During this share of such a step's time no other step is planned.
 HELD = 0.75
-# A slower step raises what is expected of the next ones by so much of the difference, a faster one lowers it at once.
+# A slower step raises the expected time per token by this share of the difference; a faster step lowers it at once.
 SLOWER = 0.125
 
 
 class StepPace:
-    """Used by the engine loop alone. Steps are planned ahead as far as they may be, so the executor need not wait.
+    """Used by the engine loop alone. Steps are planned ahead as far as allowed, so that the executor need not wait.
 
-    Behind a step that computes prompts the next one is planned when three quarters of its time are over: requests that
-    come meanwhile need not wait for a step more, nor for a small one that some of them would have to themselves.
+    Behind a step that computes long prompts, the next step is planned when three quarters of that step's time are over.
+    So requests that come meanwhile enter the next step together: they do not wait for one step more, nor for a small
+    step that only some of them would share.
 
-    While tenants compete that would make a newcomer wait for the rest of one step and the whole of another. So the next
-    step is planned shortly before the one that runs ends, and steps have a bound.
+    While tenants compete, that would make a newcomer wait for the rest of one step and the whole of another. So the
+    next step is planned shortly before the running one ends, and steps have a bound.
     """
 
     def __init__(self, depth: int, max_batch_tokens: int, in_flight: StepsInFlight) -> None:
@@ -32,11 +33,11 @@ class StepPace:
         self._depth = depth
         self._in_flight = in_flight
         self._times = StepTimes(max_batch_tokens)
-        # Microseconds for a token of a prompt.
+        # Expected microseconds for a prompt token.
         self._prompt_us = 0.0
 
     def begin_epoch(self, max_batch_tokens: int) -> None:
-        """Forgets the times of the executor before: from wrong ones new ones are learnt slowly."""
+        """Forgets the times of the executor before, because wrong times are corrected only slowly."""
         self._times = StepTimes(max_batch_tokens)
         self._prompt_us = 0.0
 
@@ -67,6 +68,6 @@ class StepPace:
 
 
 def _long_prompt(plan: StepPlan) -> int:
-    """Tokens of prompts in a step; 0 where they are few."""
+    """Prompt tokens in a step; 0 if they are few."""
     tokens = plan.num_tokens - plan.num_decodes
     return tokens if tokens >= LONG_PROMPT else 0

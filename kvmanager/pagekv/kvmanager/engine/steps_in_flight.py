@@ -19,7 +19,7 @@ class StepsInFlight:
         self._plans: deque[StepPlan] = deque()
         # Number of the oldest step, counted from 1 within an epoch.
         self._step = 1
-        # When the turn of the oldest step came; that, or when its time was counted last; and the seconds counted.
+        # When the turn of the oldest step came; when its waiting time was last counted; and the seconds counted so far.
         self._turn = self._since = self._waited = 0.0
         self._check = AnswerCheck(0)
 
@@ -46,7 +46,7 @@ class StepsInFlight:
         return plan, self._check.check(plan, result)
 
     def pop(self) -> None:
-        """Removes the oldest step, whose result is committed; the next one's turn comes."""
+        """Removes the oldest step, whose result is committed; the turn of the next one begins."""
         self._plans.popleft()
         self._step += 1
         self._begin_turn()
@@ -61,9 +61,9 @@ class StepsInFlight:
         return self._clock() - self._turn
 
     def count_wait(self, at_most_s: float) -> float:
-        """Seconds that the oldest step has had its turn while this process ran; 0 when nothing is in flight. To be
-        called every `at_most_s` seconds: of a longer time between two calls, in which the process was stopped or the
-        machine asleep, no more is counted.
+        """Seconds of the oldest step's turn during which this process ran; 0 if nothing is in flight. Must be called
+        every `at_most_s` seconds: if more time passes between two calls, because the process was stopped or the machine
+        asleep, only `at_most_s` is counted.
         """
         if not self._plans:
             return 0.0

@@ -1,4 +1,4 @@
-"""Keeps the accounts of tenants: what their requests took, and what the scheduler is told of their limits."""
+"""Keeps the accounts of tenants: counts what their requests use, and tells the scheduler their limits."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ BLOCKS_LOOKED_AT_S = 0.5
 
 
 class TenantBooks:
-    """Used by the engine loop alone. Where nobody is asked for an identity it does nothing."""
+    """Used by the engine loop alone. Does nothing without identities."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
         self._clock = time.monotonic
-        # Output tokens by number that are in the accounts.
+        # Output tokens by tenant number that are in the accounts already.
         self._booked = np.zeros(1, np.int64)
-        # Blocks by number, at the latest look.
+        # Blocks by tenant number, at the latest look.
         self._blocks: dict[int, int] = {}
         self._looked_at = self._clock()
 
     def configure(self, wake: Callable[[], None]) -> None:
-        """Tells the scheduler of limits, now and whenever they change; `wake` is called behind each change. Raises
-        TomlFileError where the floors do not go into the pool.
+        """Tells the scheduler the limits, now and whenever they change; `wake` is called after each change. Raises
+        TomlFileError if the floors do not fit into the pool.
         """
         accounts = self._state.accounts
         self._check(accounts.file)
@@ -47,7 +47,7 @@ class TenantBooks:
             self._tell()
 
     def _check_reload(self, file: TenantsFile) -> None:
-        # Floors that stay as they are have been fitted to the pool where it is smaller than the first one.
+        # Unchanged floors need no check: if the pool is smaller than the first one, they were fitted to it.
         if _floors(file) != _floors(self._state.accounts.file):
             self._check(file)
 
@@ -67,10 +67,10 @@ class TenantBooks:
             {number: cap for number, cap in caps.items() if cap != Cap()},
         )
 
-    # -- what was taken
+    # -- use
 
     def begin(self, request: LiveRequest) -> None:
-        """A request was accepted."""
+        """Counts a request that was accepted."""
         name, command = request.command.tenant.name, request.command
         if name:
             account = self._state.accounts.of(name)
@@ -79,7 +79,7 @@ class TenantBooks:
             account.tokens.take(len(command.prompt_ids))
 
     def end(self, request: LiveRequest) -> None:
-        """A request has ended."""
+        """Counts a request that has ended."""
         account = self._state.accounts.known(request.command.tenant.name)
         if account is not None:
             account.live -= 1
@@ -93,7 +93,7 @@ class TenantBooks:
                 account.usage.cached_tokens += each.sequence.cached_tokens or 0
 
     def count_outputs(self) -> None:
-        """Counts the tokens of a step, and now and then the blocks that tenants have."""
+        """Counts the output tokens of a step, and now and then the blocks that tenants have."""
         accounts = self._state.accounts.all()
         if not accounts:
             return
@@ -111,7 +111,7 @@ class TenantBooks:
             self._booked[:] = outputs
         now = self._clock()
         if now - self._looked_at >= BLOCKS_LOOKED_AT_S:
-            # With the blocks of the look before: nothing has changed since the last step, however long ago that was.
+            # Counts with the blocks of the look before: without steps they do not change, however long ago that was.
             for account in accounts:
                 before = self._blocks.get(account.tenant.number, 0)
                 account.usage.block_seconds += before * (now - self._looked_at)

@@ -1,4 +1,4 @@
-"""Tenants as operators see them: the limits of each, its use now, and what it took since the manager started."""
+"""Tenants as operators see them: the limits of each, its use now, and its use since the manager started."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pagekv.v1 import operator_service_pb2 as pb
 
 # Tenants that are written at once: more than a millisecond's work.
 TENANTS_AT_ONCE = 256
-# Limits are called the same in the contract, where one that is None is absent, but for these.
+# Limits have the same names in the contract, except these. A limit that is None is absent there.
 _NAMED_OTHERWISE = ("adapters", "priorities")
 
 
 def tenant_blocks(state: EngineState) -> list[tuple[Account, int]]:
-    """Every tenant's account, and blocks of the device that are its own: 0 before an executor is attached."""
+    """Every tenant's account, and its number of device blocks: 0 before an executor is attached."""
     order = None if state.scheduler is None else state.scheduler.pool.tenants
     return [
         (account, 0 if order is None else order.footprint(account.tenant.number)) for account in state.accounts.all()
@@ -29,8 +29,8 @@ def tenant_blocks(state: EngineState) -> list[tuple[Account, int]]:
 
 
 async def tenant_list(state: EngineState) -> pb.ListTenantsResponse:
-    """The tenants by name; requests and blocks are of the moment of the call, and of many tenants what they took is
-    read with turns of the event loop in between. Raises Unavailable before the first attachment.
+    """The tenants by name. Requests and blocks are those at the moment of the call. If there are many tenants, their
+    use is read with turns of the event loop in between. Raises Unavailable before the first attachment.
     """
     running, waiting = _requests(state, state.serving())
     found = sorted(tenant_blocks(state), key=lambda each: each[0].tenant.name)
@@ -46,7 +46,7 @@ async def tenant_list(state: EngineState) -> pb.ListTenantsResponse:
 
 
 def _requests(state: EngineState, scheduler: Scheduler) -> tuple[Counter[int], Counter[int]]:
-    """Requests by their tenant's number: those of which a sequence holds blocks, and the other live ones."""
+    """Number of requests by tenant number: requests with a sequence that holds blocks, and the other live requests."""
     holding = {sequence.request for sequence in scheduler.running}
     live = Counter(map(attrgetter("tenant"), state.live.all()))
     running = Counter(map(attrgetter("tenant"), holding))

@@ -1,4 +1,4 @@
-"""Plain data that the engine shows: what it serves, and blocks beyond what `OperatorService` tells of them."""
+"""Plain data that the engine shows: the served model, and details of blocks that `OperatorService` does not have."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class BlockDetail:
     """A device block and its surroundings."""
 
     block: operator_service_pb2.BlockInfo
-    # Seconds since its content entered the prefix table; None when it is not there, or nobody notes ages.
+    # Seconds since its content entered the prefix table; None if it is not there, or ages are not noted.
     cached_s: float | None
     # Token ids of its content, [block_size]; None unless it is in the prefix table.
     token_ids: list[int] | None
@@ -63,9 +63,9 @@ class EngineInfo:
     features: tuple[str, ...] = ()
     sampler: str = ""
     kv_dtype: str = ""
-    # The rest is not shown. Keys and values of one block, over all layers.
+    # The rest is not shown. Bytes of the keys and values of one block, over all layers.
     bytes_per_block: int = 0
-    # Likeliest tokens that the executor reports at most.
+    # Most likeliest tokens that the executor reports for one sampled token.
     max_logprobs: int = 0
 
     def shown(self) -> dict[str, Any]:
