@@ -10,7 +10,7 @@ from pagekv.common.version import pagekv_version
 
 
 def main() -> int:
-    """Imports the server only where its packages are there; --version alone needs none."""
+    """Imports the server only if its packages are installed; --version needs none of them."""
     with quiet_interrupts():
         if sys.argv[1:] == ["--version"]:
             print(f"pagekv-manager {pagekv_version()}")

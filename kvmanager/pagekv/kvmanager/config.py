@@ -13,13 +13,13 @@ from pagekv.kvmanager.engine.config import EngineConfig
 from pagekv.kvmanager.observe.flags import ObserveConfig
 
 PROG = "pagekv-manager"
-# Flags that the executor has alone, for an answer to one that is given here.
+# Flags that only the executor has, for the error message if one is given here.
 EXECUTOR_FLAGS = (
     "backend", "cuda-graphs", "dtype", "eos", "fused", "join-timeout-s", "kv-dtype", "kv-memory", "manager-name",
     "max-sequences", "memory-share", "model", "rank-timeout-s", "step-time-ms", "threads", "vocab-size",
     "wgmma-prefill",
 )  # fmt: skip  # several names a line: one each would fill a screen
-# --tokenizer: as the executor's model has it, or none at all.
+# Values of --tokenizer: the tokenizer of the executor's model, or none at all.
 FROM_EXECUTOR, NO_TOKENIZER = "auto", "none"
 
 
@@ -50,7 +50,7 @@ class ManagerConfig:
     )
     log_level: str = flag("lowest level to log", default="info", choices=LOG_LEVELS)
     log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
-    # Empty: none is written.
+    # Empty: no file is written.
     port_file: str = flag(
         "file to write one JSON line to: the addresses once the process listens, before that `phase` while a start "
         "takes long, or `cannot_start` with the reason",
@@ -80,5 +80,5 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     check_access(parser, config.access, config.listen, config.observe.event_endpoints())
     if not config.insecure:
         refuse_open(parser, config.open_listeners())
-    # The live page is all that shows a block's age.
+    # Only the live page shows a block's age.
     return replace(config, engine=replace(config.engine, block_ages=bool(config.observe.http_listen)))

@@ -1,4 +1,4 @@
-"""The manager process: flags, listening, the engine loop, the tokenizer, health, and an orderly end."""
+"""The manager process: flags, listening, the engine loop, the tokenizer, health, and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+# gRPC's core writes log lines of its own, which may contain bytes that a client sent, even line ends.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.freed_memory import share_heaps
@@ -46,9 +46,9 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach their readers.
 LAST_WORDS_S = 5.0
-# Heaps of the C library: one for the main thread, which does the work, and one for gRPC's.
+# Heaps of the C library: one for the main thread, which does the work, and one for gRPC's threads.
 HEAPS = 2
-# Connections to the gateway's own port at most: out of the descriptors that are kept for other things.
+# Most connections to the gateway's own port; their descriptors are among those kept for other things.
 GATEWAY_CONNECTIONS = 64
 
 
@@ -69,16 +69,16 @@ class Manager:
     """One manager process. States: starting (NOT_SERVING) → serving ⇄ executor lost (NOT_SERVING) → draining → over."""
 
     def __init__(self, config: ManagerConfig, tokenizer: Tokenizer | None, access: Access | None = None) -> None:
-        """`tokenizer`: the one that --tokenizer names; None when the executor's model decides. `access`: what
-        `config.access` names, opened. Raises ExtraMissing and TomlFileError.
+        """`tokenizer`: the one that --tokenizer names; None if the executor's model decides. `access`: the opened files
+        of `config.access`. Raises CannotProtect, ExtraMissing and TomlFileError.
         """
         self._config = config
         self._tokenizer = ServedTokenizer(tokenizer, from_executor=config.tokenizer == FROM_EXECUTOR)
-        # Whether everything was opened: errors after that do not keep the manager from starting.
+        # Whether everything was opened: later errors do not count as a failed start.
         self.started = False
         self._changed = asyncio.Event()
         self._attached = False
-        # Whether gRPC's health says so.
+        # Whether gRPC's health says SERVING.
         self._serving = False
         self._draining = False
         accounts = Accounts(Path(config.access.tenants) if config.access.tenants else None)
@@ -101,7 +101,7 @@ class Manager:
             admit=None if gate is None else count_open_calls(accounts, gate.admit_call),
             refused=None if gate is None else gate.note_refusal,
         )
-        # A port of the gateway's own, where there is one.
+        # The gateway's own server, if it has one.
         self._gateway_grpc = self._add_gateway()
         served, server = self._served_model, self._grpc.server
         inference_service_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceService(self.engine, served), server)
@@ -139,7 +139,7 @@ class Manager:
         self._changed.set()
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set; returns the exit status. Raises OSError and ExtraMissing, with all closed."""
+        """Serves until `stop` is set; returns the exit status. Raises OSError and ExtraMissing, everything closed."""
         try:
             await self._start()
         except BaseException:
@@ -153,18 +153,18 @@ class Manager:
         watching = [asyncio.create_task(files.watch(), name=files.what) for files in self._access.files]
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         await asyncio.wait([engine, health, stopped], return_when=asyncio.FIRST_COMPLETED)
-        # The executor has lost the same parent, and it ends without waiting for anybody.
+        # If the parent is gone, the executor has lost it, too, and ends at once, so no request could finish.
         grace_s = 0 if parent_is_gone() else self._config.grace_s
         log.info("shutting down", grace_s=grace_s)
         self._draining = True
         try:
             self._set_serving(False)
             await self._end_requests(engine, 0 if health.done() else grace_s)
-            # First of all that is closed: it may be loading a tokenizer.
+            # Ended first, because it may be loading a tokenizer.
             await _end(health)
             await self._stop_listening(LAST_WORDS_S)
         finally:
-            # The engine too may still be waiting, for a slow executor.
+            # The engine, too, may still be waiting for a slow executor.
             await _end(engine, health, stopped, *watching)
             broken = [task for task in (engine, health) if self._is_broken(task)]
             await self._exporters.close()
@@ -194,7 +194,7 @@ class Manager:
         return True
 
     async def _start(self) -> None:
-        """Opens everything but the engine; files last. Raises OSError and ExtraMissing."""
+        """Opens everything except the engine; writes the port file last. Raises OSError and ExtraMissing."""
         port = await self._grpc.start()
         gateway_port = await self._start_gateway()
         self._start_tracing()
@@ -234,7 +234,7 @@ class Manager:
             each.set_serving(serving)
 
     async def _start_gateway(self) -> int | None:
-        """The port of the gateway's own server, 0 of a Unix socket; None without one. Raises OSError."""
+        """Starts the gateway's own server, if any; returns its port (0: a Unix socket) or None. Raises OSError."""
         if self._gateway_grpc is None:
             return None
         try:
@@ -243,7 +243,7 @@ class Manager:
             raise OSError(f"--gateway-listen: {error}") from error
 
     def _start_tracing(self) -> None:
-        """Raises ExtraMissing without OpenTelemetry."""
+        """Starts tracing, if wanted. Raises ExtraMissing without OpenTelemetry."""
         if not self._config.observe.otlp_endpoint:
             return
         with needs_extra("--otlp-endpoint", "observe"):
@@ -266,13 +266,13 @@ class Manager:
         ).routes()
 
     def _not_ready(self) -> str:
-        """The reason why requests are not served now; empty where they are, as gRPC's health says too."""
+        """The reason why requests are not served now; empty if they are. It agrees with gRPC's health."""
         if self._draining:
             return "shutting down"
         return "" if self._serving else "no executor is attached"
 
     async def _start_http(self) -> int:
-        """Returns the port, 0 without one. Raises OSError when the port is taken, ExtraMissing without aiohttp."""
+        """Starts the HTTP server, if any; returns its port, else 0. Raises OSError; ExtraMissing without aiohttp."""
         observe = self._config.observe
         if not observe.http_listen:
             return 0
@@ -305,7 +305,7 @@ class Manager:
             raise OSError(f"--http-listen {observe.http_listen}: {error}") from error
 
     async def _watch_engine(self) -> None:
-        """Keeps health and tokenizer up with the executor that the engine is attached to."""
+        """Keeps health and tokenizer up to date with the executor that the engine is attached to."""
         loaded: str | None = None
         while True:
             self._changed.clear()
@@ -332,7 +332,7 @@ class Manager:
 
 
 async def _end(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels tasks and waits for their ends; their errors stay with them."""
+    """Cancels tasks and waits until they have ended; their errors stay in the tasks."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
