@@ -1,4 +1,4 @@
-"""The CPU backend: transformers models over PageKV's paged block pool, with torch; `native` has the compiled
+"""The CPU backend: runs transformers models over PageKV's paged block pool, with torch. `native` holds the compiled
 loops.
 
 A reader may take the modules in this order:

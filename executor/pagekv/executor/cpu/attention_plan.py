@@ -1,5 +1,6 @@
 """The attention plan of one step: the order of its packed rows, the slots they write, and the prefixes that are read
-once for several sequences (cascade attention). `paged_reads` and `gathered_reads` make a layer's reads of it.
+once for several sequences (cascade attention). `paged_reads` and `gathered_reads` turn the plan into the reads of one
+layer.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ import torch
 from pagekv.executor.backend.interface import Scheduled, SequenceState
 
 # Reading this many bytes of keys and values costs as much as one more gather and kernel call (`gathered_reads` has the
-# figures): a prefix is read for all its sequences together where that saves more.
+# figures). A prefix is read once for all its sequences only if that saves more bytes than this.
 CALL_BYTES = 2**20
-# Blocks of two tables that are compared in about the time that it takes to begin.
+# Comparing this many blocks of two tables takes about as long as the fixed cost of one comparison.
 FEW_BLOCKS = 16
 
 
 @dataclass(slots=True)
 class ScheduledRows:
-    """One scheduled sequence in rows [first, first + count). `shared`: leading blocks in shared prefixes."""
+    """One scheduled sequence, in rows [first, first + count) of the packed batch. `shared`: how many of its leading
+    blocks are in shared prefixes.
+    """
 
     item: Scheduled
     first: int = 0
@@ -31,7 +34,7 @@ class ScheduledRows:
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """Blocks [first, last) of these members' block tables are the same physical blocks."""
+    """Entries [first, last) of the block tables of `members` are the same physical blocks."""
 
     members: list[int]
     first: int
@@ -40,7 +43,9 @@ class SharedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step: `rows` in packed order, the same ones as `members` in the order that `prefixes` count in."""
+    """The rows of a step in two orders: `rows` in packed order, `members` in the order that the member numbers of
+    `prefixes` refer to.
+    """
 
     rows: list[ScheduledRows]
     members: list[ScheduledRows]
@@ -48,10 +53,10 @@ class StepRows:
 
 
 class CpuAttentionPlan:
-    """One step: rows in packed order, the slots they write, and what their sequences share."""
+    """One step: rows in packed order, the slots they write, and the prefixes that their sequences share."""
 
     def __init__(self, scheduled: Sequence[Scheduled], block_size: int, block_bytes: int) -> None:
-        """`block_bytes`: keys and values of one block and one layer."""
+        """`block_bytes`: bytes of the keys and values of one block in one layer."""
         self._block_size = block_size
         tables = [item.state.block_table[: item.start // block_size] for item in scheduled]
         prefixes = shared_prefixes(tables, max(1, CALL_BYTES // block_bytes))
@@ -59,14 +64,15 @@ class CpuAttentionPlan:
         for prefix in prefixes:
             for member in prefix.members:
                 members[member].shared = max(members[member].shared, prefix.last)
-        # Chunks first, then decodes by how much each reads alone, so that neighbours make good groups.
+        # Chunks first, then decodes in order of the number of blocks that each reads alone: neighbours then need little
+        # padding in a group.
         rows = sorted(members, key=self._place)
         self.step = StepRows(rows, members, prefixes)
         self._longest = max(item.start + item.count for item in scheduled)
         ids: list[int] = []
         positions: list[int] = []
         blocks: list[int] = []
-        # Rows whose logits are sampled, each with its sequence.
+        # The rows whose logits are sampled, each with its sequence.
         self.sampling: list[tuple[int, SequenceState]] = []
         for row in rows:
             row.first, item, state = len(ids), row.item, row.item.state
@@ -76,20 +82,20 @@ class CpuAttentionPlan:
             blocks += [state.block_table[place // block_size] for place in places]
             if item.samples:
                 self.sampling.append((len(ids) - 1, state))
-        # By NumPy, whose calls on so few numbers take a fraction of torch's time.
+        # NumPy's calls on so few numbers take a fraction of the time of torch's.
         places_of_rows = np.array(positions)
         # Packed token ids and positions, [1, T].
         self.input_ids = torch.from_numpy(np.array(ids)[None])
         self.position_ids = torch.from_numpy(places_of_rows[None])
-        # Block and offset in it of every row, [T] each.
+        # The block of every row, and the offset within that block; [T] each.
         self.slots = torch.from_numpy(np.array(blocks)), torch.from_numpy(places_of_rows % block_size)
 
     @property
     def sampled(self) -> StepRows:
-        """The sampled rows alone, each a row of its own, numbered as in `sampling`."""
+        """The sampled rows alone, each as a sequence of one row, numbered as in `sampling`."""
         numbers = {row: number for number, (row, _) in enumerate(self.sampling)}
         rows: dict[int, ScheduledRows] = {}
-        # By place in `members`.
+        # From a place in `self.step.members` to the place in the new `members`.
         places: dict[int, int] = {}
         members: list[ScheduledRows] = []
         for place, row in enumerate(self.step.members):
@@ -110,18 +116,18 @@ class CpuAttentionPlan:
         return (1, row.item.start // self._block_size - row.shared) if row.item.count == 1 else (0, 0)
 
     def effective_window(self, window: int | None) -> int | None:
-        """The window, or None for one that hides nothing in this step."""
+        """The window, or None if it hides no position in this step."""
         return None if window is not None and window >= self._longest else window
 
 
 def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPrefix]:
-    """The shared prefixes worth reading once: each saves at least `min_saving` block reads.
+    """The shared prefixes that are worth reading once: each saves at least `min_saving` block reads.
 
-    `tables[i]` are the leading blocks that member i sees in full. The ranges of a member cover its leading blocks from
-    block 0 without a gap; blocks behind the last range are read for the member alone.
+    `tables[i]` holds the leading blocks that member i sees in full. The prefixes of a member cover its leading blocks
+    from block 0 without a gap. The blocks after its last prefix are read for this member alone.
     """
     found: list[SharedPrefix] = []
-    # Members that agree on blocks [0, depth); their ranges end at `first`.
+    # (members, first, depth): the members agree on blocks [0, depth), and prefixes already cover [0, first).
     pending = [(list(range(len(tables))), 0, 0)]
     while pending:
         members, first, depth = pending.pop()
@@ -142,8 +148,9 @@ def shared_prefixes(tables: list[list[int]], min_saving: int) -> list[SharedPref
 
 
 def _common(tables: list[list[int]], depth: int) -> int:
-    """How many leading blocks all tables have in common, of which `depth` are known. Not many more are looked at than
-    are found: where conversations part one behind the other, a block would else be looked at for each of them.
+    """How many leading blocks all tables have in common; at least `depth` is known already. The search compares in
+    growing pieces, so it reads only a few blocks beyond the common ones. Otherwise sequences that diverge one after
+    another would have the same blocks compared again for each of them.
     """
     first, *others = tables
     most = min(map(len, tables))

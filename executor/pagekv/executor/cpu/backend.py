@@ -36,14 +36,14 @@ from pagekv.executor.model.start_check import check_cpu_dtype
 log = Log(__name__)
 
 DTYPES = {"auto": torch.float32, "float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-# Freed memory that is kept for the activations of the next step.
+# Freed memory that the process keeps for the activations of the next step.
 KEPT_BYTES = 2**30
-# Device and host pool together never take more of what is available than this.
+# Device and host pool together never take more than this share of the available memory.
 MAX_MEMORY_SHARE = 0.9
 
 
 class CpuBackend:
-    """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`."""
+    """The `Backend` on CPUs. States: loaded, then with pools after `allocate`, which may be called again."""
 
     def __init__(
         self,
@@ -58,12 +58,13 @@ class CpuBackend:
         fused: bool = True,
         shards: Shards | None = None,
     ) -> None:
-        """`dtype`: auto, float32, bfloat16 or float64. `threads` 0: up to one per core, chosen while serving by what
-        steps take; else always so many. `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available
-        after profiling, by default little, since others use it too. `fused`: compiled loops compute what they can.
-        `shards`: this process is a rank of a model that is split, with a fixed number of `threads`.
+        """`dtype`: auto, float32, bfloat16 or float64. `threads`: a fixed number, or 0 for up to one per core, chosen
+        while serving by measured step times. `kv_memory`: bytes of the device pool; 0 takes `memory_share` of the
+        memory available after profiling. The default share is low because other processes use host memory too.
+        `fused`: compiled loops compute as much of the model as they can. `shards`: this process is a rank of a split
+        model, and `threads` is not 0.
 
-        `threads` holds for the calling thread, which must be the one that uses the backend. Raises as `load_model`.
+        `threads` applies to the calling thread, so the same thread must use the backend. Raises as `load_model`.
         """
         check_cpu_dtype(dtype)
         keep_freed_memory(KEPT_BYTES)
@@ -77,7 +78,7 @@ class CpuBackend:
         fingerprint = model_fingerprint(model_path)
         with memory_to_load(model_path):
             loaded, self._forward = load_forward(model_path, DTYPES[dtype], fused=fused, shards=shards)
-        # Steps will take again what loading took: it is counted with them.
+        # Makes the memory that loading freed count as available: steps will use it again, and profiles include it.
         give_back_freed_memory()
         self._shards = shards
         self._loaded = loaded
@@ -98,7 +99,7 @@ class CpuBackend:
         self._swap_rates: dict[int, tuple[int, int]] = {}
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Raises InvalidRequest when --kv-memory holds no block of this size, and MemoryError."""
+        """Raises InvalidRequest when --kv-memory is too small for one block of this size, and MemoryError."""
         self._use(self._all_threads)
         info, key = self._info, (block_size, token_budget)
         info.check_block_fits(block_size)
@@ -145,11 +146,11 @@ class CpuBackend:
         self.cache.copy(copies)
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Computes at once."""
+        """Computes the step before it returns."""
         self._leave_step_memory()
         tokens, context = sum(item.count for item in scheduled), sum(item.start + item.count for item in scheduled)
         way = self._chooser.choose(tokens, context)
-        # Not counted: to change how threads wait takes time only once where the way stays.
+        # Outside the measured time: changing how threads wait costs nothing for as long as the way stays the same.
         self._use(way)
         begin, waited_s = time.perf_counter(), self._waited_s
         sampled = run_step(self._forward, self.cache, scheduled, self._shards)
@@ -158,11 +159,13 @@ class CpuBackend:
 
     @property
     def _waited_s(self) -> float:
-        """Seconds in which this rank has waited for others."""
+        """Seconds for which this rank has waited for other ranks."""
         return 0.0 if self._shards is None else self._shards.waited_s
 
     def prepare(self) -> bool:
-        """Memory of a full step, then for blocks that will be written next, a piece at a time."""
+        """Touches a piece of the memory of a full step or, once that is done, of the blocks that will be written
+        next. True while there is more to prepare.
+        """
         if self._step_memory is not None and self._step_memory.prepare():
             return True
         return self._cache is not None and self._cache.prepare()
@@ -173,7 +176,7 @@ class CpuBackend:
 
     def _use(self, way: Way) -> None:
         torch.set_num_threads(way.threads)
-        # A single thread waits for nobody.
+        # A single thread has no other thread to wait for.
         if way.threads > 1:
             if way.spins:
                 self._waiting.spin()
@@ -181,10 +184,10 @@ class CpuBackend:
                 self._waiting.sleep(way.threads)
 
     def finish(self, states: list[SequenceState]) -> None:
-        """Nothing is kept of a sequence."""
+        """Does nothing: the backend keeps no state of a sequence."""
 
     def is_lost(self, error: Exception) -> bool:
-        """False: memory of this process lives as long as the process. True of a rank, which the others have left behind
-        or wait for.
+        """False without ranks: the pools live as long as the process. True for a rank, since other ranks may have
+        continued without it or wait for it.
         """
         return self._shards is not None

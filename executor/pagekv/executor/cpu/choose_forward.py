@@ -1,7 +1,11 @@
-"""Chooses how steps are computed: by the backend's own loops where the model is of a family that they know; else by
-transformers' model with attention by the loops. Either only where Numba is installed and works, and where the logits of
-a few tokens are those of transformers' model alone, which computes the steps otherwise: with its linear layers laid out
-anew, where this changes no logits either.
+"""Chooses how steps are computed, by trying in this order:
+
+1. the compiled loops: the whole model if its family is known, else attention and linear layers within transformers'
+   model; they need a working Numba;
+2. transformers' model with repacked linear layers;
+3. transformers' model as it is.
+
+Ways 1 and 2 are used only if the logits of a few tokens agree with those of way 3.
 """
 
 from __future__ import annotations
@@ -29,18 +33,19 @@ from pagekv.executor.model.tensor_parallel import keeps_heads
 
 log = Log(__name__)
 
-# Tokens of two sequences that steps compute: a prompt whose keys fill more than one panel; a token behind it, beside
-# another prompt; two decodes; and the same kind of step again, which was recorded.
+# The steps of the check, as numbers of tokens of two sequences: a prompt whose keys fill more than one panel; a token
+# after it, beside another prompt; two decodes; and two decodes again, which replay the recorded step.
 CHECKED_STEPS, BLOCK_SIZE = ((70, 0), (1, 9), (1, 1), (1, 1)), 4
-# Both ways round differently: the distance of all logits, of their length. Small random models in bfloat16 have 0.02.
+# The two ways round differently. The bound is the norm of the difference of all logits, relative to their norm. Small
+# random models in bfloat16 differ by 0.02.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 
 def load_forward(
     model_path: Path, dtype: torch.dtype, *, fused: bool, shards: Shards | None = None
 ) -> tuple[LoadedModel, StepForward]:
-    """The model, and how its steps are computed; `fused`: by compiled loops, as far as possible. `shards`: of a model
-    that is split, whose ranks compute it all in one way. Raises as `load_model`.
+    """Loads the model and chooses how its steps are computed. `fused`: by compiled loops, as far as possible.
+    `shards`: the ranks of a split model, which all have to choose the same way. Raises as `load_model`.
     """
     loaded = load_model(model_path, dtype, shards=shards)
     for way in (LOOPS, PACKED_LAYERS) if fused else (PACKED_LAYERS,):
@@ -53,7 +58,7 @@ def load_forward(
                 log.info(f"steps are computed by {way.name}{within}", model_type=loaded.model.config.model_type)
                 return loaded, found
             reason = found
-            # The way took the weights.
+            # The failed way has taken the weights out of the model.
             del loaded
             loaded = load_model(model_path, dtype, shards=shards)
         log.info(f"steps are not computed by {way.name}", reason=reason)
@@ -61,8 +66,8 @@ def load_forward(
 
 
 def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way: _Way) -> StepForward | str:
-    """A way to compute steps, which takes the model's weights; or why it, or that of another rank, cannot be used.
-    Raises TooLittleMemory for layers that are laid out anew.
+    """The steps' forward pass computed in this way, which takes the model's weights; or the reason why this rank or
+    another one cannot use it. Raises TooLittleMemory when repacked layers find no memory.
     """
     failed, reason = False, ""
     routing = Routing(loaded.model)
@@ -74,9 +79,9 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way
         reason = "" if agree else f"{way.name} do not compute what transformers does: please report this model"
     except TooLittleMemory:
         raise
-    # A Numba that does not fit NumPy or the processor, and a model built otherwise than its family, fail in many ways.
+    # Numba that does not fit NumPy or the processor, or a model unlike the rest of its family, can raise anything.
     except Exception as error:
-        # LLVM says the same again and again.
+        # LLVM repeats its message over many lines.
         first_line = str(error).partition("\n")[0]
         failed, reason = True, f"{way.name} failed: {type(error).__name__}: {first_line}"
     if shards is not None:
@@ -86,7 +91,7 @@ def _checked(loaded: LoadedModel, dtype: torch.dtype, shards: Shards | None, way
 
 @contextmanager
 def _by_loops(loaded: LoadedModel, shards: Shards | None) -> Iterator[StepForward]:
-    """Compiled when they are first called."""
+    """The compiled loops, which Numba compiles when they are first called."""
     with phase("importing Numba"):
         from pagekv.executor.cpu.native.code_cache import when_compiled
     when = when_compiled()
@@ -113,8 +118,8 @@ def _why_no_loops(loaded: LoadedModel, shards: Shards | None) -> str:
 
 
 class _Way(NamedTuple):
-    """A way to compute steps. `why_not`: why it can compute nothing of a model, on one rank or another; empty where it
-    may. `remedy`: for ranks of which one alone fails in it.
+    """A way to compute steps. `why_not`: the reason why it cannot be used for a model, on any rank; empty if it may be
+    tried. `remedy`: advice for a group of ranks in which one rank alone fails with this way.
     """
 
     name: str
@@ -143,7 +148,7 @@ def _loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:
 
 @torch.inference_mode()
 def _logits(forward: StepForward, loaded: LoadedModel, routing: Routing | None = None) -> torch.Tensor:
-    """Logits `[R, num_logits]` of what CHECKED_STEPS sample, one step after the other; prompts are shortened to the
+    """The logits `[R, num_logits]` that CHECKED_STEPS sample, one step after the other. Prompts are shortened to the
     model's context.
     """
     totals = [sum(counts) for counts in zip(*CHECKED_STEPS, strict=True)]
@@ -152,7 +157,7 @@ def _logits(forward: StepForward, loaded: LoadedModel, routing: Routing | None =
     computed, found = [0] * len(totals), []
     for step, counts in enumerate(CHECKED_STEPS, 1):
         items = []
-        # A token is left for each later step.
+        # Leaves room for one token of each later step.
         longest = loaded.max_model_len - (len(CHECKED_STEPS) - step)
         for index, count in enumerate(counts):
             start = computed[index]

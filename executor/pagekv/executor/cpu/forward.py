@@ -1,4 +1,4 @@
-"""The forward pass of one step: as transformers' model computes it, or as the backend's own loops do."""
+"""The forward pass of one step: the interface, and its implementation by transformers' model."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pagekv.executor.model.attention_interface import LAST_ROW, StepAttention, f
 
 
 class StepForward(Protocol):
-    """Computes a step over the pools."""
+    """Computes the forward pass of a step over the pools."""
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
-        """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; of some row where it names none."""
+        """Logits `[R, vocab_size]` of the R rows that `plan.sampling` names; if it names none, those of any row."""
         ...
 
 
 class ModuleForward:
-    """transformers' model with PageKV's attention. Implements `StepForward`, for every model; with loops, for those in
-    float32 or bfloat16.
+    """transformers' model with PageKV's attention. Implements `StepForward` for every model; with compiled loops, only
+    for models in float32 or bfloat16.
     """
 
     def __init__(self, model: PreTrainedModel, *, pack: bool = True, loops: bool = False) -> None:
-        """`pack`: the model's linear layers are laid out anew, in place. `loops`: compiled loops compute attention and,
-        where they are faster, linear layers.
+        """`pack`: repacks the weights of the model's linear layers and experts, in place. `loops`: compiled loops
+        compute attention and, where they are faster, linear layers.
         """
         self._attention: Callable[[KvCache, CpuAttentionPlan], StepAttention] = GatheredStepAttention
         make = None

@@ -1,5 +1,5 @@
-"""A decoder of the Llama family in four matrix products a layer, and one pass over the rows between two of them. A
-mixture of experts is computed by transformers' module, with weights that are laid out anew as well.
+"""A decoder of the Llama family: four matrix products per layer, and one pass over the rows between two of them. A
+mixture of experts is computed by transformers' module, whose weights are repacked too.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pagekv.executor.cpu.rotations import Rotations
 from pagekv.executor.model.attention_interface import Scores
 from pagekv.executor.model.decoder import Decoder, DecoderNorms, GatedProducts, Linear
 
-# Steps of at most so many rows, all of them decodes, are recorded, and so many kinds of them kept.
+# Only steps of decodes with at most RECORDED_ROWS rows are recorded; MOST_PROGRAMS recordings are kept.
 RECORDED_ROWS, MOST_PROGRAMS = 64, 16
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """A layer, its weights laid out anew."""
+    """A layer with repacked weights."""
 
     norms: DecoderNorms
     rope: str | None
@@ -44,9 +44,14 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Inputs:
-    """All that differs between steps: rows behind the embedding `[T, hidden]`, rotations by name, where keys and values
-    of each row go in the pools of a layer, in elements `[T]`; of each layer the window, and the reads by window. Where
-    not all rows are sampled: the numbers of those that are `[S]`, and what these read in the last layer.
+    """Everything that differs between steps.
+
+    stream: the rows `[T, hidden]` that the embedding gives
+    rotations: cosines and sines, by the name of the rotation
+    places: where a layer's pool takes the keys and values of each row, an offset in elements, `[T]`
+    windows: the window of each layer
+    reads: by window
+    sampled: the numbers `[S]` of the sampled rows and their reads in the last layer; None if all rows are sampled
     """
 
     stream: torch.Tensor
@@ -58,17 +63,17 @@ class _Inputs:
 
     @property
     def is_recordable(self) -> bool:
-        """Whether so few rows, each of them sampled, are likely to come again."""
+        """Whether a step of this shape is likely to come again: few rows, all of them sampled decodes."""
         decodes = all(reads.chunks is None for reads in self.reads.values())
         return decodes and self.sampled is None and len(self.stream) <= RECORDED_ROWS
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Equal for inputs that differ in the content of tensors alone."""
+        """Two inputs with equal shapes differ only in the content of their tensors."""
         return len(self.stream), *self.windows, *((window, self.reads[window].shape) for window in {*self.windows})
 
     def copy_(self, other: _Inputs) -> None:
-        """Takes the content of inputs of the same shape."""
+        """Copies the content of other inputs, which have the same shape."""
         self.stream.copy_(other.stream)
         self.places.copy_(other.places)
         for name, pair in self.rotations.items():
@@ -79,11 +84,11 @@ class _Inputs:
 
 
 class FusedDecoder:
-    """Computes what transformers' model of the same weights does. Implements `StepForward`."""
+    """Computes the same logits as transformers' model with these weights. Implements `StepForward`."""
 
     def __init__(self, decoder: Decoder, scores: tuple[Scores, ...], num_heads: int, num_kv_heads: int) -> None:
-        """Takes the weights out of the decoder, the head and then layer by layer, so that both layouts are there of one
-        of them only. `scores` by layer.
+        """Takes the weights out of the decoder: the head first, then layer by layer, so that never more than one of
+        them is in memory twice, plain and packed. `scores`: one for each layer.
         """
         self._decoder, self._rotations = decoder, Rotations(decoder)
         self._num_heads = (num_heads, num_kv_heads)
@@ -98,7 +103,8 @@ class FusedDecoder:
             qkv, out = (self._product(part) for part in (layer.qkv, layer.out))
             fed = self._feed_forward(layer.feed_forward)
             self._layers.append(_Layer(layer.norms, layer.rope, scores_here, qkv, self._summed(out), fed))
-        # By pools, which nothing here may keep, and shape of a step, those least recently used first.
+        # Recorded steps, by pools and then by shape, least recently used first. Weak keys: a recording must not keep
+        # replaced pools alive.
         self._programs: WeakKeyDictionary[KvCache, OrderedDict[object, tuple[Program, _Inputs]]] = WeakKeyDictionary()
 
     def _product(self, part: Linear, activation: str | None = None) -> Product | TorchProduct:
@@ -113,18 +119,18 @@ class FusedDecoder:
                 self._summed(self._product(part.down)),
             )
             return lambda rows: down(gate_up(rows))
-        # Operators of torch cannot be recorded.
+        # A recording cannot contain torch's operators.
         self._recordable, module = False, part
         pack_linears(module, self._make)
         pack_experts(module, self._make)
         return lambda rows: module(rows[None])[0]
 
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The product behind attention or gating, over all that was split."""
+        """The output or down projection, summed over ranks where the model is split."""
         return product
 
     def _whole(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """The head's product, of the whole vocabulary."""
+        """The head's product, with the logits of the whole vocabulary."""
         return product
 
     def logits(self, plan: CpuAttentionPlan, cache: KvCache) -> torch.Tensor:
@@ -155,7 +161,7 @@ class FusedDecoder:
         )
 
     def _layers_of(self, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
-        """The sampled rows behind all layers, which the next call may overwrite."""
+        """The sampled rows after the last layer, in memory that the next call may overwrite."""
         if not self._recordable or not inputs.is_recordable:
             return self._compute(inputs, cache)
         programs = self._programs.setdefault(cache, OrderedDict())
@@ -175,8 +181,8 @@ class FusedDecoder:
         return recorded[1].stream
 
     def _compute(self, inputs: _Inputs, cache: KvCache, program: Program | None = None) -> torch.Tensor:
-        """The sampled rows behind all layers. For the other rows the last layer computes keys and values only, with the
-        queries that come in the same product: later steps read nothing else of it.
+        """The sampled rows after the last layer. For the other rows the last layer stops after its QKV projection:
+        later steps read only their keys and values.
         """
         layers, stream, factor = self._layers, inputs.stream, self._decoder.residual_factor
         normed = add_norm(stream, None, 0.0, None, layers[0].norms.before_attention)
@@ -200,7 +206,9 @@ class FusedDecoder:
         return stream
 
     def _queries(self, index: int, qkv: torch.Tensor, inputs: _Inputs, cache: KvCache) -> torch.Tensor:
-        """`[T, num_heads, head_size]` of `qkv` `[T, all heads * head_size]`; keys and values go to the pools."""
+        """The rotated queries `[T, num_heads, head_size]` from `qkv` `[T, all heads * head_size]`. Writes keys and
+        values to the pools.
+        """
         layer = self._layers[index]
         heads = qkv.view(len(qkv), -1, cache.geometry.head_size)
         rotation = None if layer.rope is None else inputs.rotations[layer.rope]

@@ -1,5 +1,5 @@
-"""One step's attention by torch's operators, over blocks that are gathered first: where `native/step_attention`, which
-reads the block pool in place, cannot serve.
+"""One step's attention by torch's operators, over blocks that are gathered first. It serves where
+`native/step_attention`, which reads the block pool in place, cannot.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from pagekv.executor.cpu.gathered_reads import Context, DecodeGroup, GatheredRea
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.model.attention_interface import Scores
 
-# Query rows at a time where scores are held in full: bounds them to this many times the context, per head.
+# Query rows computed at a time where the scores are held in full: this bounds the scores of a head to
+# SCORE_ROWS x context.
 SCORE_ROWS = 256
-# Output [rows, num_heads, head_size] and log-sum-exp of scores [rows, num_heads].
+# A partial result: output [rows, num_heads, head_size] and log-sum-exp of the scores [rows, num_heads].
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
 class GatheredStepAttention:
-    """The attention of one step: writes its keys and values, then reads what each row sees. Implements
+    """The attention of one step: writes its keys and values, then reads the keys that each row sees. Implements
     `StepAttention`.
     """
 
     def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
         self._cache, self._plan = cache, plan
-        # By window.
+        # The reads, by window.
         self._reads: dict[int | None, GatheredReads] = {}
 
     def attend(
@@ -55,7 +56,7 @@ class GatheredStepAttention:
                 other = self._context(layer, query[:, context.rows], context, scores)
                 out[context.rows], lse[context.rows] = merge(out[context.rows], lse[context.rows], *other)
             if scores.sinks is not None:
-                # The keys' share of the sum of weights when the sink's is one more term of it.
+                # The sink adds one term to the softmax's denominator: the output keeps the share of the keys' terms.
                 out = out * torch.sigmoid(lse - scores.sinks.to(lse.dtype))[..., None].to(out.dtype)
         return out
 
@@ -64,7 +65,7 @@ class GatheredStepAttention:
         num_heads, count, size = query.shape
         keys, values = self._cache.gather(layer, group.blocks, group.unwritten)
         kv_heads = keys.shape[1]
-        # The query heads of one KV head are the rows of one product: [S, kv_heads, heads per KV head, head_size].
+        # All query heads of one KV head become the rows of one product: [S, kv_heads, heads per KV head, head_size].
         out, lse = attend(
             query.transpose(0, 1).view(count, kv_heads, -1, size),
             keys.view(count, -1, kv_heads, size).transpose(1, 2),
@@ -92,11 +93,13 @@ class GatheredStepAttention:
 def _chunk(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores, mask: torch.Tensor | None
 ) -> Part:
-    """`query` `[num_heads, R, size]` over `key`, `value` `[kv_heads, N, size]`; without a mask causal, R == N."""
+    """`query` `[num_heads, R, size]` over `key`, `value` `[kv_heads, N, size]`; causal, with R == N, if there is no
+    mask.
+    """
     num_heads, count, size = query.shape
     kv_heads = key.shape[0]
     shared = (-1, num_heads // kv_heads, -1, -1)
-    # KV heads are the batch, so that their query heads read the same keys without a copy.
+    # The batch dimension is the KV head, so that its query heads read the same keys without a copy.
     out, lse = attend(
         query.view(kv_heads, -1, count, size),
         key.unsqueeze(1).expand(shared),
@@ -117,13 +120,14 @@ def attend(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of `query` `[B, H, R, D]` over `key`, `value` `[B, H, N, D]`; a window is not looked at.
+    """Attention of `query` `[B, H, R, D]` over `key`, `value` `[B, H, N, D]`; ignores the window of `scores`.
 
     `causal`: row i sees keys 0 to i (R == N). `mask`: `[B or 1, 1, R or 1, N]`, added to the scores. Returns the output
-    `[B, H, R, D]` and the logarithm of the sum of exponentiated scores `[B, H, R]`, with which parts are merged.
+    `[B, H, R, D]` and the log-sum-exp of the scores `[B, H, R]`, which `merge` needs.
     """
     if scores.cap is None:
-        # torch's fused CPU kernel under scaled_dot_product_attention; called by name for its second result.
+        # torch's fused CPU kernel of scaled_dot_product_attention, called directly because it also returns the
+        # log-sum-exp.
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=mask, scale=scores.scale
         )
@@ -149,6 +153,8 @@ def attend(
 def merge(
     out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over the union of two disjoint sets of keys, from that over each: outputs `[..., D]`, `lse` `[...]`."""
+    """Attention over the union of two disjoint sets of keys, merged from the attention over each set: outputs
+    `[..., D]`, log-sum-exp `[...]`.
+    """
     weight = torch.sigmoid(other_lse - lse)[..., None].to(out.dtype)
     return torch.lerp(out, other, weight), torch.logaddexp(lse, other_lse)

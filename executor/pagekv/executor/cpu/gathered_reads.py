@@ -1,8 +1,9 @@
-"""Reads of the rows of one step through gathers, for attention by torch's operators.
+"""The reads of one step's rows through gathers, for attention by torch's operators.
 
 Cost model, measured on 2 cores: attention of a decode reads keys and values (a gather copies them, the kernel reads the
-copy from cache) at about 1 us per 32 KiB; one more gather and kernel call costs some 40 us. So decodes are batched with
-padding as long as padding is cheaper than another call. `CALL_BYTES` is the exchange rate.
+copy from cache) at about 1 us per 32 KiB; one more gather and kernel call costs some 40 us. So decodes are padded and
+batched as long as the padding is cheaper than another call. `CALL_BYTES` is the number of padded bytes that cost as
+much as one call.
 """
 
 from __future__ import annotations
@@ -17,16 +18,18 @@ import torch
 from pagekv.executor.cpu.attention_plan import CALL_BYTES, ScheduledRows, SharedPrefix, StepRows
 from pagekv.executor.cpu.kv_cache import KvCache
 
-# A gather brings at most this much unless one sequence alone needs more: it should still be in cache when read.
+# A gather copies at most this many bytes, unless one sequence alone needs more: the copy should still be in cache when
+# the kernel reads it.
 MAX_GATHER_BYTES = 8 * 2**20
-# Rows at a time of a chunk under a window: bounds the mask and the older tokens that are read.
+# Rows of a windowed chunk that are computed at a time: this bounds the mask and the older tokens that are read.
 WINDOW_ROWS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class PromptChunk:
-    """Rows [first, last) are consecutive positions of one sequence that see one another causally. Under a window they
-    see the first N slots of the blocks `window[0]` instead, as the mask `window[1]` `[1, 1, R, N]` says.
+    """Rows [first, last) are consecutive positions of one sequence, with causal attention among themselves. With a
+    sliding window they see the first N slots of the blocks `window[0]` instead, under the mask `window[1]`
+    `[1, 1, R, N]`.
     """
 
     first: int
@@ -36,10 +39,10 @@ class PromptChunk:
 
 @dataclass(frozen=True, slots=True)
 class DecodeGroup:
-    """Rows [first, last) are one sequence each; row i sees the slots of `blocks[i]` as `mask` `[S, 1, 1, N]` says.
+    """Each of the rows [first, last) is one sequence; row i sees the slots of its blocks under `mask` `[S, 1, 1, N]`.
 
-    `blocks` `[S * n]` is padded with the null block. `unwritten` are the places among the gathered keys, then values,
-    `[2 * S * N]`, that no step has written: they are zeroed, because a NaN passes any mask.
+    `blocks` `[S * n]` is padded with the null block. `unwritten` are the slots that no step has written, as indices
+    into the gathered keys and then values, `[2 * S * N]`, and are zeroed: a NaN stays NaN under any mask.
     """
 
     first: int
@@ -51,7 +54,9 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Rows (a slice, or indices `[R]`) that all see the first `num_keys` slots of `blocks`, besides their own part."""
+    """Rows (a slice, or indices `[R]`) that all see the first `num_keys` slots of `blocks`, in addition to their own
+    part.
+    """
 
     rows: slice | torch.Tensor
     blocks: torch.Tensor
@@ -60,14 +65,16 @@ class Context:
 
 @dataclass(slots=True)
 class GatheredReads:
-    """The reads of one layer: parts cover every row once, in order; contexts are merged into them."""
+    """The reads of one layer: the parts cover every row once, in order; the contexts are merged into the result."""
 
     parts: list[PromptChunk | DecodeGroup] = field(default_factory=list)
     contexts: list[Context] = field(default_factory=list)
 
 
 def gathered_reads(step: StepRows, pools: KvCache, window: int | None) -> GatheredReads:
-    """A window leaves prefixes unread."""
+    """The reads of layers with this window. With a window, every row reads its own blocks and shared prefixes are not
+    used.
+    """
     reads, size = GatheredReads(), pools.block_size
     for row in step.rows:
         start, count = row.item.start, row.item.count
@@ -99,7 +106,7 @@ def _context(prefix: SharedPrefix, members: Sequence[ScheduledRows], block_size:
 
 
 def _windowed_chunk(row: ScheduledRows, start: int, end: int, window: int, pools: KvCache) -> PromptChunk:
-    """Positions [start, end) of a row."""
+    """Positions [start, end) of a scheduled sequence."""
     size = pools.block_size
     low = max(0, start - window + 1) // size
     blocks = row.item.state.block_table[low : (end - 1) // size + 1]
@@ -135,7 +142,7 @@ def _decode_groups(rows: Sequence[ScheduledRows], window: int | None, pools: KvC
 
 
 def _decode_group(members: list[tuple[int, list[int], int, int]], pools: KvCache) -> DecodeGroup:
-    """Members are (row, blocks, first visible slot, one past the last)."""
+    """The group of these members: (row, blocks, first visible slot, one past the last visible slot)."""
     width = max(len(blocks) for _, blocks, _, _ in members)
     padded = [blocks + [pools.null_block] * (width - len(blocks)) for _, blocks, _, _ in members]
     begin = np.array([begin for _, _, begin, _ in members])[:, None]

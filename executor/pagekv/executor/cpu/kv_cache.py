@@ -13,27 +13,27 @@ import torch
 from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 from pagekv.executor.model.loading import BlockGeometry
 
-# Memory of the device pool, behind all blocks that were written, which the kernel gives before it is needed, and how
-# much of it at a time. Where the host of a virtual machine has to find fresh pages first, they cost a tenth of the time
-# of serving.
+# While idle, the pages of AHEAD_BYTES of the device pool after the last written block are populated, PIECE_BYTES at a
+# time. In a virtual machine whose host first has to find fresh pages, page faults cost a tenth of the serving time.
 AHEAD_BYTES, PIECE_BYTES = 2**28, 2**21
-# Bytes that one operator copies: it needs as much memory besides, which for all of a large swap might not be there.
+# Bytes that one operator copies. It needs a temporary of the same size, and memory might be short for all of a large
+# swap.
 COPIED_BYTES = 2**27
-# Of madvise, from linux/mman.h; Python has no name for it.
+# MADV_POPULATE_WRITE of linux/mman.h; Python has no name for it.
 _POPULATE_WRITE = 23
 
 
 class KvCache:
-    """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, of zeros at first.
+    """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, zero at first.
 
-    The device pool has one block more than sequences get: the null block, which stays zero and which padding reads, so
-    that padding is finite.
+    The device pool has one block more than sequences get: the null block. It stays zero, and padding reads it, so that
+    padding is finite.
     """
 
     def __init__(
         self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, num_host_blocks: int = 0
     ) -> None:
-        """Raises MemoryError when the pools cannot be had."""
+        """Raises MemoryError when the pools cannot be allocated."""
         self.geometry = geometry
         self.block_size = block_size
         self.null_block = num_device_blocks
@@ -48,16 +48,16 @@ class KvCache:
             ) from error
         # Views per layer, [num_blocks, block_size, num_kv_heads, head_size]; blocks of one layer are strided.
         self._layers = [(self.device[:, layer, 0], self.device[:, layer, 1]) for layer in range(geometry.num_layers)]
-        # The same with one row per block, [num_blocks, row].
+        # The same views with one row per block, [num_blocks, row].
         self._flat_layers = [(keys.flatten(1), values.flatten(1)) for keys, values in self._layers]
         self._row = block_size * geometry.num_kv_heads * geometry.head_size
         self._gathered = torch.empty(0, dtype=geometry.dtype)
-        # Bytes of the device pool that were written, and for which the kernel has given memory before.
+        # Leading bytes of the device pool that were written, and whose pages are populated.
         self._written = self._prepared = 0
 
     @property
     def layer_block_bytes(self) -> int:
-        """Keys and values of one block and one layer."""
+        """Bytes of the keys and values of one block in one layer."""
         return self.geometry.bytes_per_block(self.block_size) // self.geometry.num_layers
 
     def copy(self, copies: BlockCopies) -> None:
@@ -81,20 +81,20 @@ class KvCache:
         layer_values.index_put_(slots, values)
 
     def reached(self, block: int) -> None:
-        """Tells a block of the device pool that was written. Blocks that never were are handed out in order."""
+        """Notes that this block of the device pool is written. The manager hands out fresh blocks in order."""
         self._written = max(self._written, (block + 1) * self.geometry.bytes_per_block(self.block_size))
 
     def prepare(self) -> bool:
-        """Has the kernel give PIECE_BYTES of what will be written next; whether more of AHEAD_BYTES is missing."""
+        """Populates PIECE_BYTES of the pages that will be written next. True while some of AHEAD_BYTES is missing."""
         end = min(self.device.nbytes, self._written + AHEAD_BYTES)
         self._prepared = max(self._prepared, self._written - self._written % PIECE_BYTES)
         if self._prepared >= end:
             return False
-        # Pages that are there already stay as they are. ctypes lets other threads run meanwhile; mmap's own does not.
+        # Populated pages keep their content. Called through ctypes, which releases the GIL; mmap.madvise does not.
         piece = min(PIECE_BYTES, self.device.nbytes - self._prepared)
         begin = self.device.data_ptr() + self._prepared
         if ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(piece), _POPULATE_WRITE):
-            # Kernels before 5.14 do not know it; nor is it worth a second try where there is no memory.
+            # Gives up: a kernel before 5.14 does not know the advice, or memory is short.
             self._prepared = self.device.nbytes
         else:
             self._prepared += piece
@@ -107,10 +107,11 @@ class KvCache:
     def gather(
         self, layer: int, blocks: torch.Tensor, unwritten: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of blocks `[n]`, each `[n * block_size, num_kv_heads, head_size]`, in a buffer that the next
-        call overwrites. `unwritten` are slots of `[keys, values]` `[2 * n * block_size]` that come out as zeros.
+        """Keys and values of blocks `[n]`, each `[n * block_size, num_kv_heads, head_size]`. `unwritten`: slots to
+        zero, as indices into keys and then values, `[2 * n * block_size]`.
 
-        One buffer for all calls, because fresh memory of megabytes costs a page fault every 4 KiB.
+        The next call overwrites the result: all calls share one buffer, because fresh memory costs a page fault every
+        4 KiB.
         """
         count, geometry = blocks.shape[0], self.geometry
         size = count * self._row
@@ -127,12 +128,12 @@ class KvCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in pages that the kernel gives, and clears, when they are first touched. `torch.zeros` would write every
-    page (5 GiB took 19 s), and `torch.empty` may find what was freed with the pools before.
+    """Zeros in pages that the kernel allocates and clears when they are first touched. `torch.zeros` would write every
+    page (5 GiB took 19 s), and `torch.empty` may return the contents of freed pools.
     """
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # Blocks lie anywhere in the pool: with large pages decodes read it 1.1 times as fast. Some kernels have none.
+    # Decodes read blocks all over the pool, with huge pages 1.1 times as fast. Some kernels have no huge pages.
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.from_numpy(np.frombuffer(memory, np.uint8, size)).view(dtype).view(shape)

@@ -8,13 +8,13 @@ import threading
 from functools import cache
 from pathlib import Path
 
-# Threads that are started to change how others wait; more than that are not worth it.
+# At most this many idle threads are started to make the others sleep; more are not worth it.
 MOST_IDLE = 64
 
 
 @cache
 def runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime of this process, with the type of `GOMP_parallel` set; None where none can be found."""
+    """The OpenMP runtime of this process, with the signature of `GOMP_parallel` set; None if none is found."""
     try:
         loaded = Path("/proc/self/maps").read_text()
     except OSError:
@@ -30,11 +30,12 @@ def runtime() -> ctypes.CDLL | None:
 
 
 class Waiting:
-    """Whether the threads of the runtime spin for a while before they sleep, as at first. Changed while they serve.
+    """Switches the threads of the runtime between spinning for a while before they sleep, the initial state, and
+    sleeping nearly at once.
 
-    GCC's runtime reads how long they spin once, when it is loaded. But while it has more threads than there are cores
-    they sleep nearly at once (GOMP_SPINCOUNT in gcc.gnu.org/onlinedocs/libgomp). So idle threads make them sleep: a
-    second team, which computes nothing.
+    GCC's runtime reads the time to spin only once, when it is loaded. But while it has more threads than there are
+    cores, its threads sleep nearly at once (GOMP_SPINCOUNT in gcc.gnu.org/onlinedocs/libgomp). So a second team of
+    idle threads, which computes nothing, makes the others sleep.
     """
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Waiting:
         self._over = threading.Event()
 
     def can_sleep(self, threads: int) -> bool:
-        """Whether so many threads, at least 2, can be made to sleep, and do not without."""
+        """Whether a team of `threads`, at least 2, can be made to sleep, and spins otherwise."""
         found = runtime()
         return (
             found is not None
@@ -53,15 +54,15 @@ class Waiting:
         )
 
     def spin(self) -> None:
-        """Threads spin from here on."""
+        """From now on threads spin."""
         if self._idle is not None:
             self._over.set()
-            # The runtime counts the team's threads until this one ends.
+            # The runtime counts the idle team's threads until their master ends.
             self._idle.join()
             self._idle, self._num_idle = None, 0
 
     def sleep(self, threads: int) -> None:
-        """So many threads, for which it `can_sleep`, sleep from here on."""
+        """From now on a team of `threads` sleeps. Call only if `can_sleep(threads)`."""
         found = runtime()
         assert found is not None
         number = _num_idle(found, threads)
@@ -69,7 +70,7 @@ class Waiting:
             return
         self.spin()
         begun, self._over, self._num_idle = threading.Event(), threading.Event(), number
-        # Something in C that may be called at any time, on threads that Python does not know.
+        # A harmless C function, since the idle threads are unknown to Python.
         nothing = ctypes.cast(ctypes.CDLL(None).getppid, ctypes.c_void_p)
 
         def wait(over: threading.Event) -> None:
@@ -83,5 +84,5 @@ class Waiting:
 
 
 def _num_idle(found: ctypes.CDLL, threads: int) -> int:
-    """Idle members of a second team with which the runtime has more threads than cores; their master does not count."""
+    """The size, without its master, of the smallest idle team with which the runtime has more threads than cores."""
     return max(1, int(found.omp_get_num_procs()) - threads + 1)

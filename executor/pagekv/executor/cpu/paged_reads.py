@@ -1,4 +1,4 @@
-"""Reads of the rows of one step straight from the block pool, for the compiled loops of attention."""
+"""The reads of one step's rows directly from the block pool, for the compiled loops of attention."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from pagekv.executor.cpu.attention_plan import ScheduledRows, SharedPrefix, StepRows
 
-# Queries of a run at most, over one KV head. Their sums should stay in a core's cache, and panels of keys are laid out
-# once for all of them.
+# Most queries of a run for one KV head: rows times query heads per KV head. Their sums should stay in a core's cache;
+# a panel of keys is packed once for all of them.
 RUN_QUERIES = 256
-# Rows of a run that are not divided among more threads.
+# Runs of this many rows or fewer are not split further, even if threads are left without a run.
 LEAST_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class PagedDecodes:
-    """Rows [first, last) are one sequence each; row i of them sees the slots [begins[i], ends[i]) of the blocks
-    `tables[offsets[i]:offsets[i + 1]]`; what is behind them in `tables` means nothing. All int64.
+    """Each of the rows [first, last) is one sequence; the i-th of them sees the slots [begins[i], ends[i]) of the
+    blocks `tables[offsets[i]:offsets[i + 1]]`. Entries of `tables` after the last offset are padding. All int64.
     """
 
     first: int
@@ -42,9 +42,9 @@ class PagedDecodes:
 
 @dataclass(frozen=True, slots=True)
 class PagedRuns:
-    """Runs of rows over the same blocks: run i has the places [firsts[i], firsts[i + 1]). The packed row `rows[j]` at a
-    place j of it sees the slots [begins[j], ends[j]) of the blocks from `tables[offsets[i]]` on. Within a run neither
-    begins nor ends fall. No row is in two places. All int64.
+    """Runs of rows over the same blocks. Run i has the places [firsts[i], firsts[i + 1]). The packed row `rows[j]` at
+    place j of run i sees the slots [begins[j], ends[j]) of the blocks that start at `tables[offsets[i]]`. Within a run
+    neither `begins` nor `ends` decreases. No row is in two places. All int64.
     """
 
     firsts: torch.Tensor
@@ -67,8 +67,8 @@ class PagedRuns:
 
 @dataclass(frozen=True, slots=True)
 class PagedReads:
-    """The reads of one layer: chunks and decodes have every row once, prefixes are merged into them one after the
-    other.
+    """The reads of one layer: `chunks` and `decodes` together have every row once; the results of `prefixes` are
+    merged into theirs, one after the other.
     """
 
     chunks: PagedRuns | None
@@ -77,13 +77,13 @@ class PagedReads:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """Equal for reads that differ in the content of tensors alone."""
+        """Two reads with equal shapes differ only in the content of their tensors."""
         chunks = None if self.chunks is None else self.chunks.shape
         decodes = None if self.decodes is None else self.decodes.shape
         return chunks, decodes, *(prefix.shape for prefix in self.prefixes)
 
     def copy_(self, other: PagedReads) -> None:
-        """Takes the content of reads of the same shape."""
+        """Copies the content of other reads, which have the same shape."""
         for mine, theirs in zip(self._parts, other._parts, strict=True):
             for tensor, new in zip(mine.tensors, theirs.tensors, strict=True):
                 tensor.copy_(new)
@@ -95,7 +95,7 @@ class PagedReads:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Packed rows, in the order of what they see: the slots [begin, end) of these blocks, by row."""
+    """Packed rows with the slots [begin, end) of `blocks` that each sees; neither bound decreases over the rows."""
 
     rows: np.ndarray
     begins: np.ndarray
@@ -104,8 +104,8 @@ class _Reader:
 
 
 def paged_reads(step: StepRows, block_size: int, window: int | None, group: int, least_runs: int) -> PagedReads:
-    """A window leaves prefixes unread. `group`: query heads to a KV head. There are `least_runs` runs of chunks, and of
-    prefixes, where rows suffice.
+    """The reads of layers with this window; shared prefixes are used only without a window. `group`: query heads per
+    KV head. `least_runs`: the number of runs that chunks, and prefixes, are split into if they have enough rows.
     """
     most = max(1, RUN_QUERIES // group)
     prefixes = step.prefixes if window is None else []
@@ -127,7 +127,9 @@ def _chunk(row: ScheduledRows, block_size: int, window: int | None) -> _Reader:
 
 
 def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], block_size: int) -> list[list[_Reader]]:
-    """Prefixes that no row has two of, together: each is in the first level where none of its members is."""
+    """Groups prefixes into levels in which no row has two prefixes: each prefix goes into the first level that none of
+    its members is in yet.
+    """
     levels: list[tuple[set[int], list[_Reader]]] = []
     for prefix in prefixes:
         sharing = sorted((members[member] for member in prefix.members), key=lambda row: row.first)
@@ -144,8 +146,8 @@ def _levels(prefixes: Sequence[SharedPrefix], members: Sequence[ScheduledRows], 
 
 
 def _runs(readers: Sequence[_Reader], most: int, least_runs: int) -> PagedRuns:
-    """Readers in runs of at most so many rows, the ones with most to do first: threads that take them in turn end
-    together.
+    """Splits readers into runs of at most `most` rows. Runs with the most work come first, so that threads which take
+    one run after the other finish at about the same time.
     """
     while most > LEAST_ROWS and sum(-(-len(reader.rows) // most) for reader in readers) < least_runs:
         most //= 2
@@ -174,7 +176,7 @@ def _runs(readers: Sequence[_Reader], most: int, least_runs: int) -> PagedRuns:
 
 
 def _work(reader: _Reader, places: slice) -> int:
-    """Keys that these rows see in all."""
+    """The number of keys that these rows see together."""
     return int((reader.ends[places] - reader.begins[places]).sum())
 
 
@@ -189,7 +191,7 @@ def _decodes(rows: Sequence[ScheduledRows], block_size: int, window: int | None)
 
 
 def _padded(tables: list[int]) -> torch.Tensor:
-    """Zeros behind them up to a power of two, so that shapes repeat from step to step."""
+    """The tables, padded with zeros to a power of two, so that shapes repeat from step to step."""
     found = np.zeros(1 << (len(tables) - 1).bit_length(), np.int64)
     found[: len(tables)] = tables
     return torch.from_numpy(found)

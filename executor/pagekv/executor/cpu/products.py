@@ -1,6 +1,6 @@
-"""Products of rows with a model's weights: by compiled loops, or by torch where those are not faster on this processor.
-
-Processors that have no vectors that the loops know, or units that these know nothing of, are better served by oneDNN.
+"""Products of rows with a model's weights: by the compiled loops, or by torch where the loops are not faster on this
+processor. oneDNN is better on a processor without vector instructions that the loops support, or with a matrix unit
+that they do not.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from pagekv.executor.cpu.native.vectors import vector_lanes
 
 log = Log(__name__)
 
-# Timed are a step that decodes and one that reads a prompt. The fastest of a few rounds counts, and the loops win while
-# they take at most so much more: over weights that are in no cache, as a model's are, they gain that and more.
+# The timed products have the row counts of a step of decodes and of a prompt. The fastest of ROUNDS counts. The
+# loops win if they take at most MOST times as long as torch: the timed weights stay in cache, and with a model's
+# weights, which do not, the loops gain more than that.
 TIMED_ROWS = (8, 256)
 TIMED_SIZE = 1024
 ROUNDS = 8
 MOST = 1.25
-# Where torch seems to be faster, as often again: others on the machine can slow eight rounds of one way down.
+# The measurement is repeated up to this many times until the loops win, since other processes may slow them down.
 ATTEMPTS = 4
 
 
 class TorchProduct:
-    """The same as a `Product`, by operators of torch."""
+    """A `Product` by torch's operators."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
         self._activation = activation
@@ -48,7 +49,9 @@ class TorchProduct:
 
 @cache
 def fastest_product(dtype: torch.dtype) -> type[Product] | type[TorchProduct]:
-    """The way for weights of this type on this processor, timed on one thread once in a process."""
+    """The faster class of products for weights of this type on this processor, timed once per process on one
+    thread.
+    """
     if not vector_lanes():
         return TorchProduct
     weight = torch.ones(TIMED_SIZE, TIMED_SIZE, dtype=dtype)
@@ -70,7 +73,7 @@ def fastest_product(dtype: torch.dtype) -> type[Product] | type[TorchProduct]:
 
 
 def _times(ours: Product, theirs: TorchProduct, rows: torch.Tensor) -> tuple[float, float]:
-    """Seconds of each, the least of as many attempts as it takes the loops to win."""
+    """Seconds of each product, the least over the attempts until the loops win, at most ATTEMPTS."""
     best = (math.inf, math.inf)
     for _ in range(ATTEMPTS):
         found = seconds(ours, theirs, rows)
@@ -88,7 +91,9 @@ def _wins(pair: tuple[float, float]) -> bool:
 def seconds(
     ours: Callable[[torch.Tensor], torch.Tensor], theirs: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor
 ) -> tuple[float, float]:
-    """Seconds of this thread that each takes, in turns, so that others on the machine cost both alike."""
+    """CPU seconds of this thread that each product takes. The two take turns, so that other processes slow both
+    alike.
+    """
     found: tuple[list[float], list[float]] = [], []
     for _ in range(ROUNDS):
         for product, times in zip((ours, theirs), found, strict=True):

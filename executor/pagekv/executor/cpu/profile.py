@@ -1,4 +1,4 @@
-"""Measures what a full step takes, in memory and in time, and how fast blocks are swapped."""
+"""Measures the memory and time that a full step takes, and how fast blocks are swapped."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pagekv.executor.model.description import StepProfile, num_blocks, prompt_le
 from pagekv.executor.model.loading import BlockGeometry, LoadedModel
 from pagekv.executor.model.shards import Shards
 
-# Bytes that one round of `measure_swap_rates` copies each way, and rounds that count.
+# Bytes that one round of `measure_swap_rates` copies in each direction, and the number of rounds that count.
 SWAP_BYTES = 8 * 2**20
 SWAP_ROUNDS = 4
-# Tokens of a profiled step at most: enough for products to reach their speed. Memory that does not grow with tokens is
-# counted too often; masks of long prompts in a window, where no compiled loop reads the pool, are not: some MiB.
+# Most tokens of a profiled step: enough for matrix products to reach full speed. Scaling the memory up to the budget
+# overestimates memory that does not grow with the tokens, and misses some MiB of masks of long windowed prompts (only
+# where no compiled loop reads the pool).
 PROFILED_TOKENS = 256
 
 
 def measure_swap_rates(geometry: BlockGeometry, block_size: int) -> tuple[int, int]:
-    """Bytes per second of swapping out and of swapping in, as a step does it: scattered blocks between small pools of
-    this measurement, both in the same memory. The first round touches the pools' pages and does not count; the fastest
-    of the others does.
+    """Bytes per second of swapping out and of swapping in, measured with scattered blocks between two small temporary
+    pools in host memory. The first round touches the pools' pages and does not count; the fastest of the others does.
     """
     count = max(2, SWAP_BYTES // geometry.bytes_per_block(block_size))
     cache = KvCache(geometry, block_size, count, count)
@@ -53,12 +53,14 @@ def profile_step(
     max_sequences: int,
     shards: Shards | None = None,
 ) -> StepProfile:
-    """Runs a step of prompt tokens over a pool of this call, as many as are budgeted or PROFILED_TOKENS, in prompts as
-    long as the model allows. The growth of the process is scaled up to the budget: gaps of the heap are in it, and the
-    operators' own memory. The logits of a step in which as many sequences sample as can are added: with a large
-    vocabulary they are most of such a step's memory, and to compute them would take a second and more.
+    """Runs a step of prompts over a temporary pool, with `token_budget` tokens or PROFILED_TOKENS if that is less, in
+    prompts as long as the model allows.
+
+    The growth of the process is scaled up to the budget; it includes gaps of the heap and memory of the operators
+    themselves. The logits of a step in which the most sequences sample are added without being computed, which would
+    take a second and more: with a large vocabulary they are most of such a step's memory.
     """
-    # First calls set things up; they are not what is measured.
+    # Warm-up: first calls set things up that later calls do not pay for.
     run_prompts(forward, loaded, block_size, min(token_budget, 16), shards)
     tokens = min(token_budget, PROFILED_TOKENS)
     taken, seconds = run_prompts(forward, loaded, block_size, tokens, shards)
@@ -69,15 +71,15 @@ def profile_step(
 def run_prompts(
     forward: StepForward, loaded: LoadedModel, block_size: int, num_tokens: int, shards: Shards | None = None
 ) -> tuple[int, float]:
-    """Runs one step; returns the bytes that the process took at most for it, without its pool, and its seconds."""
+    """Runs one step. Returns the bytes by which the process grew at the peak, without the pool, and the seconds."""
     lengths = prompt_lengths(num_tokens, loaded.max_model_len, num_tokens)
     cache = KvCache(loaded.geometry, block_size, num_blocks(lengths, block_size))
-    # While serving, the kernel has given memory before it is written.
+    # Populates the pool's pages, as they mostly are while serving, so that they do not count.
     cache.device.zero_()
     step = prompt_step(lengths, block_size, Sampling())
-    # Else the step takes memory that was freed, and the process does not grow.
+    # Otherwise the step would reuse freed memory, and the process would not grow.
     give_back_freed_memory()
-    # VmHWM starts again from here; where that is refused, the peak of loading counts, which errs on caution.
+    # Resets VmHWM. Where that is refused, the peak of loading counts, which overestimates.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     status = Path("/proc/self/status")

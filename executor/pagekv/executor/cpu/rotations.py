@@ -1,4 +1,4 @@
-"""Rotations of a step's positions: looked up, where each depends on its position alone."""
+"""Cosines and sines of a step's positions, from a table where they depend on the position alone."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from pagekv.executor.model.decoder import Decoder
 
-# Positions that are looked up: 16 MiB for each kind of layers where heads have 128 rotated elements. Positions behind
-# are computed, as all are of models whose rotations depend on more than the position.
+# Positions in the table, 16 MiB for each type of layers with 128 rotated elements per head. Later positions are
+# computed, and so are all positions of models whose rotations depend on more than the position.
 POSITIONS = 2**14
 
 
 class Rotations:
-    """Looks up what `Decoder.rotations` computes by a dozen operators of torch."""
+    """Looks up the tables that `Decoder.rotations` computes with a dozen of torch's operators."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -21,7 +21,7 @@ class Rotations:
 
     def of(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """As `Decoder.rotations`."""
-        # NumPy looks at few numbers in a fraction of torch's time.
+        # NumPy finds the largest of few numbers in a fraction of torch's time.
         if int(position_ids.numpy().max()) >= self._count:
             return self._decoder.rotations(position_ids)
         rows, tables = position_ids[0], self._tables.items()

@@ -1,9 +1,9 @@
-"""The choices of routers while two ways to compute a model are compared.
+"""The routers' choices of experts while two ways to compute a model are compared.
 
-Where two experts are all but equally good for a row, rounding chooses one of them, and all that follows is different.
-So one way takes the experts and weights that the other gave, and what its own routers give is compared by itself. With
-its own experts a Mixtral of 8 random layers in bfloat16 (hidden 256) gave logits 0.68 of their length away from those
-of transformers, and 0.064 with the same experts.
+Where a router scores two experts almost equally, rounding decides between them, and everything after that differs. So
+the second way computes with the experts and weights of the first, and the choices of its own routers are compared
+separately. For a Mixtral of 8 random layers in bfloat16 (hidden 256) the relative difference of the logits was 0.68
+with its own experts, and 0.064 with the same experts.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ from typing import Any
 import torch
 from torch import nn
 
-# The distance of what all routers gave, of its length. Rounding changes the choices of few rows; routers that have
-# nothing in common are 1.4 apart.
+# The largest allowed difference of all routers' weights, relative to their norm. Rounding changes the choices for few
+# rows; routers that have nothing in common differ by 1.4.
 TOLERANCE = 0.5
 
 _Hook = Callable[[int, nn.Module, tuple[Any, ...]], tuple[Any, ...] | None]
 
 
 class Routing:
-    """Experts and weights that the routers of a model gave, by mixture, in the order of calls."""
+    """Experts and weights that the routers of a model chose, for each mixture in the order of its calls."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Keeps none of the experts: others may take their places."""
+        """Refers to the mixtures, not to their experts, which may be replaced."""
         self._mixtures = [each for each in model.modules() if isinstance(getattr(each, "experts", None), nn.Module)]
         self._given: defaultdict[int, deque[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(deque)
         self._distance = self._length = 0.0
-        # Numbers of the rows that the step samples, which may be all that reach the last layer.
+        # The rows that the step samples: a fused decoder computes only these in the last layer.
         self.sampled: Sequence[int] = ()
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Keeps what routers give meanwhile."""
+        """Records the routers' choices meanwhile."""
         with self._hooked(self._keep):
             yield
 
     @contextmanager
     def repeated(self) -> Iterator[None]:
-        """Experts get what was kept, the same steps computed once more, instead of what routers give."""
+        """Gives experts the recorded choices instead of the routers' own, while the same steps are computed again."""
         with self._hooked(self._repeat):
             yield
 
     @property
     def agrees(self) -> bool:
-        """Whether routers gave what was kept, but for a few rows."""
+        """Whether the routers repeated the recorded choices, except for a few rows."""
         return self._distance <= TOLERANCE**2 * self._length
 
     @contextmanager
@@ -78,10 +78,10 @@ class Routing:
 
 
 def _is_routed(given: tuple[Any, ...]) -> bool:
-    """Whether a module got rows, numbers of experts and weights, as most experts do."""
+    """Whether the arguments of a module are rows, numbers of experts and weights, as for most experts."""
     return len(given) == 3 and not given[1].is_floating_point() and given[1].shape == given[2].shape
 
 
 def _by_expert(chosen: torch.Tensor, weights: torch.Tensor, size: int) -> torch.Tensor:
-    """Weights of each row `[T, size]`."""
+    """The weight of every expert for each row, `[T, size]`; 0 for experts that were not chosen."""
     return torch.zeros(len(chosen), size).scatter_add_(1, chosen.long(), weights.float())

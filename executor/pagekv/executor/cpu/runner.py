@@ -1,4 +1,4 @@
-"""Runs one step: scheduled sequences to one packed forward pass to sampled tokens."""
+"""Runs one step: one packed forward pass over the scheduled sequences, then the sampler."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from pagekv.executor.model.shards import Shards
 def run_step(
     forward: StepForward, cache: KvCache, scheduled: list[Scheduled], shards: Shards | None = None
 ) -> dict[int, Sampled]:
-    """Computes every scheduled position, at least one; the sampled token of every sequence whose last known token was
-    computed. `shards`: of a model that is split, rank 0 samples, and tells the others.
+    """Computes every scheduled position, at least one. Returns, by seq_id, the sampled token of every sequence whose
+    last known token was computed. `shards`: the ranks of a split model; rank 0 samples and sends the tokens to the
+    others.
     """
     plan = plan_step(cache, scheduled)
     logits = forward.logits(plan, cache)
@@ -31,5 +32,5 @@ def run_step(
 
 
 def plan_step(cache: KvCache, scheduled: list[Scheduled]) -> CpuAttentionPlan:
-    """The plan of a step that has something scheduled."""
+    """The attention plan of a step; `scheduled` is not empty."""
     return CpuAttentionPlan(scheduled, cache.block_size, cache.layer_block_bytes)

@@ -1,4 +1,4 @@
-"""Chooses the tokens of a step: the plain ones in NumPy, many at once, the others row by row."""
+"""Samples the tokens of a step: plain greedy rows many at once in NumPy, all others row by row."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pagekv.executor.backend.interface import NOT_A_NUMBER, Sampled, SequenceSta
 from pagekv.executor.backend.row_sampler import Float64s, sample_row
 from pagekv.executor.backend.sampling import is_plain
 
-# Rows that are looked at together. NumPy has no bfloat16, and float32 of all rows would take twice the memory of the
+# Rows sampled at a time. NumPy has no bfloat16, and converting all rows to float32 would take twice the memory of the
 # logits: 620 MB for a thousand rows of 152,000 tokens.
 ROWS_AT_ONCE = 32
-# Of fewer, torch takes longer to be called than NumPy to add.
+# For fewer weights, calling torch takes longer than NumPy's sum.
 FEW_WEIGHTS = 4096
 
 
 def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
-    """The next token of each state, from its row of `logits` `[len(states), vocab_size]`; NOT_A_NUMBER for a row that
-    has a NaN.
+    """The next token of each state, from its row of `logits` `[len(states), vocab_size]`; NOT_A_NUMBER for a row with
+    a NaN.
     """
     found: list[Sampled] = []
     for first in range(0, len(states), ROWS_AT_ONCE):
@@ -30,7 +30,7 @@ def sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sample
 
 
 def _sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampled]:
-    # Of equals the first, and a NaN where there is one. NumPy takes a tenth of torch's time; it has no bfloat16.
+    # argmax returns the first of equal values, and a NaN if there is one. NumPy takes a tenth of torch's time.
     numbers = (logits.float() if logits.dtype == torch.bfloat16 else logits).numpy()
     best = numbers.argmax(axis=-1)
     wrong = np.isnan(numbers[np.arange(len(best)), best])
@@ -42,7 +42,7 @@ def _sample(logits: torch.Tensor, states: Sequence[SequenceState]) -> list[Sampl
 
 
 def _sums(weights: Float64s) -> Float64s:
-    """As `np.cumsum`, to the last bit, in a quarter of its time: that one reads each sum from memory again."""
+    """`np.cumsum` with the same bits in a quarter of the time: NumPy's reads each sum back from memory."""
     if len(weights) < FEW_WEIGHTS:
         return weights.cumsum()
     sums: Float64s = torch.from_numpy(weights).cumsum(0).numpy()

@@ -1,4 +1,6 @@
-"""A fused decoder over ranks: each computes its heads and its gated elements, and twice a layer all sum."""
+"""A fused decoder over ranks: each rank computes its heads and its share of the feed-forward part, with two all-reduces
+per layer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pagekv.executor.model.shards import Shards
 
 
 class ShardedDecoder(FusedDecoder):
-    """Computes what all ranks of transformers' model do. Logits are those of rank 0; zeros on the others."""
+    """Computes the same logits as the ranks of transformers' model. Rank 0 has the logits; other ranks have zeros."""
 
     def __init__(
         self,
@@ -24,10 +26,10 @@ class ShardedDecoder(FusedDecoder):
         shards: Shards,
         num_logits: int,
     ) -> None:
-        """Heads are those of this rank; `num_logits` those of the model."""
+        """`num_heads` and `num_kv_heads`: heads of this rank. `num_logits`: logits of the whole model."""
         self._shards, self._num_logits = shards, num_logits
         super().__init__(decoder, scores, num_heads, num_kv_heads)
-        # Collectives between the products cannot be recorded.
+        # A recording cannot contain the collectives between the products.
         self._recordable = False
 
     def _summed(self, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -1,7 +1,8 @@
-"""Memory of a full step, touched while nobody waits, so that the first one finds most of its pages there.
+"""Touches the memory of a full step while the backend is idle, so that the first full step finds most pages in place.
 
-A start profiles a part of a full step. The rest of a step's memory is fresh: 30,000 pages of 4 KiB for 2,048 tokens of
-a model of 33.6M parameters, in a virtual machine some 60 ms, and many times that where the host has to find them.
+A start profiles only a part of a full step. The rest of a step's memory is fresh: 30,000 pages of 4 KiB for 2,048
+tokens of a model of 33.6M parameters. In a virtual machine these page faults take some 60 ms, and many times that where
+the host has to find the pages.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ PIECE_BYTES = 2**21
 
 
 class StepMemory:
-    """Buffers of together as many bytes as a step takes, freed once all were written: the C library keeps them, where
-    it was told to and threads share a heap (`pagekv.common.freed_memory`).
+    """Buffers with as many bytes in all as a step takes. Once all are written, they are freed: the C library keeps
+    their pages, if it was told to and threads share a heap (`pagekv.common.freed_memory`).
     """
 
     def __init__(self, num_bytes: int) -> None:
         self._left = -(-num_bytes // PIECE_BYTES)
-        # One large buffer would go back to the kernel with versions of glibc before 2.35.
+        # Small pieces, because glibc before 2.35 gives one large buffer back to the kernel.
         self._written: list[torch.Tensor] = []
 
     def prepare(self) -> bool:
-        """Writes PIECE_BYTES; whether there is more to write."""
+        """Writes PIECE_BYTES. True while there is more to write."""
         if self._left:
             try:
                 self._written.append(torch.zeros(PIECE_BYTES, dtype=torch.uint8))
-            except RuntimeError:  # no memory: a step that needs it will say so
+            except RuntimeError:  # memory is short: a step that needs it will report that
                 self._left = 1
             self._left -= 1
         if not self._left:
@@ -34,6 +35,6 @@ class StepMemory:
         return self._left > 0
 
     def leave(self) -> None:
-        """Frees what was written: a step or other pools are about to take memory."""
+        """Frees the written buffers and stops: a step or new pools are about to take memory."""
         self._left = 0
         self._written.clear()
