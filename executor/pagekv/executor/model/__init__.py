@@ -1,3 +1,3 @@
-"""Transformers models as the backends run them: loading, attention interface, description; and the families of models
-that backends compute by loops or kernels of their own (`decoder`).
+"""Transformers models as the backends run them: loading, attention interface and description. `decoder` has the
+families of models that backends compute with loops or kernels of their own.
 """

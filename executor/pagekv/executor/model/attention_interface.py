@@ -1,8 +1,8 @@
 """PageKV's attention function in transformers' attention interface.
 
-A transformers model calls `paged_attention` once per layer; which positions see which, and where their keys and values
-are, comes with the step (`paged`, a keyword of the model's forward that it hands down untouched). Nothing is global
-but the function itself.
+A transformers model calls `paged_attention` once per layer. The argument `paged` describes the step: which positions
+see which, and where their keys and values are. It is a keyword argument of the model's forward, which the model passes
+on unchanged. Nothing is global except the function itself.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 ATTENTION_NAME = "pagekv"
 
-# The rows of a step whose logits are kept: their indices, int64 [R], R > 0, or one of the numbers below, which
-# transformers calls `logits_to_keep`. No model can keep no row at all.
+# The rows of a step whose logits are computed, transformers' `logits_to_keep`: indices, int64 [R] with R > 0, or one of
+# the numbers below. No model can compute logits of no row at all.
 LogitRows = torch.Tensor | int
 ALL_ROWS = 0
 LAST_ROW = 1
@@ -25,15 +25,16 @@ LAST_ROW = 1
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """How a layer turns query times key into weights: `cap * tanh(scale * qk / cap)`, or `scale * qk` without cap.
+    """How a layer turns the product of query and key into a score: `cap * tanh(scale * qk / cap)`, or `scale * qk`
+    without a cap.
 
-    `window`: a position sees itself and the `window - 1` before it; None: all before it.
+    `window`: a position sees itself and the `window - 1` positions before it; None: all positions before it.
     """
 
     scale: float
     cap: float | None = None
     window: int | None = None
-    # [num_heads]: a logit of each head that takes part in the softmax and has no value; None: there are none.
+    # Attention sinks [num_heads]: an extra logit of each head in the softmax, without a value; None: no sinks.
     sinks: torch.Tensor | None = field(default=None, repr=False, compare=False)
 
 
@@ -49,7 +50,7 @@ class StepAttention(Protocol):
         ...
 
 
-# Tensors that models hand down to their attention and that change nothing in it.
+# Tensors that models pass to their attention and that change nothing in it.
 _OF_NO_EFFECT = ("position_ids", "logits_to_keep")
 
 
@@ -70,9 +71,10 @@ def paged_attention(
     paged: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The function transformers calls: tensors are `[1, heads, T, head_size]`, the result `[1, T, heads, head_size]`.
+    """The function that transformers calls: tensors are `[1, heads, T, head_size]`, the result
+    `[1, T, heads, head_size]`.
 
-    Raises UnsupportedAttention for what would silently change the result if it were ignored.
+    Raises UnsupportedAttention for any argument that must not be ignored because it would change the result.
     """
     if paged is None:
         raise UnsupportedAttention("the model does not hand keyword arguments down to its attention")
@@ -91,7 +93,7 @@ def paged_attention(
     if not isinstance(layer, int):
         raise UnsupportedAttention("the model's attention layers have no number")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    # torch's fused kernel on CPUs takes it for granted and does not look.
+    # torch's fused kernel on CPUs requires contiguous heads and does not check.
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
     out = paged.attend(layer, query[0], key[0], value[0], Scores(scale, softcap, sliding_window, s_aux))
     return out.unsqueeze(0), None
@@ -108,7 +110,7 @@ def forward(
     rows: LogitRows,
     attention: StepAttention,
 ) -> torch.Tensor:
-    """Logits `[R, vocab_size]` of the rows kept, from packed token ids and positions `[1, T]`."""
+    """Logits `[R, vocab_size]` of `rows`, from packed token ids and positions `[1, T]`."""
     output = model(
         input_ids=input_ids, position_ids=position_ids, use_cache=False, logits_to_keep=rows, paged=attention
     )

@@ -1,6 +1,6 @@
-"""Decoders of the Llama family, as weights and numbers: what a backend needs to compute one with kernels of its own.
+"""Decoders of the Llama family as weights and constants, for backends that compute them with kernels of their own.
 
-transformers' model remains the reference, and serves every family that is not listed here.
+transformers' model remains the reference. It also serves every family that is not listed here.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-# Types of models, as config.json names them, whose layers are what `DecoderLayer` describes.
+# Model types of config.json whose layers `DecoderLayer` describes.
 FAMILIES = frozenset(
     (
         *("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3", "seed_oss", "granite"),
         *("gemma", "gemma2", "gemma3_text", "olmo2", "olmo3"),
     )
 )
-# Families whose layers, all or some, have a mixture of experts for a feed-forward part.
+# Families in which some or all layers have a mixture of experts as their feed-forward part.
 EXPERT_FAMILIES = frozenset(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"))
-# Activations by the name that configurations have for them.
+# PageKV's names of activations, by transformers' names.
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-# Families whose norms multiply by one more than the weight.
+# Families whose norms multiply by 1 + weight.
 _ONE_MORE = ("gemma", "gemma2", "gemma3_text")
 # Types of rotations whose angles depend on the position alone.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
-# Models that cap their logits: others ignore what their configuration says of a cap.
+# Model types that cap their logits. Others ignore a cap in their configuration.
 _CAPPED = ("gemma2", "gemma3_text")
 
 
@@ -50,9 +50,9 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class DecoderNorms:
-    """The norms of a layer: `x += factor * after(f(before(x)))`, f being attention and then the feed-forward part. One
-    that is None changes nothing. Norms of queries and keys come before the rotation, each over one head or over all, as
-    long as their weights are.
+    """The norms of a layer: `x += factor * after(f(before(x)))`, where f is first attention and then the feed-forward
+    part. A norm that is None changes nothing. The norms of queries and keys come before the rotation; the length of
+    the weight tells whether such a norm is over one head or over all heads.
     """
 
     before_attention: RmsNorm | None
@@ -65,7 +65,9 @@ class DecoderNorms:
 
 @dataclass(frozen=True, slots=True)
 class GatedProducts:
-    """A feed-forward part: `gate_up` gives the gate, then what is gated, and `down` takes it."""
+    """A feed-forward part: `gate_up` is the gate projection followed by the up projection, `down` the down
+    projection.
+    """
 
     gate_up: Linear
     down: Linear
@@ -73,9 +75,9 @@ class GatedProducts:
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer. `qkv` gives queries, keys and values of all heads, one behind the other. `rope` names the rotation: a
-    type of layers, "" where the model has one for all, None for no rotation. A mixture of experts is transformers' own
-    module, from `[1, T, hidden_size]` to the same.
+    """One layer. `qkv` computes the queries of all heads, then their keys, then their values. `rope` names the
+    rotation: a type of layers, "" if the model has one rotation for all layers, None for no rotation. A mixture of
+    experts is transformers' own module, `[1, T, hidden_size]` to `[1, T, hidden_size]`.
     """
 
     norms: DecoderNorms
@@ -93,8 +95,8 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A whole model: `cap * tanh(scale * head(norm(layers(embed_factor * embed(ids)))) / cap)`; without a cap, the
-    scaled logits.
+    """A whole model: its logits are `cap * tanh(scale * head(norm(layers(embed_factor * embed(ids)))) / cap)`, or the
+    scaled logits without a cap.
     """
 
     def __init__(self, model: PreTrainedModel, activation: str) -> None:
@@ -116,14 +118,14 @@ class Decoder:
         self._logits_cap: float | None = text.final_logit_softcapping if model.config.model_type in _CAPPED else None
 
     def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden_size]` of ids `[...]`, scaled: where the layers begin."""
+        """The scaled embeddings `[..., hidden_size]` of ids `[...]`: the input of the first layer."""
         stream: torch.Tensor = self._embed(token_ids)
         if self._embed_factor != 1:
             stream *= self._embed_factor
         return stream
 
     def scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scales and caps what the head gives, in place."""
+        """Scales and caps the output of the head, in place."""
         if self._logits_scale != 1:
             logits *= self._logits_scale
         if self._logits_cap is not None:
@@ -131,14 +133,15 @@ class Decoder:
         return logits
 
     def take_layer(self, index: int) -> DecoderLayer:
-        """A layer with its weights, which the model of transformers no longer has afterwards."""
+        """A layer with its weights, which leave transformers' model."""
         module: Any = self._layers[index]
         attention, feed_forward = module.self_attn, module.mlp
 
         def norm(of: Any, name: str) -> RmsNorm | None:
             return _norm(getattr(of, name), self._more) if hasattr(of, name) else None
 
-        # A norm behind the feed-forward part tells that the one called post_attention is behind the attention.
+        # In models with a norm after the feed-forward part, post_attention_layernorm is applied to the attention's
+        # output. In others it is the norm before the feed-forward part.
         behind = hasattr(module, "post_feedforward_layernorm")
         layer = DecoderLayer(
             norms=DecoderNorms(
@@ -158,22 +161,22 @@ class Decoder:
         return layer
 
     def take_head(self) -> Linear:
-        """The product that gives logits, which the model of transformers no longer has afterwards."""
+        """The product that computes the logits; its weights leave transformers' model."""
         head = _linear(self._model.get_output_embeddings())
         self._model.set_output_embeddings(nn.Identity())
         return head
 
     @property
     def has_fixed_rotations(self) -> bool:
-        """Whether the rotation of a position depends on nothing else, such as the longest position of the step."""
+        """Whether rotations depend on the position alone, not for instance on the longest position of the step."""
         kinds = getattr(self._rotary, "rope_type", None)
         return all((kinds.get(name) if isinstance(kinds, dict) else kinds) in _FIXED_ROPES for name in self._ropes)
 
     def rotations(self, position_ids: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """By the layers' names for them: cosines and sines, float32 `[T, rotated elements of a head]`, of positions
-        `[1, T]`, on their device.
+        """Cosines and sines, float32 `[T, rotated elements of a head]`, of positions `[1, T]`, on the positions'
+        device, by the name of the rotation (`DecoderLayer.rope`).
         """
-        # Tells the type and device wanted, and nothing else.
+        # An empty tensor: only its type and device are used.
         like = torch.empty(0, device=position_ids.device)
         found = {}
         for name in {*self._ropes}:
@@ -183,20 +186,20 @@ class Decoder:
 
 
 def read_decoder(model: PreTrainedModel, *, experts: bool = False) -> Decoder | None:
-    """The decoder of a model of transformers; None for a family, or a kind within it, that is not described here.
-    `experts`: families with mixtures of experts are asked for too.
+    """The decoder of a transformers model; None for a family, or a variant of a family, that this module does not
+    describe. `experts`: also accepts families with mixtures of experts.
     """
     text = model.config.get_text_config()
     if text.model_type not in (FAMILIES | EXPERT_FAMILIES if experts else FAMILIES):
         return None
     inner = _inner(model)
-    # Some of OLMoE's models cut queries, keys and values off at a bound.
+    # Some OLMoE models clip queries, keys and values.
     if not hasattr(inner, "rotary_emb") or getattr(text, "clip_qkv", None) is not None:
         return None
     # Some configurations name a second activation, which their family does not use.
     feed_forward = next((layer.mlp for layer in inner.layers if not hasattr(layer.mlp, "experts")), None)
     if feed_forward is None:
-        # Experts compute their own.
+        # Every layer has experts, which compute their own activation.
         return Decoder(model, ACTIVATIONS["silu"])
     module = feed_forward.act_fn if hasattr(feed_forward, "act_fn") else feed_forward.activation_fn
     activation = next((ours for name, ours in ACTIVATIONS.items() if type(ACT2FN[name]) is type(module)), None)
@@ -204,7 +207,7 @@ def read_decoder(model: PreTrainedModel, *, experts: bool = False) -> Decoder | 
 
 
 def _inner(model: PreTrainedModel) -> Any:
-    """The layers with what is below them; of a model that sees images too, such as Gemma 3's, the part for text."""
+    """The module with the layers and the embedding; in a model with image input, such as Gemma 3, its text part."""
     return getattr(model.model, "language_model", model.model)
 
 
@@ -214,7 +217,7 @@ def _norm(module: Any, more: float) -> RmsNorm:
 
 
 def _linear(module: Any) -> Linear:
-    # Of a model that is split over ranks: this rank's.
+    # In a model split over ranks, this rank's share.
     module = getattr(module, "shard", module)
     return Linear(module.weight.detach(), None if module.bias is None else module.bias.detach())
 
@@ -224,7 +227,7 @@ def _gated(module: Any) -> GatedProducts:
 
 
 def _joined(module: Any, whole: str, parts: tuple[str, ...]) -> Linear:
-    """The product that a module has as a whole, or of its parts one behind the other."""
+    """The fused projection of a module if it has one, else its separate projections joined into one."""
     if hasattr(module, whole):
         return _linear(getattr(module, whole))
     found = [_linear(getattr(module, part)) for part in parts]

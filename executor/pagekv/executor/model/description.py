@@ -1,4 +1,4 @@
-"""The description of a backend with a loaded model, and the full steps of prompts that such backends measure."""
+"""The description of a backend with a loaded model, and the full steps of prompts that such backends profile."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ log = Log(__name__)
 class StepProfile:
     """Memory and speed of one step of a full token budget."""
 
-    # Bytes at the peak beyond what was held before: of the device where there is one, else of the process.
+    # Peak bytes beyond those held before the step: on the device if there is one, else of the process.
     activation_bytes: int
     prefill_tokens_per_s: int
 
 
 def prompt_lengths(token_budget: int, max_model_len: int, max_sequences: int) -> list[int]:
-    """Lengths of as few prompts as have `token_budget` tokens together; fewer tokens where the prompts are too many."""
+    """Lengths of the fewest prompts with `token_budget` tokens in all. If that takes more than `max_sequences` prompts,
+    they have fewer tokens.
+    """
     count = min(-(-token_budget // max_model_len), max_sequences)
     return [min(max_model_len, token_budget - at * max_model_len) for at in range(count)]
 
@@ -68,14 +70,14 @@ class ModelBackendInfo:
     # Bytes of the device pool; 0: `memory_share` of what is available after profiling.
     kv_memory: int
     memory_share: float
-    # Bytes measured before any pool: what pools may come out of, however often they are replaced.
+    # Bytes measured before any pool was allocated: all pools come out of these, however often they are replaced.
     available: int
     # By (block size, token budget).
     profiles: dict[tuple[int, int], StepProfile] = field(default_factory=dict)
 
     def check_block_fits(self, block_size: int) -> None:
-        """To be called before a profile, which takes seconds. Raises InvalidRequest where the memory given for the pool
-        cannot hold one block.
+        """Raises InvalidRequest if the memory given for the pool cannot hold one block. Call before profiling, which
+        takes seconds.
         """
         size = self.geometry.bytes_per_block(block_size)
         if 0 < self.kv_memory < size:
@@ -86,7 +88,7 @@ class ModelBackendInfo:
             )
 
     def add_profile(self, key: tuple[int, int], profile: StepProfile) -> None:
-        """Keeps a profile, by (block size, token budget)."""
+        """Stores and logs a profile; `key`: (block size, token budget)."""
         self.profiles[key] = profile
         log.info(
             "profiled a step",
@@ -98,14 +100,14 @@ class ModelBackendInfo:
 
     @property
     def step_bytes(self) -> int:
-        """The most that a step took in any profile, 0 before the first: a later profile finds memory that an earlier
-        one left to torch.
+        """The most bytes that a step took in any profile; 0 before the first. The maximum, because a later profile
+        reuses memory that an earlier one left to torch, and so measures too little.
         """
         return max((profile.activation_bytes for profile in self.profiles.values()), default=0)
 
     @property
     def left(self) -> int:
-        """Bytes available beside a step."""
+        """Bytes that are available in addition to a step's memory."""
         return max(0, self.available - self.step_bytes)
 
     @property
@@ -121,7 +123,7 @@ class ModelBackendInfo:
         swap_rates: tuple[int, int],
         versions: Mapping[str, str],
     ) -> BackendDescription:
-        """`swap_rates`: bytes per second from device to host, and back."""
+        """The backend's answer to `Describe`. `swap_rates`: bytes per second from device to host, and back."""
         loaded, geometry = self.loaded, self.geometry
         return BackendDescription(
             model_id=self.model_id,

@@ -1,5 +1,5 @@
-"""A model directory read without torch, in milliseconds: the shape of the heads and the size of the weights, from
-config.json and the headers of the safetensors files.
+"""Reads the shape of a model and the size of its weights from config.json and the headers of the safetensors files,
+without torch, in milliseconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 from pagekv.executor.backend.fingerprint import MAX_HEADER_BYTES
 
-# Model types whose heads are hidden_size / num_attention_heads elements where config.json has no head_dim. Other types
-# have another default.
+# Model types whose head size is hidden_size / num_attention_heads if config.json has no head_dim. Other types have
+# another default.
 HEADS_SHARE_HIDDEN_SIZE = frozenset(
     (
         *("gpt2", "gpt_neox", "llama", "mistral", "mixtral", "olmo2"),
         *("opt", "phi", "phi3", "qwen2", "qwen2_moe", "starcoder2"),
     )
 )
-# Model types every layer of which has weights, under its number; others may have layers without any.
+# Model types in which every layer has weights under its number. In others, layers may have no weights.
 NUMBERED_LAYERS = HEADS_SHARE_HIDDEN_SIZE | {"gemma", "gemma2", "gemma3_text", "olmoe", "qwen3", "qwen3_moe"}
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -30,7 +30,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 @dataclass(frozen=True)
 class StoredModel:
-    """The language model in a directory; None where the files do not say."""
+    """The language model in a directory; a field is None if the files do not tell it."""
 
     model_type: str
     dtype: str | None
@@ -39,7 +39,7 @@ class StoredModel:
     num_kv_heads: int | None
     head_size: int | None
     num_weights: int | None
-    """Elements that are certain to be loaded."""
+    """Elements of the weights that are certain to be loaded."""
     num_layers: int | None = None
     hidden_size: int | None = None
 
@@ -52,7 +52,7 @@ class StoredModel:
 
 
 def read_model_files(directory: Path) -> StoredModel:
-    """The model as its files describe it. Raises nothing: the code that loads them says what is wrong."""
+    """The model as its files describe it. Raises nothing: the code that loads the files reports errors in them."""
     config = _read_object(directory / "config.json")
     nested = config.get("text_config")
     text: Mapping[str, Any] = nested if isinstance(nested, dict) else config
@@ -71,7 +71,7 @@ def read_model_files(directory: Path) -> StoredModel:
 
 
 def tensors(directory: Path) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
-    """Of every tensor of the weights: its file, its name, and its header with `dtype` and `shape`."""
+    """Every tensor of the weights: its file, its name, and its header with `dtype` and `shape`."""
     for path in _weight_files(directory):
         for name, header in _read_object(path).items():
             if name != "__metadata__" and isinstance(header, dict):
@@ -79,17 +79,17 @@ def tensors(directory: Path) -> Iterator[tuple[Path, str, Mapping[str, Any]]]:
 
 
 def absent_layers(directory: Path, stored: StoredModel) -> list[int]:
-    """Layers of the model of which the files have no tensor; none where that is not certain."""
+    """Layers of which the files contain no tensor; empty if that is not certain."""
     if stored.model_type not in NUMBERED_LAYERS or stored.num_layers is None:
         return []
-    # Towers that see or hear may have layers of the same numbers: then fewer are absent.
+    # Vision or audio towers may have layers with the same numbers. Then fewer layers are reported as absent.
     there = {int(found[1]) for _, name, _ in tensors(directory) if (found := _LAYER.search(name))}
     return sorted(set(range(stored.num_layers)) - there) if there else []
 
 
 def embedding_size(directory: Path, stored: StoredModel) -> int | None:
-    """Elements of a token's vector in the files; None where that is not certain to be the hidden size."""
-    # OPT has embeddings of another size, and projects them.
+    """Elements of a token's embedding in the files; None where the hidden size may differ from it."""
+    # OPT's embeddings may have another size, from which they are projected.
     if stored.model_type not in NUMBERED_LAYERS or stored.model_type == "opt":
         return None
     for _, name, tensor in tensors(directory):
@@ -111,17 +111,19 @@ def _head_size(text: Mapping[str, Any], heads: int | None) -> int | None:
 
 
 def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, Any]) -> int | None:
-    """Elements of the language model, without tensors that loading may skip. None: no such files, or quantised."""
+    """Elements of the language model, without tensors that loading may skip. None if there are no safetensors files or
+    the weights are quantised.
+    """
     if config.get("quantization_config") is not None:
         return None
     layers, counted = _count(text, "num_hidden_layers", "n_layer"), 0
     for _, name, tensor in tensors(directory):
-        # Towers that see or hear are not loaded with the language model; a tied output is the embedding again.
+        # Vision or audio towers are not loaded with the language model; a tied output head is the embedding again.
         if text is not config and "language_model" not in name:
             continue
         if "lm_head" in name and text.get("tie_word_embeddings", config.get("tie_word_embeddings")) is not False:
             continue
-        # Layers beyond the model's own predict further tokens.
+        # Extra layers after the model's own are for multi-token prediction.
         layer = re.search(r"\blayers\.(\d+)\.", name)
         if layer and layers is not None and int(layer[1]) >= layers:
             continue
@@ -131,7 +133,7 @@ def _num_weights(directory: Path, config: Mapping[str, Any], text: Mapping[str, 
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """As transformers chooses them: a directory may hold the same weights twice."""
+    """The safetensors files that transformers would load: a directory may hold the same weights twice."""
     if (whole := directory / "model.safetensors").is_file():
         return [whole]
     parts = _read_object(directory / "model.safetensors.index.json").get("weight_map")
@@ -143,7 +145,7 @@ def _size(shape: object) -> int:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, or in the header of a safetensors file; nothing where there is none."""
+    """The JSON object in a file, or in the header of a safetensors file; empty if there is none."""
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little") if path.suffix == ".safetensors" else -1
@@ -154,7 +156,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def _count(config: Mapping[str, Any], *names: str) -> int | None:
-    """The first of these fields that is a whole number above 0."""
+    """The value of the first of these fields that is an integer above 0."""
     for name in names:
         value = config.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:

@@ -1,4 +1,4 @@
-"""Scales that a checkpoint brings for keys and values in fp8: of a layer, or of each of its KV heads."""
+"""The scales in a checkpoint for keys and values in fp8: one per layer, or one per KV head."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from safetensors import safe_open
 
 from pagekv.executor.model.files import tensors
 
-# As compressed-tensors and ModelOpt name them, and older files one for both; vLLM reads the same names.
+# The names that compressed-tensors and ModelOpt use, and kv_scale of older files for both. vLLM reads the same names.
 _NAME = re.compile(r"\blayers\.(\d+)\.self_attn\.(?:attn\.)?(?:[kv]_proj\.)?(k|v|kv)_scale$")
 
 
 def scales_alone(quantised: Mapping[str, Any]) -> bool:
-    """Whether a `quantization_config` is of keys and values in fp8 and of no weights."""
+    """Whether a `quantization_config` is for keys and values in fp8 only, not for weights."""
     scheme = quantised.get("kv_cache_scheme")
     in_fp8 = isinstance(scheme, dict) and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)
     return in_fp8 and not quantised.get("config_groups")
 
 
 def read_kv_scales(directory: Path, num_layers: int, num_kv_heads: int) -> torch.Tensor | None:
-    """float32 `[num_layers, 2, num_kv_heads]`: what stored keys, then values, of a head are multiplied by. None where
-    the checkpoint has no scales.
+    """float32 `[num_layers, 2, num_kv_heads]`: the factors by which the stored keys, then values, of a head are
+    multiplied. None if the checkpoint has no scales.
 
-    Raises ValueError, naming the tensor, where one is missing or none that can be used.
+    Raises ValueError, naming the tensor, if a scale is missing or unusable.
     """
     scales, found = torch.ones(num_layers, 2, num_kv_heads), set()
     for path, name, _ in tensors(directory):
         match = _NAME.search(name)
-        # Layers beyond the model's own predict further tokens.
+        # Extra layers after the model's own are for multi-token prediction.
         if match is None or int(match[1]) >= num_layers:
             continue
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Loads a model directory; a forward pass of two tokens shows what its attention looks like."""
+"""Loads a model directory and probes its attention with a forward pass of two tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pagekv.executor.model.unsupported import refuse_unsupported
 
 log = Log(__name__)
 
-# Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context.
+# Rotary embeddings whose frequencies depend on the longest sequence of a batch if that exceeds the original context.
 BATCH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
@@ -45,30 +45,30 @@ class BlockGeometry:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, with sizes and bounds."""
+    """A model that is ready to run, with its sizes and limits."""
 
     model: PreTrainedModel
     geometry: BlockGeometry
     num_heads: int
-    # Of the whole model, of which a rank has some.
+    # KV heads of the whole model; a rank of a split model has some of them.
     model_kv_heads: int
-    # By layer.
+    # One for each layer.
     scores: tuple[Scores, ...]
-    # Columns of its logits, of which each is a token that it has an embedding of.
+    # Columns of the logits. Each is a token that the model has an embedding for.
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
-    # [num_layers, 2, num_kv_heads] float32: factors of keys and values that are stored in fp8; None: 1.
+    # [num_layers, 2, num_kv_heads] float32: factors of keys and values that are stored in fp8; None: all are 1.
     kv_scales: torch.Tensor | None = None
 
 
 def load_model(
     directory: Path, dtype: torch.dtype, device: torch.device | str = "cpu", shards: Shards | None = None
 ) -> LoadedModel:
-    """Loads a causal language model in Hugging Face format: config.json and safetensors, mapped and not copied where
-    device and element type allow. `shards`: of a model that is split, the part of this rank, called by all ranks alike.
+    """Loads a causal language model in Hugging Face format: config.json and safetensors. Weights are mapped and not
+    copied where device and element type allow. `shards`: loads this rank's share of a split model; all ranks call it.
 
-    Raises ValueError, naming the model and what to do, when it cannot be served exactly; OSError when files are
+    Raises ValueError, naming the model and what to do, when the model cannot be served exactly; OSError when files are
     missing.
     """
     transformers_logging.disable_progress_bar()
@@ -78,7 +78,7 @@ def load_model(
 
 @contextmanager
 def _progress_of(loading: Phase) -> Iterator[None]:
-    """Tells the phase how many of the weights transformers has loaded; releases before 5.5 do not say."""
+    """Reports to the phase how many weights transformers has loaded. Releases before 5.5 have no hook for that."""
     set_hook = getattr(transformers_logging, "set_tqdm_hook", None)
     if set_hook is None:
         yield
@@ -104,17 +104,17 @@ def _progress_of(loading: Phase) -> Iterator[None]:
 
 
 def memory_to_load(directory: Path) -> AbstractContextManager[None]:
-    """Raises TooLittleMemory where loading the model, or laying its weights out anew, gets no memory."""
+    """Raises TooLittleMemory if loading the model, or repacking its weights, runs out of memory."""
     return memory_for(f"{directory}: loading it", "use a smaller model, or a machine with more memory")
 
 
 def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shards: Shards | None) -> LoadedModel:
     config = _read_config(directory)
     refuse_unsupported(directory, config)
-    # GPUs that fail, and ranks that are lost, say so by this type.
+    # RuntimeError: of a GPU that fails or a rank that is lost.
     raw = () if shards is None and torch.device(device).type == "cpu" else (RuntimeError,)
-    # torch marks functions that initialise weights, too, when they are first called.
-    # The kernel may refuse to map a file, as one that is larger than the machine's memory.
+    # `without_compiler`: the functions that initialise weights load torch's compiler when they are first called.
+    # `memory_to_load`: the kernel may refuse to map a file that is larger than the machine's memory.
     placed = nullcontext() if shards is None else _kept_on(torch.device(device))
     with _explained(directory, "load the model", *raw), without_compiler(), memory_to_load(directory), placed:
         model, report = AutoModelForCausalLM.from_pretrained(
@@ -126,7 +126,7 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
-            # Else experts are multiplied in grouped products, which torch has not in this type.
+            # The default multiplies experts in grouped products, which torch does not have for float64.
             **({"experts_implementation": "eager"} if dtype is torch.float64 else {}),
             **(_split(directory, config, shards) if shards is not None else {}),
         )
@@ -139,8 +139,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
     if shards is not None:
         _take_shards(directory, model, shards)
     model.train(False).requires_grad_(False).to(device)
-    # Some models look for padding in every batch, to warn of it, for which the host waits for the device. None here.
-    # Set past checks of the configuration, since some types want a number.
+    # Without a padding token: some models search every batch for it, to warn of it, and the host then waits for the
+    # device. Bypasses the checks of the configuration, because some model types want a number.
     object.__setattr__(model.config, "pad_token_id", None)
     text = config.get_text_config()
     with _explained(directory, "compute the model", *raw), memory_to_load(directory):
@@ -164,8 +164,8 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device | str, shard
 
 @contextmanager
 def _kept_on(device: torch.device) -> Iterator[None]:
-    """Keeps a rank's share on CPUs where it belongs there: transformers puts it on the kind of device that torch finds.
-    To hide GPUs would be too late, once the driver was asked how many there are.
+    """Keeps the share of a rank on CPUs in host memory, since transformers puts it on a GPU if torch finds one. Hiding
+    the GPUs would have no effect any more, because the driver has already been asked for their number.
     """
     if device.type != "cpu":
         yield
@@ -179,7 +179,9 @@ def _kept_on(device: torch.device) -> Iterator[None]:
 
 
 def _split(directory: Path, config: Any, shards: Shards) -> dict[str, Any]:
-    """How transformers splits the model. Raises ValueError for a family without a plan, or with one for other heads."""
+    """The arguments with which transformers splits the model. Raises ValueError for a family without a tensor-parallel
+    plan.
+    """
     text = config.get_text_config()
     if not getattr(text, "base_model_tp_plan", None):
         raise ValueError(
@@ -208,8 +210,8 @@ def _num_kv_heads(text: Any) -> int:
 
 @contextmanager
 def _explained(directory: Path, work: str, *raw: type[Exception]) -> Iterator[None]:
-    """Raises ValueError, in one line, where transformers fails in words of its own. Errors of memory and files, those
-    that are words for users already, and `raw` ones stay as they are.
+    """Turns errors of transformers into a ValueError of one line. Passes on ValueErrors, which are meant for users
+    already, errors of memory and files, and errors of the types `raw`.
     """
     try:
         yield
@@ -224,7 +226,7 @@ def _explained(directory: Path, work: str, *raw: type[Exception]) -> Iterator[No
 
 
 def _read_config(directory: Path) -> Any:
-    """Raises ValueError for a type of models that transformers has no code for, and for fields that it cannot use."""
+    """Raises ValueError for a model type that transformers has no code for, and for fields that it cannot use."""
     with _explained(directory, "read config.json"):
         written, _ = PreTrainedConfig.get_config_dict(directory, local_files_only=True)
         kind = written.get("model_type")
@@ -234,12 +236,12 @@ def _read_config(directory: Path) -> Any:
                 f"{directory}: transformers {transformers.__version__} knows no models of type {kind!r}{code}; use "
                 "another model"
             )
-        # Else transformers asks whoever sits at the terminal whether to run such code.
+        # Without `trust_remote_code=False`, transformers asks at the terminal whether to run such code.
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 class _LayerCall(NamedTuple):
-    """A layer's call for attention."""
+    """The shapes and scores of one layer's call of attention."""
 
     num_heads: int
     num_kv_heads: int
@@ -248,7 +250,7 @@ class _LayerCall(NamedTuple):
 
 
 class _Probe:
-    """A `StepAttention` that records calls, by layer, and computes nothing."""
+    """A `StepAttention` that records the calls by layer and computes nothing."""
 
     def __init__(self) -> None:
         self.calls: dict[int, _LayerCall] = {}
@@ -266,8 +268,8 @@ class _Probe:
 
 @torch.inference_mode()
 def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_LayerCall], int]:
-    """The layers' calls of one forward pass of two tokens, and the columns of its logits. Every layer must come by,
-    once, with one shape, or the model is refused.
+    """The layers' calls in one forward pass of two tokens, and the columns of the logits. Refuses the model unless
+    every layer calls attention once, all with the same shape.
     """
     probe, name = _Probe(), f"{directory}: {type(model).__name__}"
     try:
@@ -291,8 +293,8 @@ def _probe(directory: Path, model: PreTrainedModel, text: Any) -> tuple[list[_La
 
 
 def _configured_windows(directory: Path, text: Any) -> list[int | None]:
-    """Of each layer, as transformers' cache reads them from the configuration. Raises ValueError: where a family has no
-    such field transformers takes anything.
+    """The window of each layer, as transformers' cache reads it from the configuration. Raises ValueError for a window
+    that is no number of tokens: transformers does not check the field in families that do not declare it.
     """
     field = "sliding_window" if getattr(text, "sliding_window", None) else "attention_chunk_size"
     window = getattr(text, field, None) or None
@@ -303,21 +305,23 @@ def _configured_windows(directory: Path, text: Any) -> list[int | None]:
 
 
 def _max_model_len(directory: Path, text: Any, windows: Sequence[int | None]) -> int:
-    """`windows`: those of the layers' calls."""
+    """The longest context that the model can serve exactly, in tokens. `windows`: of the layers' attention calls."""
     longest = getattr(text, "max_position_embeddings", None)
     if not isinstance(longest, int) or longest < 1:
         raise ValueError(f"{directory}: config.json does not say max_position_embeddings; add it")
     rope = getattr(text, "rope_parameters", None) or {}
-    # Per layer type in some models: then a dictionary of dictionaries.
+    # In some models a dictionary of dictionaries: one for each layer type.
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if parameters.get("rope_type") in BATCH_DEPENDENT_ROPE:
-            # Up to here the frequencies are fixed; beyond, one sequence's length would change another's output.
+            # The frequencies are fixed up to this length. Beyond it, one sequence's length would change another's
+            # output.
             original = parameters.get("original_max_position_embeddings")
             original = original or getattr(text, "original_max_position_embeddings", None) or longest
             longest = min(longest, int(original))
     configured = _configured_windows(directory, text)
     untold = [each for each, told in zip(configured, windows, strict=True) if each and told is None]
-    # A window that a mask or a cache of transformers has, and the layer's attention has not, hides nothing up to here.
+    # Some layers have a window in transformers' mask or cache, but do not pass it to attention. Contexts up to that
+    # window are not affected by it.
     if untold and min(untold) < longest:
         longest = min(untold)
         log.warning(

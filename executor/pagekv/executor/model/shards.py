@@ -1,4 +1,4 @@
-"""The ranks of a split model, as one of them sees them: how parts that they computed are joined."""
+"""The ranks of a split model: the collectives that join the parts which each rank computed."""
 
 from __future__ import annotations
 
@@ -15,43 +15,43 @@ from torch import nn
 from pagekv.common.phases import phase
 from pagekv.executor.world import OTHERS_S, World
 
-# Parts of so many bytes at most are gathered and summed here, on CPUs: gloo's ring has twice the messages, and waits
-# for all of them. Over two ranks a step of 16 rows through 8 layers waited 14 ms instead of 21. Of longer parts more
-# than two ranks would send too much. Two ranks send each other their parts, whatever the size: that passes through
-# fewer threads of gloo than a gathering of two.
+# On CPUs, parts of at most this many bytes are all-gathered and summed here: gloo's ring all-reduce has twice as many
+# messages, and waits for all of them. Over two ranks a step of 16 rows through 8 layers waited 14 ms instead of 21. For
+# longer parts, an all-gather of more than two ranks would send too much. Two ranks always exchange their parts
+# directly, which passes through fewer threads of gloo than an all-gather.
 GATHERED_BYTES = 2**18
-# Seconds that other ranks get to fail in what this one failed in: some compile longer than others.
+# Seconds that other ranks get to fail in the same work as this one: some compile for longer than others.
 OTHERS_COMPILE_S = 60.0
 
 
 class Shards:
-    """Every method that joins is called by all ranks alike. Tensors of CPUs are joined by gloo, for which the host
-    waits; those of GPUs by NCCL, in the order of the device's stream, for which it does not. Errors of collectives are
-    given to `lost`, which need not return.
+    """The collectives of one rank; all ranks must call them in the same order. CPU tensors go through gloo, and the
+    host waits. GPU tensors go through NCCL in the order of the device's stream, and the host does not wait. Errors of
+    collectives are passed to `lost`, which need not return.
     """
 
     def __init__(self, world: World, lost: Callable[[str], None]) -> None:
         self.rank, self.size, self.local_size = world.rank, world.size, world.local_size
         self.lost = lost
-        # Seconds that a rank may let others wait; None while they load, for which they have the group's time.
+        # Seconds for which a rank may keep others waiting; None while ranks load, when the group's timeout applies.
         self.limit_s: float | None = None
         self._cpu_group: dist.ProcessGroup | None = None
-        # Seconds that the host was in collectives, which others' slowness is part of.
+        # Seconds that the host spent in collectives, including the wait for slower ranks.
         self.waited_s = 0.0
         self._recording = False
 
     def limit_waits(self, timeout_s: float) -> None:
-        """From now on a collective of CPUs that takes so many seconds fails: a rank is there, but does not come to
+        """From now on a collective on CPUs that takes more than `timeout_s` seconds fails: some rank does not join
         it.
         """
-        # A second group of GPUs would take memory of them; `RankMarks` limits how long they are waited for.
+        # For CPUs only: a second group of GPUs would take device memory, and `RankMarks` limits waits for GPUs.
         self._cpu_group = dist.new_group(timeout=timedelta(seconds=timeout_s), backend="gloo")
         self.limit_s = timeout_s
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, a collective of GPUs that fails is an error and no loss: where a graph cannot have it, no rank has
-        graphs.
+        """Within this context, a failed collective on GPUs is an ordinary error and does not end the group: if one rank
+        cannot record a graph, no rank uses graphs.
         """
         self._recording = True
         try:
@@ -60,8 +60,8 @@ class Shards:
             self._recording = False
 
     def sum(self, rows: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks, in place; the same bits on each: every element is summed on one rank, or by all of
-        them in the order of ranks.
+        """The sum over ranks, in place (all-reduce). All ranks get the same bits: each element is summed on one rank
+        alone, or on every rank in the order of ranks.
         """
         rows = rows if rows.is_contiguous() else rows.contiguous()
         if rows.is_cuda or (self.size > 2 and rows.nbytes > GATHERED_BYTES):
@@ -79,8 +79,8 @@ class Shards:
         return rows
 
     def gather(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """`[..., width]` on rank 0, of the parts `[..., ceil(width / size)]` of all ranks, the last of which may be
-        narrower; zeros on the others.
+        """Gathers the parts `[..., ceil(width / size)]` of all ranks into `[..., width]` on rank 0; zeros on the other
+        ranks. The last part may be narrower.
         """
         padded = self._padded(rows, width)
         parts = None if self.rank else [torch.empty_like(padded) for _ in range(self.size)]
@@ -88,27 +88,29 @@ class Shards:
         return rows.new_zeros(*rows.shape[:-1], width) if parts is None else torch.cat(parts, -1)[..., :width]
 
     def gather_everywhere(self, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """The same on all ranks."""
+        """`gather`, with the result on all ranks (all-gather)."""
         padded = self._padded(rows, width)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         self._join(padded, lambda: dist.all_gather(parts, padded, group=self._group(padded)))
         return torch.cat(parts, -1)[..., :width]
 
     def share(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rank 0's `rows`, in place, which are contiguous and of one shape and type on all ranks."""
+        """Broadcasts rank 0's `rows` to all ranks, in place. The rows are contiguous, with the same shape and type on
+        all ranks.
+        """
         self._join(rows, lambda: dist.broadcast(rows, 0, group=self._group(rows)))
         return rows
 
     def tell(self, numbers: list[int], count: int) -> list[int]:
-        """Rank 0's `numbers`, of which every rank knows the count."""
+        """Broadcasts rank 0's `numbers`; every rank passes their `count`."""
         told = torch.tensor(numbers if self.rank == 0 else [0] * count, dtype=torch.int64)
         found: list[int] = self.share(told).tolist()
         return found
 
     def least(self, number: int, *, patient: bool = False, failure: Exception | None = None) -> int:
-        """The least of the numbers that ranks have. `patient`: others get the time that they had to load. `failure`: of
-        this rank, for which others may wait in a collective before. If they come soon, having failed likewise or done
-        without it, all go on; else this rank is lost.
+        """The least of the numbers of all ranks. `patient`: waits for as long as ranks may take to load. `failure`: the
+        error by which this rank left its work, while other ranks may still wait for it in an earlier collective. If
+        they join soon, because they failed too or did not need this rank, all continue; otherwise this rank is lost.
         """
         said = torch.tensor([number])
         group = None if patient else self._group(said)
@@ -120,10 +122,10 @@ class Shards:
         return bool(self.least(int(yes), patient=patient))
 
     def why_not_all(self, reason: str, remedy: str, *, failed: bool) -> str:
-        """Why not all ranks can compute in one way: `reason`, of this rank, or that another one cannot; empty where all
-        can. `failed`: it did on this rank, for which others may wait in a collective before. If they do not come in
-        time, having failed likewise, ValueError is raised with the remedy, which ends the start of all: anew they would
-        find the same.
+        """The reason why some rank cannot compute in a certain way: `reason` of this rank, or that another rank cannot;
+        empty if all ranks can. `failed`: the way raised an error on this rank, and other ranks may wait for it in an
+        earlier collective. Raises ValueError with the remedy if they do not join in time (they do if they fail too).
+        This ends the start of all ranks, because another start would fail in the same way.
         """
         if not failed:
             return "" if self.all_say(not reason) else reason or "another rank cannot"
@@ -136,17 +138,18 @@ class Shards:
         return reason
 
     def _group(self, rows: torch.Tensor) -> dist.ProcessGroup | None:
-        """None: that of all ranks, with the time that they get to load."""
+        """The process group for these rows; None is the default group, whose timeout is the time to load."""
         return None if rows.is_cuda else self._cpu_group
 
     def _least_within(self, seconds: float | None, said: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-        """The least, in place, of all ranks. Raises RuntimeError where some do not come to it in so many seconds; None:
-        in the group's time.
+        """Replaces `said` by the least of all ranks. Raises RuntimeError if a rank does not join within `seconds`, or
+        within the group's timeout if that is None.
         """
         found = said.new_empty(self.size)
-        # By an operation that joins no rows: gloo ends a process to which another rank sends rows in their place.
+        # By an all-to-all, which no rows go through: while another rank is still in an earlier collective, gloo would
+        # take that rank's rows for these numbers and end the process.
         work = dist.all_to_all_single(found, said.repeat(self.size), group=group, async_op=True)
-        assert work is not None  # of a rank that is in the group
+        assert work is not None  # this rank is in the group
         work.wait() if seconds is None else work.wait(timedelta(seconds=seconds))
         said[0] = found.min()
 
@@ -154,10 +157,10 @@ class Shards:
         return nn.functional.pad(rows, (0, math.ceil(width / self.size) - rows.shape[-1])).contiguous()
 
     def _exchange(self, own: torch.Tensor, other: torch.Tensor) -> None:
-        """Sends the part of this rank to the other one of two, and takes that one's."""
+        """Exchanges parts between two ranks."""
         sent = dist.isend(own, 1 - self.rank, group=self._group(own))
         dist.recv(other, 1 - self.rank, group=self._group(other))
-        assert sent is not None  # of a rank that is in the group
+        assert sent is not None  # this rank is in the group
         sent.wait()
 
     def _join(self, rows: torch.Tensor, collective: Callable[[], object], failure: Exception | None = None) -> None:
@@ -167,7 +170,7 @@ class Shards:
         except RuntimeError as error:
             if self._recording and rows.is_cuda:
                 raise
-            # Others may be lost, or slow beyond the group's time; none can go on from here.
+            # Another rank is lost, or slower than the group's timeout: no rank can continue.
             why = "a collective failed" if failure is None else "this rank failed, and left others waiting"
             self.lost(f"{why}: {str(failure or error).partition(chr(10))[0]}")
             raise

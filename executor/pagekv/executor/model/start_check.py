@@ -1,5 +1,5 @@
-"""Finds a start that cannot succeed in the flags and in files of the model, before torch is imported, which takes
-seconds. The code that loads refuses the same things where it meets them.
+"""Refuses a start that cannot succeed, judging by the flags and the model's files, before torch is imported, which
+takes seconds. The code that loads the model makes the same checks later.
 """
 
 from __future__ import annotations
@@ -8,16 +8,16 @@ from pathlib import Path
 
 from pagekv.executor.model.files import StoredModel, absent_layers, embedding_size, read_model_files
 
-# Bytes of an element by the values of --dtype that the cpu backend has.
+# Bytes of an element, by the values of --dtype that the cpu backend supports.
 CPU_ELEMENT_BYTES = {"auto": 4, "float32": 4, "bfloat16": 2, "float64": 8}
 
-# Tokens that a pool holds at least: a block of the manager's default --block-size. Blocks may be smaller, but no prompt
-# of use fits into less. For larger blocks the memory is judged when a manager asks with its block size.
+# Least tokens of a pool: one block of the manager's default --block-size. Blocks may be smaller, but no useful prompt
+# fits into less. For larger blocks the memory is checked when a manager asks with its block size.
 MIN_POOL_TOKENS = 16
 
 
 def check_cpu_dtype(dtype: str) -> None:
-    """Raises ValueError for an element type that the cpu backend has not."""
+    """Raises ValueError for an element type that the cpu backend does not support."""
     if dtype not in CPU_ELEMENT_BYTES:
         raise ValueError(
             f"--dtype {dtype}: must be one of {', '.join(CPU_ELEMENT_BYTES)} with the cpu backend; or use another "
@@ -26,8 +26,8 @@ def check_cpu_dtype(dtype: str) -> None:
 
 
 def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int, ranks: int = 1) -> None:
-    """Raises ValueError where `CpuBackend` would, or would be killed for memory, as far as the model's files show.
-    `available`: bytes that this process can get; `ranks` split the model.
+    """Raises ValueError where `CpuBackend` would raise it or run out of memory, as far as the model's files show.
+    `available`: bytes that this process can get. `ranks`: the number of ranks that split the model.
     """
     check_cpu_dtype(dtype)
     stored = read_model_files(directory)
@@ -38,7 +38,9 @@ def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int,
 
 
 def _check_converted_weights(directory: Path, stored: StoredModel, dtype: str, available: int, ranks: int) -> None:
-    """Weights that are stored in the type they are served in are mapped from their files, so they are not judged."""
+    """Raises ValueError if converted weights do not fit. Weights that are stored in the served type are mapped from
+    their files and not checked.
+    """
     needed = (stored.num_weights or 0) * CPU_ELEMENT_BYTES[dtype] // ranks
     if stored.dtype in (None, dtype) or needed <= available:
         return
@@ -53,7 +55,7 @@ def _check_converted_weights(directory: Path, stored: StoredModel, dtype: str, a
 
 
 def check_same_model(directory: Path, stored: StoredModel) -> None:
-    """Raises ValueError where the weights are certain to be of another model than config.json describes."""
+    """Raises ValueError if the weights are certain to belong to another model than the one in config.json."""
     size = embedding_size(directory, stored)
     absent = absent_layers(directory, stored)
     if size is not None and stored.hidden_size not in (None, size):
@@ -66,7 +68,7 @@ def check_same_model(directory: Path, stored: StoredModel) -> None:
 
 
 def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
-    """Raises ValueError where so many ranks cannot have as many query heads each."""
+    """Raises ValueError if the query heads cannot be divided equally among `ranks`."""
     heads = stored.num_heads
     if ranks > 1 and heads and heads % ranks:
         raise ValueError(
@@ -75,8 +77,8 @@ def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
 
 
 def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int, most: int) -> None:
-    """Raises ValueError where memory that is given (not 0) cannot hold `MIN_POOL_TOKENS` tokens, or is more than the
-    `most` bytes that can be had.
+    """Raises ValueError if the given memory (not 0) cannot hold `MIN_POOL_TOKENS` tokens, or exceeds the `most` bytes
+    that the machine or GPU can provide.
     """
     if kv_memory > most:
         raise ValueError(

@@ -1,8 +1,9 @@
-"""A model split over ranks by transformers' plan for its family: which rank has what, and how their parts are joined.
+"""A model split over ranks by transformers' tensor-parallel plan for its family: the share of each rank, and the
+modules that join the results of ranks.
 
-transformers loads each rank's share of the weights. Afterwards its hooks and distributed tensors are taken out of the
-linear layers and the embedding: what stays are plain layers of the share, which are packed and fused like any other,
-and modules that join what ranks computed.
+transformers loads each rank's share of the weights. Afterwards its hooks and distributed tensors are replaced, in the
+linear layers and the embedding, by plain layers of the share, which can be packed and fused like any other, and by
+modules that join the ranks' results.
 """
 
 from __future__ import annotations
@@ -16,17 +17,17 @@ from transformers import PreTrainedModel
 
 from pagekv.executor.model.shards import Shards
 
-# Styles of transformers' plans for linear layers: each rank has some of the outputs, which it keeps, or which all ranks
-# gather; or some of the inputs, and the sum over ranks is the output.
+# The styles of linear layers in transformers' plans. Column-wise: a rank has some of the outputs, and keeps them or
+# gathers those of all ranks. Row-wise: a rank has some of the inputs, and the output is the sum over ranks.
 _KEPT, _GATHERED = ("colwise",), ("colwise_gather_output", "colwise_rep")
 _SUMMED, _SPLIT = ("rowwise",), ("rowwise_split_input", "rowwise_rep")
 
 
 class SummedLinear(nn.Module):
-    """A linear layer of which each rank has some of the inputs. `shard` has the bias on rank 0 alone."""
+    """A linear layer of which each rank has some of the inputs. `shard` has a bias on rank 0 only."""
 
     def __init__(self, shard: nn.Linear, shards: Shards, split: bool) -> None:
-        """`split`: inputs come whole, and each rank takes its own."""
+        """`split`: the rank gets all inputs and selects its own."""
         super().__init__()
         self.shard, self._shards, self._split = shard, shards, split
 
@@ -39,8 +40,8 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer of which each rank has some of the `width` outputs. `everywhere`: all ranks get all of them, not
-    rank 0 alone.
+    """A linear layer of which each rank has some of the `width` outputs. `everywhere`: all ranks get all outputs, not
+    only rank 0.
     """
 
     def __init__(self, shard: nn.Linear, shards: Shards, width: int, everywhere: bool) -> None:
@@ -54,15 +55,15 @@ class GatheredLinear(nn.Module):
 
 
 class ShardedEmbedding(nn.Module):
-    """An embedding of which each rank has the rows of some token ids, those of `weight` from `first` on."""
+    """An embedding of which each rank has the rows of some consecutive token ids: `weight`, from id `first` on."""
 
     def __init__(self, weight: torch.Tensor, first: int, num_embeddings: int, shards: Shards, factor: float) -> None:
-        """`factor`: as some families scale it."""
+        """`factor`: scales the embedding, in families that do so."""
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.num_embeddings = num_embeddings
         self._first, self._shards = first, shards
-        # On the host, as a number of the type that rows have: nothing has to be copied for it.
+        # A scalar on the host, in the rows' type: torch need not copy it to the device.
         self._factor = None if factor == 1 else torch.tensor(factor, dtype=weight.dtype)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -70,26 +71,26 @@ class ShardedEmbedding(nn.Module):
         own = ids - self._first
         absent = (own < 0) | (own >= len(self.weight))
         rows = nn.functional.embedding(own.masked_fill(absent, 0), self.weight)
-        # One rank has each row, and the others add zeros: the sum is the row itself.
+        # Exactly one rank has each row and the others add zeros, so the sum is the row itself.
         rows = self._shards.sum(rows.masked_fill_(absent[..., None], 0))
         return rows if self._factor is None else rows * self._factor
 
 
 def num_rank_kv_heads(num_kv_heads: int, ranks: int) -> int:
-    """KV heads on each rank: heads are replicated up to the least multiple of both numbers, and shared out."""
+    """KV heads on each rank: heads are replicated up to the least common multiple of heads and ranks, then divided."""
     return num_kv_heads // math.gcd(num_kv_heads, ranks)
 
 
 def kv_heads_of(rank: int, num_kv_heads: int, ranks: int) -> list[int]:
-    """The KV heads that a rank has, one for an equal number each of its query heads, in their order."""
+    """The KV heads of a rank, in order; each serves an equal number of the rank's query heads."""
     count = num_rank_kv_heads(num_kv_heads, ranks)
     copies = count * ranks // num_kv_heads
     return [(rank * count + place) // copies for place in range(count)]
 
 
 def split_plan(num_kv_heads: int, ranks: int, plan: dict[str, str]) -> dict[str, str]:
-    """Changes of the family's own plan: where ranks do not divide the KV heads each loads all of them, for
-    `take_shards` to choose. Families whose ranks gather all heads keep their plan.
+    """Changes to the family's own plan. If the number of ranks does not divide the KV heads, each rank loads all KV
+    heads, from which `take_shards` selects its own. Families whose ranks gather all heads keep their plan.
     """
     if num_kv_heads % ranks == 0:
         return {}
@@ -98,8 +99,8 @@ def split_plan(num_kv_heads: int, ranks: int, plan: dict[str, str]) -> dict[str,
 
 
 def take_shards(model: PreTrainedModel, shards: Shards, num_kv_heads: int, head_size: int) -> None:
-    """Replaces the parts of a model that transformers split over ranks. Raises ValueError for a part that is split in
-    a way that is not known here.
+    """Replaces the parts of a model that transformers split over ranks. Raises ValueError for a layer with a style that
+    this module does not know.
     """
     for name, module in list(model.named_modules()):
         style = _style(model, name)
@@ -112,8 +113,8 @@ def take_shards(model: PreTrainedModel, shards: Shards, num_kv_heads: int, head_
 
 
 def keeps_heads(model: PreTrainedModel) -> bool:
-    """Whether each rank keeps the heads and the gated elements that it computed, up to the product that sums them over
-    ranks; true of a model that is not split.
+    """Whether each rank keeps the heads and feed-forward elements that it computed, until a product sums them over
+    ranks. True for a model that is not split.
     """
     return not any(
         isinstance(module, GatheredLinear) and module is not model.get_output_embeddings() for module in model.modules()
@@ -132,7 +133,7 @@ def _style(model: PreTrainedModel, name: str) -> str | None:
 
 
 def _is_replicated(model: PreTrainedModel, name: str) -> bool:
-    """Whether this is a layer of keys or values that `split_plan` left whole."""
+    """Whether this is a key or value projection that `split_plan` left whole."""
     return name.endswith((".k_proj", ".v_proj")) and _planned(model, name) == "replicate"
 
 
@@ -160,7 +161,7 @@ def _linear(module: nn.Linear, style: str, shards: Shards, *, is_head: bool) -> 
     if style in _KEPT:
         return _plain(weight, bias)
     if style in _GATHERED:
-        # Rank 0 alone samples.
+        # Only rank 0 needs all logits, because it alone samples.
         return GatheredLinear(_plain(weight, bias), shards, module.out_features, everywhere=not is_head)
     if style in (*_SUMMED, *_SPLIT):
         return SummedLinear(_plain(weight, None if shards.rank else bias), shards, split=style in _SPLIT)
@@ -169,7 +170,7 @@ def _linear(module: nn.Linear, style: str, shards: Shards, *, is_head: bool) -> 
 
 def _embedding(module: nn.Embedding, shards: Shards) -> nn.Module:
     first = shards.rank * math.ceil(module.num_embeddings / shards.size)
-    # Gemma 3 scales what it looks up.
+    # Gemma 3 scales its embeddings.
     factor = float(getattr(module, "scalar_embed_scale", 1.0))
     return ShardedEmbedding(_local(module.weight), first, module.num_embeddings, shards, factor)
 

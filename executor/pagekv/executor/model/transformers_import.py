@@ -1,8 +1,9 @@
-"""The import of transformers without what PageKV never uses: half of its time, and much of its memory.
+"""Imports transformers without the parts that PageKV never uses, which take half of the time and much memory.
 
-Decorators load torch's compiler, and through that SymPy, only to mark functions for it; and classes of distributed
-tensors are loaded where torch could be distributed. Here everything runs eagerly and in one process. The files of all
-models would be read twice to list what is in them, since transformers remembers the lists of 128 folders.
+Some decorators load torch's compiler, and with it SymPy, only to mark functions for compilation; and transformers loads
+classes of distributed tensors if torch.distributed is available. PageKV runs everything eagerly and, without ranks, in
+one process. Also, transformers lists the contents of every model's files twice, because it caches the lists of only 128
+folders.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from typing import Any
 import torch.distributed
 
 _COMPILER = "torch._dynamo"
-# Modules that load both, directly or not. A model's own module loads what it needs on top.
+# Modules whose import loads both, directly or not. A model's own module loads the rest later.
 _MODULES = ("transformers.modeling_utils", "transformers.generation.utils", "transformers.models.auto.modeling_auto")
 
-# The function that lists what is in the files of a folder.
+# transformers' function that lists the contents of a folder's files.
 _LISTS = "create_import_structure_from_path"
 
 
 def import_transformers(*, whole: bool = False) -> None:
-    """Imports what models are made of. To be called before transformers is imported in another way: afterwards it
-    changes nothing. If a version of transformers asks for more than marks, the next import loads all of it. `whole`:
-    nothing is left out, for models that are split over ranks.
+    """Imports the modules that models are built from. Call it before any other import of transformers; afterwards it
+    does nothing. If a version of transformers needs more than the stand-ins provide, the next import loads everything.
+    `whole`: leaves nothing out, for models that are split over ranks.
     """
     if "transformers.modeling_utils" in sys.modules or whole:
         return
@@ -39,8 +40,8 @@ def import_transformers(*, whole: bool = False) -> None:
 
 @contextmanager
 def without_compiler() -> Iterator[None]:
-    """A stand-in for torch's compiler, whose own modules can be imported nevertheless. Nothing changes where it was
-    imported before. The answer to whether a compiler runs is no.
+    """Puts a stand-in in the place of torch's compiler, unless the compiler is imported already. The compiler's
+    submodules can still be imported. The stand-in says that nothing is being compiled.
     """
     if _COMPILER in sys.modules:
         yield
@@ -51,7 +52,7 @@ def without_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        # torch imports the compiler itself when it is asked for next.
+        # When the compiler is needed next, torch imports the real one.
         del sys.modules[_COMPILER]
 
 
@@ -82,7 +83,9 @@ def _models_listed_once() -> Iterator[None]:
 
 
 class _Marks(ModuleType):
-    """A module of decorators that leave functions as they are, and of questions with the answer no."""
+    """A module whose attributes are decorators that leave functions unchanged, or `is_...` functions that return
+    False.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -91,7 +94,7 @@ class _Marks(ModuleType):
 
 
 def _unmarked(*args: Any, **options: Any) -> Any:
-    """The function, for a decorator; or the decorator, where it is given options alone."""
+    """A decorator that returns the function unchanged; called with options only, it returns itself."""
     return args[0] if args and callable(args[0]) else _unmarked
 
 

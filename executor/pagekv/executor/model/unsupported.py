@@ -1,5 +1,5 @@
-"""Families and checkpoints that cannot be served exactly, as configuration and headers show before gigabytes are read.
-A probe of the loaded model refuses the others (`loading`).
+"""Refuses families and checkpoints that cannot be served exactly, judging by configuration and headers, before
+gigabytes of weights are read. A probe of the loaded model (`loading`) refuses the rest.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pagekv.executor.model.kv_scales import scales_alone
 
 
 def refuse_unsupported(directory: Path, config: Any) -> None:
-    """Raises ValueError, naming the model and what to do. Quantisation of keys and values alone is taken out of the
-    configuration: the weights are plain.
+    """Raises ValueError, naming the model and what to do. Removes the quantisation from the configuration if it applies
+    to keys and values only, because the weights are then not quantised.
     """
     kind = f"{directory}: models of type {config.model_type!r}"
     _refuse_quantised(directory, config)
-    # Some with an encoder have no one configuration for text.
+    # First, because some encoder-decoder models have no single text configuration.
     if config.is_encoder_decoder:
         raise ValueError(f"{kind} have an encoder; PageKV serves decoder-only models")
     text = config.get_text_config()
@@ -28,14 +28,14 @@ def refuse_unsupported(directory: Path, config: Any) -> None:
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if other:
         raise ValueError(f"{kind} have layers of type {', '.join(sorted(other))}, not supported; use another model")
-    # transformers then shows every token those behind it; the layers do not say so.
+    # With is_causal false, transformers lets every token see later ones, and the layers do not tell.
     if not getattr(text, "is_causal", True):
         raise ValueError(f"{kind} with is_causal false in config.json are no causal language models; use one that is")
     found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), ())
     classes = found if isinstance(found, (tuple, list)) else (found,)
     if not classes:
         raise ValueError(f"{kind} are no causal language models in transformers; use one that is")
-    # Some classes without it choose their attention by a table of their own, and fail with a KeyError at this one.
+    # Some classes without the interface look attention up in a table of their own, and fail with a KeyError.
     if not any(one.is_backend_compatible() for one in classes):
         raise ValueError(
             f"{directory}: {classes[0].__name__} cannot be served: it does not take its attention from transformers' "
@@ -52,7 +52,7 @@ def _refuse_quantised(directory: Path, config: Any) -> None:
                 f"{directory}: weights quantised by {method!r} are not supported; use the model's unquantised release"
             )
         del config.quantization_config
-    # Without a word in the configuration transformers would read them as numbers, without their scales.
+    # If the configuration does not mention the quantisation, transformers would use fp8 weights without their scales.
     for _, name, header in tensors(directory):
         if str(header.get("dtype")).startswith("F8_"):
             raise ValueError(
