@@ -1,4 +1,4 @@
-"""One manager's attachment: the epoch, its stream of steps, their checks, the worker thread.
+"""The attachment of one manager: its epoch, its stream of steps, the checks of steps, and the worker thread.
 
 A reader may take the modules in this order:
 

@@ -1,4 +1,4 @@
-"""A manager's `Describe` and `Attach`, checked before anything is ended or allocated."""
+"""Checks a manager's `Describe` and `Attach` before an epoch is ended or a pool is allocated."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pagekv.executor.backend.interface import BackendDescription, BackendFeature
 from pagekv.executor.session.field_checks import check_range
 from pagekv.executor.session.step_check import MAX_STEP_TOKENS
 
-# The latest revision of executor_service.proto that steps are checked by.
+# The latest revision of executor_service.proto that this executor implements.
 CONTRACT_REVISION = 1
-# Of a manager's latest revision, which may be later.
+# Bound of the revision that a manager names in `Describe`; it may be later than CONTRACT_REVISION.
 MAX_REVISION = 65535
 MAX_BLOCK_SIZE = 256
 MAX_BLOCKS = 2**31 - 1
@@ -20,7 +20,7 @@ MAX_MANAGER_ID = 128
 
 @dataclass(frozen=True, slots=True)
 class AttachOrder:
-    """The fields of AttachRequest. Features are numbers, which need not be those of a `BackendFeature`."""
+    """The fields of AttachRequest, unchecked: a required feature may be a number that is no `BackendFeature`."""
 
     manager_id: str
     block_size: int
@@ -33,7 +33,7 @@ class AttachOrder:
 
     @property
     def features(self) -> frozenset[BackendFeature]:
-        """The features required, of an order found good."""
+        """The required features. Call only after `check_fit`."""
         return frozenset(map(BackendFeature, self.required_features))
 
 
@@ -45,7 +45,9 @@ def check_describe(block_size: int, token_budget: int, contract_revision: int) -
 
 
 def check_order(order: AttachOrder) -> None:
-    """Checks what is the same for every backend. Raises InvalidRequest, or FailedPrecondition for a revision."""
+    """Checks the fields whose bounds are the same for every backend. Raises InvalidRequest, or FailedPrecondition for
+    the revision.
+    """
     if not 1 <= len(order.manager_id) <= MAX_MANAGER_ID:
         raise InvalidRequest("manager_id", f"must be 1 to {MAX_MANAGER_ID} characters, has {len(order.manager_id)}")
     _check_block_size(order.block_size)
@@ -61,8 +63,8 @@ def check_order(order: AttachOrder) -> None:
 
 
 def check_fit(order: AttachOrder, description: BackendDescription) -> None:
-    """Checks what depends on the backend: features, layout and memory. Raises FailedPrecondition, InvalidRequest or
-    OutOfMemory.
+    """Checks the fields that depend on the backend: features, layout and memory. Raises FailedPrecondition,
+    InvalidRequest or OutOfMemory.
     """
     _check_features(order, description)
     if order.layout != description.layout:

@@ -1,4 +1,4 @@
-"""Collects launched steps in their order, on a thread of its own where one has to be waited for."""
+"""Collects launched steps in order, on a separate thread if a step has to be waited for."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pagekv.executor.session.worker_thread import WorkerThread
 
 
 class Collector:
-    """Runs jobs, in the order in which one thread gives them: on that thread where a job is ready and none is left
-    before it, else on the collect thread, which the first such job starts.
+    """Runs jobs in the order in which one thread submits them. A job that is ready runs on the submitting thread if no
+    earlier job is left. Any other job runs on the collect thread, which the first such job starts.
     """
 
     def __init__(self) -> None:
         self._thread: WorkerThread | None = None
-        # Jobs of the collect thread: given to it, counted on the thread that gives them alone, and done, counted on the
-        # collect thread alone. Equal: it has nothing to do, and only the thread that gives can change that.
+        # Jobs submitted to the collect thread, counted by the submitting thread only, and jobs done, counted by the
+        # collect thread only. If they are equal, the collect thread is idle until the submitting thread changes that.
         self._num_given = self._num_done = 0
 
     def run(self, job: Callable[[], None], ready: bool) -> None:
-        """`ready`: the job does not wait. Must not raise."""
+        """Runs a job, which must not raise. `ready`: the job does not wait for anything."""
         if ready and self._num_given == self._num_done:
             job()
             return
@@ -33,6 +33,6 @@ class Collector:
         self._thread.post(counted)
 
     async def wait(self) -> None:
-        """Waits for the jobs that were given before."""
+        """Waits for all jobs submitted so far."""
         if self._thread is not None:
             await self._thread.call(lambda: None)

@@ -1,7 +1,7 @@
 """An epoch: the live sequences of one manager, and how a step changes them. No asyncio, no gRPC.
 
-A step moves through `check_step`, which touches nothing; then `Epoch.launch` changes state and hands it to the backend;
-then `LaunchedStep.collect` fills in what it sampled. Later steps may be launched in between.
+A step goes through three stages: `check_step` checks it and changes nothing; `Epoch.launch` applies it and hands it to
+the backend; `LaunchedStep.collect` fills in the sampled tokens. Later steps may be launched before it is collected.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ log = Log(__name__)
 
 
 class OtherRanks(Protocol):
-    """The ranks that rank 0 leads, which do with each step what it does."""
+    """The other ranks of a group, as rank 0 uses them: every rank executes the same steps."""
 
     def hand_on(self, epoch: int, limits: EpochLimits, step: Step) -> None:
-        """Sends them a step before rank 0 looks at it; called in the order of steps. Raises `RanksDiffer`."""
+        """Passes a step on to the other ranks before rank 0 checks it. Called in the order of steps. Raises
+        `RanksDiffer`.
+        """
         ...
 
     def collected(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
-        """Compares a step of rank 0's with theirs, as far as they have come, but for the one before at least. Called in
-        the order of steps, by the thread that collects. Returns the microseconds that each rank worked on the latest
-        step that all have ended, by rank; empty where there is none, and once a step of a later epoch was handed on.
-        Raises `RanksDiffer`.
+        """Adds rank 0's result of a step and compares it with those of the other ranks that have arrived; waits until
+        all results of the step before have. Called in the order of steps, by the thread that collects. Returns the
+        microseconds that each rank worked on the latest step that all have finished, by rank; empty if there is no such
+        step, or once a step of a later epoch was passed on. Raises `RanksDiffer`.
         """
         ...
 
 
 def is_lost(backend: Backend, error: Exception) -> bool:
-    """As `Backend.is_lost`; a backend that fails to say is taken for lost, so that the error is told all the same."""
+    """`Backend.is_lost`, or True if that call fails, so that the original error is reported in any case."""
     try:
         return backend.is_lost(error)
     except Exception:
@@ -46,32 +48,32 @@ def is_lost(backend: Backend, error: Exception) -> bool:
 
 
 class RanksDiffer(Exception):
-    """A rank did with a step something else than rank 0; the message names rank and step."""
+    """Another rank's result of a step differs from rank 0's; the message names rank and step."""
 
 
 @dataclass(slots=True)
 class Epoch:
-    """State of one epoch. Owned by the worker thread, except `over`, which the event loop sets to fence the epoch, and
-    what collecting a step changes: the times of reports, and unknown tokens.
+    """State of one epoch. Owned by the worker thread, with these exceptions: the event loop sets `over` to fence the
+    epoch; the thread that collects steps changes `last_end`, `failed` and unknown tokens.
 
-    `over` goes from False to True once and never back: no further step is launched. `failed` does the same for
-    collecting: no step behind one that failed is reported.
+    `over` changes once, from False to True: then no further step is launched. `failed` does the same for collecting: no
+    step after a failed one is reported.
     """
 
     epoch: int
     manager_id: str
     limits: EpochLimits
     backend: Backend
-    # In the order they entered the epoch.
+    # By seq_id, in the order in which the sequences entered the epoch.
     live: dict[int, SequenceState] = field(default_factory=dict)
     next_step: int = 1
     over: bool = False
     failed: bool = False
-    # perf_counter_ns at the end of the step before; 0: no step yet.
+    # perf_counter_ns at the end of the last collected step; 0: none yet.
     last_end: int = 0
-    # Of rank 0 of a group.
+    # Set on rank 0 of a group.
     ranks: OtherRanks | None = None
-    # Of each rank of a group.
+    # Set on every rank of a group.
     digest: StateDigest | None = None
     written: WrittenSlots = field(init=False)
 
@@ -79,15 +81,16 @@ class Epoch:
         self.written = WrittenSlots(self.limits.num_device_blocks, self.limits.num_host_blocks)
 
     def launch(self, step: Step) -> LaunchedStep:
-        """Checks and applies a step and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything is
-        touched; after any other exception, from the backend, state and memory are undefined: the epoch is over.
+        """Checks a step, applies it and hands it to the backend. Raises InvalidRequest or StaleEpoch before anything
+        has changed. After any other exception, which comes from the backend, state and memory are undefined, so the
+        epoch must end.
         """
         begin = time.perf_counter_ns()
         if self.ranks is not None:
             self.ranks.hand_on(self.epoch, self.limits, step)
         checked = check_step(step, self.epoch, self.next_step, self.live, self.limits, self.written)
         live, scheduled = checked.live, checked.scheduled
-        # In the order of the contract: finish, copy, enter, append.
+        # The order of the contract: finish, copy, enter, append.
         if step.finished_seqs:
             self.backend.finish([self.live[seq_id] for seq_id in step.finished_seqs])
         for copies in step.memory_ops:
@@ -116,17 +119,17 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step that the backend computes. Collected once, in the order of launching."""
+    """A step that was handed to the backend. Collected once, in the order of launching."""
 
     _epoch: Epoch
     _step: int
-    # perf_counter_ns before the step was looked at.
+    # perf_counter_ns before the step was checked.
     _begin: int
     _num_tokens: int
     _launch: Launch
-    # Sequences that sample, in the order they entered the epoch, and the index in `token_ids` of the new token.
+    # The sequences that sample, in the order they entered the epoch, with the index of the new token in `token_ids`.
     _sampling: list[tuple[SequenceState, int]]
-    # Of a group: that of the launched step.
+    # On ranks of a group: the result of `StateDigest.launched`.
     _digest: bytes = b""
 
     @property
@@ -134,14 +137,14 @@ class LaunchedStep:
         return self._launch.ready
 
     def collect(self) -> ExecutedStep:
-        """Waits for the step and fills in its tokens. Raises what the backend raised, and RuntimeError when it sampled
-        others than it should: the epoch is over then.
+        """Waits for the step and fills in its tokens. Raises what the backend raised, and RuntimeError if the backend
+        sampled sequences that should not sample. After an error the epoch must end.
         """
         sampled, ordered, failed = self._launch.collect(), {}, []
         for state, index in self._sampling:
             chosen = sampled[state.seq_id]
             if chosen.token_id < 0 or state.failed:
-                # Steps that were planned before this is known count its tokens like those of any other.
+                # The sequence continues with token 0, so that steps planned before the failure is known stay valid.
                 state.failed = True
                 state.token_ids[index] = 0
                 failed.append(state.seq_id)
@@ -151,7 +154,7 @@ class LaunchedStep:
         if len(self._sampling) != len(sampled):
             odd = sorted(sampled.keys() - ordered.keys() - set(failed))
             raise RuntimeError(f"the backend sampled sequences that have tokens left to compute: {odd}")
-        # A step launched while the one before ran begins when that one ends.
+        # A step that was launched while the one before ran begins when that one ends.
         end, last_end = time.perf_counter_ns(), self._epoch.last_end
         self._epoch.last_end = end
         execute_us = (end - max(self._begin, last_end)) // 1000
@@ -159,7 +162,7 @@ class LaunchedStep:
         rank_us: tuple[int, ...] = ()
         if self._epoch.digest is not None:
             digest = self._epoch.digest.collected(self._digest, ordered, failed)
-            # Backends whose ranks wait for each other say how long.
+            # Without the wait for other ranks, if the backend measures it.
             worked_us = max(0, execute_us - int(1e6 * getattr(self._launch, "waited_s", 0.0)))
             rank_us = (worked_us,)
             if self._epoch.ranks is not None:
@@ -172,7 +175,7 @@ class LaunchedStep:
             execute_us=execute_us,
             idle_us=max(0, self._begin - last_end) // 1000 if last_end else 0,
             failed=failed,
-            # Backends need not say.
+            # 0 if the backend does not report it.
             threads=getattr(self._launch, "threads", 0),
             rank_us=rank_us,
             digest=digest,

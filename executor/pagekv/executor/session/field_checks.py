@@ -1,5 +1,5 @@
-"""Checks of single fields. Each raises InvalidRequest, with the proto path of the field, its bounds and, in a step, the
-rule of executor_service.proto that it breaks.
+"""Checks of single fields. Each check raises InvalidRequest, with the proto path of the field, its bounds and, in a
+step, the number of the violated rule of executor_service.proto.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MAX_BANNED = 1024
 
 
 def check_range(path: str, value: float, low: int, high: int, rule: str = "") -> None:
-    # Written like this it refuses NaN and infinities too.
+    # This form of the comparison refuses NaN and infinities too.
     if not low <= value <= high:
         raise InvalidRequest(path, f"must be from {low} to {high}, got {value}", rule)
 
 
 def check_columns(path: str, column: Sequence[object], name: str, other: Sequence[object], rule: str) -> None:
-    """A column must have as many entries as `other`, called `name`, with which it pairs."""
+    """A column must have as many entries as the column `other` that it pairs with; `name` is the field of `other`."""
     if len(column) != len(other):
         raise InvalidRequest(path, f"must have {len(other)} entries, as {name}, has {len(column)}", rule)
 
@@ -33,7 +33,9 @@ def check_size(path: str, entries: Sequence[object], most: int, rule: str) -> No
 
 
 def check_ids(path: str, ids: Sequence[int], kind: str, bound: int, rule: str) -> None:
-    """Every id of this kind (token, block) must be below `bound`. In an array they are uint32, whatever it is of."""
+    """Every id of this kind (token, block) must be below `bound`. The items of an array are read as uint32, whatever
+    its type code.
+    """
     if isinstance(ids, array):
         _check_array(path, ids, kind, bound, rule)
     elif ids and max(ids) >= bound:
@@ -42,10 +44,10 @@ def check_ids(path: str, ids: Sequence[int], kind: str, bound: int, rule: str) -
 
 
 def _check_array(path: str, ids: array[int], kind: str, bound: int, rule: str) -> None:
-    # Not with the module, which the checks before a start import.
+    # Imported here, because the checks before a start import this module and need no NumPy.
     import numpy as np
 
-    # Of a million ids in a list the largest takes 10 ms, during which no other thread runs.
+    # max() of a list of a million ids takes 10 ms, during which no other Python thread runs.
     numbers = np.frombuffer(ids, np.uint32)
     if len(numbers) and int(numbers.max()) >= bound:
         index = int((numbers >= bound).argmax())
@@ -60,7 +62,7 @@ def check_distinct(path: str, blocks: Sequence[int], rule: str) -> None:
 
 
 def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len: int) -> None:
-    """Every field must be within its bounds; `path` is that of the message."""
+    """Every field must be within its bounds; `path` is the path of the message."""
     for name, low, high in (
         ("temperature", 0, 100),
         ("top_p", 0, 1),
@@ -88,7 +90,7 @@ def check_sampling(path: str, sampling: Sampling, vocab_size: int, max_model_len
         check_range(f"{path}.biases[{index}]", bias, -100, 100, "R18")
 
 
-# Fields of sampling, their features, and the values that use no feature.
+# Fields of sampling, the features that they need, and the values that need none.
 _FEATURE_FIELDS = (
     ("logprobs", BackendFeature.LOGPROBS, None),
     ("bias_token_ids", BackendFeature.LOGIT_BIAS, ()),
@@ -101,7 +103,7 @@ _FEATURE_FIELDS = (
 
 
 def check_features(path: str, sampling: Sampling, features: Collection[BackendFeature]) -> None:
-    """No field may use a feature that is not among these; `path` is that of the message."""
+    """No field may use a feature that is not in `features`; `path` is the path of the message."""
     if len(features) == len(BackendFeature):
         return
     words: dict[object, str] = {None: "absent", (): "empty"}

@@ -1,18 +1,18 @@
 """The session of the manager that drives the executor: one manager at a time, by epoch.
 
-At most one epoch is current. `attach` fences the one before it (its stream ends with ABORTED, its queued steps are
-dropped, a step under way is finished) and only then replaces the pools. An epoch takes one Run stream; the end of
-the stream, for any reason, ends the epoch.
+At most one epoch is current. `attach` first fences the previous epoch (its stream ends with ABORTED, its queued steps
+are dropped, a step under way is finished) and then replaces the pools. An epoch accepts one Run stream; the end of the
+stream, for any reason, ends the epoch.
 
-The session lives on the event loop; two threads work for it, so that a step is prepared while the one before runs:
+The session lives on the event loop and uses two threads, so that a step is prepared while the one before runs:
 
     event loop:      submit 1 | submit 2                      | report 1 | submit 3          | report 2
     worker thread:            | launch 1  launch 2            |          | launch 3          |
     collect thread:           |           collect 1 (waits)   | collect 2 (waits)            | collect 3 (waits)
 
 The worker thread makes every call of the backend, in the order of the steps. A launched step that is not ready goes to
-the collect thread. One that is ready (a refusal, an error, a backend that computes at once) is collected where it was
-launched, unless the collect thread still has steps before it: then it queues behind them.
+the collect thread. A step that is ready (a refusal, an error, or a backend that computes in `launch`) is collected on
+the worker thread, unless the collect thread still has earlier steps: then it queues behind them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,15 @@ log = Log(__name__)
 
 T = TypeVar("T")
 
-# For an Attach that no Describe came before.
+# The token budget to profile if `Attach` comes without a `Describe`.
 DEFAULT_TOKEN_BUDGET = 2048
 LOST = "the executor's device failed: it starts anew"
 
 
 class StepFailed(ComputationFailed):
-    """The backend failed in the middle of a step, or steps cannot be read; the message says which step, and why."""
+    """The backend failed in the middle of a step, or steps cannot be read; the message names the step and the
+    reason.
+    """
 
 
 class Session:
@@ -64,33 +66,36 @@ class Session:
 
     def __init__(self, compute: WorkerThread, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._compute = compute
-        # Given jobs by the worker thread.
+        # The worker thread submits its jobs.
         self._collector = Collector()
         self._clock_ns = clock_ns
         self._loop = asyncio.get_running_loop()
         self._backend: Backend | None = None
         self._ranks: OtherRanks | None = None
         self._closed = False
-        # The latest by block size, so that `attach` need not wait for the worker thread to fence an epoch.
+        # The latest description by block size, so that `attach` can fence an epoch without waiting for the worker
+        # thread.
         self._descriptions: dict[int, BackendDescription] = {}
         self._current: Epoch | None = None
         self._last_epoch = 0
-        # Streams that have not ended.
+        # The streams that have not ended.
         self._streams: set[StepStream] = set()
         self._attaching = asyncio.Lock()
         # CUDA graphs of the latest epoch.
         self.graphs = GraphCounts()
-        # Set when the device is lost to this process, after which nothing is answered; and why.
+        # Set when the device is lost to this process: from then on calls are refused. And the reason.
         self.lost = asyncio.Event()
         self.lost_reason = ""
 
     def serve(self, backend: Backend, ranks: OtherRanks | None = None) -> None:
-        """Answers calls from now on with a loaded backend; `ranks`: those that this process leads."""
+        """From now on answers calls with this loaded backend. `ranks`: the other ranks, if this process is rank 0 of a
+        group.
+        """
         self._backend, self._ranks = backend, ranks
 
     async def describe(self, block_size: int, token_budget: int, contract_revision: int = 0) -> BackendDescription:
-        """The loaded model and measured memory, whatever the manager's revision. Raises InvalidRequest, OutOfMemory
-        where a step has too little to be profiled, or Unavailable while loading.
+        """The loaded model and measured memory, for any revision of the manager. Raises InvalidRequest; OutOfMemory if
+        memory is too short to profile a step; Unavailable while loading.
         """
         backend = self._serving()
         check_describe(block_size, token_budget, contract_revision)
@@ -104,12 +109,12 @@ class Session:
     # -- epochs
 
     async def attach(self, order: AttachOrder) -> int:
-        """Allocates the pools and returns the new epoch. Raises InvalidRequest, FailedPrecondition, OutOfMemory or
-        Unavailable; only once the order is found good is the epoch before it ended.
+        """Allocates the pools and returns the new epoch. Ends the previous epoch only after the order has passed all
+        checks. Raises InvalidRequest, FailedPrecondition, OutOfMemory or Unavailable.
         """
         backend = self._serving()
         check_order(order)
-        # Before anything is waited for or asked of the backend, whose thread runs the holder's steps.
+        # Before any wait and any call of the backend, whose thread runs the steps of the manager that is attached.
         self._refuse_if_held(order)
         async with self._attaching:
             description = self._descriptions.get(order.block_size)
@@ -128,7 +133,8 @@ class Session:
         if current is None or current.over or order.take_over or current.manager_id == order.manager_id:
             return
         if any(stream.epoch is current for stream in self._streams):
-            # Without the holder's id, with which another one would need no take_over; the log has it.
+            # The message does not name the attached manager's id: a caller that used it would need no take_over. The
+            # log has the id.
             raise FailedPrecondition(
                 "another manager drives this executor: stop it, or attach with take_over (P3)",
                 "EXECUTOR_HELD",
@@ -136,7 +142,7 @@ class Session:
             )
 
     async def _allocate(self, backend: Backend, order: AttachOrder) -> GraphCounts:
-        """Runs after the step under way, if any: the worker thread takes one job at a time."""
+        """Allocates after the step under way, if any: the worker thread runs one job at a time."""
         try:
             with phase(f"allocating {order.num_device_blocks + order.num_host_blocks} blocks"):
                 graphs = await self._ask(
@@ -151,7 +157,7 @@ class Session:
     def _open_epoch(self, backend: Backend, order: AttachOrder, description: BackendDescription) -> int:
         if self._closed:
             raise Draining("the executor is shutting down")
-        # Rises within the process even if the clock goes back, and across restarts as the clock does.
+        # Increases within the process even if the clock goes back, and across restarts because the clock advances.
         self._last_epoch = max(self._clock_ns(), self._last_epoch + 1)
         limits = EpochLimits(
             block_size=order.block_size,
@@ -192,8 +198,8 @@ class Session:
     # -- streams
 
     def open_stream(self, number: int | None = None) -> StepStream:
-        """Begins a Run call of the epoch with this number; None: its first step says which epoch it belongs to, and no
-        epoch is held by it before. Raises Unavailable, StaleEpoch or FailedPrecondition.
+        """Begins a Run call for the epoch with this number. None: the first step of the stream names the epoch, and
+        until then the stream holds none. Raises Unavailable, StaleEpoch or FailedPrecondition.
         """
         self._serving()
         stream = StepStream()
@@ -204,11 +210,11 @@ class Session:
 
     @property
     def limits(self) -> EpochLimits | None:
-        """Of the epoch that is open."""
+        """The limits of the current epoch; None if there is none."""
         return None if self._current is None else self._current.limits
 
     def check_epoch(self, stream: StepStream, number: int) -> None:
-        """Raises StaleEpoch or FailedPrecondition unless the stream may have a step of the epoch with this number."""
+        """Raises StaleEpoch or FailedPrecondition unless the stream may bring a step of the epoch with this number."""
         epoch = stream.epoch or self._bind(stream, number)
         if epoch.epoch != number:
             raise StaleEpoch(f"epoch: {number} is over: attach again (P6)")
@@ -221,11 +227,14 @@ class Session:
         self._compute.post(lambda: run_step(self._collector, epoch, step.step, launch, ended))
 
     def finish_input(self, stream: StepStream, refusal: PageKVError | None = None) -> None:
-        """Ends the stream after its last result: no more steps will come, or one that is refused before it is read."""
+        """Ends the stream after the result of its last step, because no more steps come, or because of `refusal` if the
+        next step was refused before it was decoded.
+        """
         epoch = stream.epoch
 
         def end() -> None:
-            # A fenced epoch dropped steps, so this is no clean end: the stream gets the reason instead.
+            # A fenced epoch has dropped steps, so this is not a clean end: the stream gets the reason from
+            # `_end_epoch`.
             if epoch is not None and epoch.over:
                 return
             if refusal is not None:
@@ -235,7 +244,7 @@ class Session:
         self._compute.post(lambda: self._collector.run(end, True))
 
     def close_stream(self, stream: StepStream) -> None:
-        """Ends a Run call, and with it the epoch it is bound to. Idempotent."""
+        """Ends a Run call and the epoch that it is bound to. Idempotent."""
         if stream.closed:
             return
         stream.closed = True
@@ -246,7 +255,9 @@ class Session:
             self._end_epoch(epoch, StaleEpoch(f"the stream of epoch {epoch.epoch} ended: attach again"))
 
     def _bind(self, stream: StepStream, number: int) -> Epoch:
-        """Gives the stream to the epoch with this number. Errors name no other number, which only its manager knows."""
+        """Binds the stream to the epoch with this number. Errors do not name the current epoch's number, which only its
+        manager may know.
+        """
         current = self._current
         if current is None or current.epoch != number:
             raise StaleEpoch(f"epoch: {number} is over: attach again (P6)")
@@ -256,7 +267,7 @@ class Session:
         return current
 
     def _ended(self, stream: StepStream, outcome: ExecutedStep | StepFailure) -> None:
-        """On the thread that collected the step."""
+        """Reports the end of a step. Runs on the thread that collected it."""
         if isinstance(outcome, ExecutedStep):
             self._report(stream, outcome)
             return
@@ -266,8 +277,8 @@ class Session:
             self._lose(told)
 
     async def _ask(self, backend: Backend, function: Callable[[], T]) -> T:
-        """Calls a method of the backend on the worker thread, after the steps posted before; returns or raises as it
-        does.
+        """Calls `function`, a call of the backend, on the worker thread after the steps posted before. Returns its
+        result, or raises its error; raises Unavailable if the device is lost.
         """
 
         def ask() -> T:
@@ -282,7 +293,7 @@ class Session:
         return await self._compute.call(ask)
 
     def _lose(self, error: object) -> None:
-        """On either thread: sets `lost`, after everything reported before is delivered."""
+        """Sets `lost` after everything reported before is delivered. Callable from any thread."""
 
         def lose() -> None:
             if not self.lost.is_set():
@@ -293,7 +304,7 @@ class Session:
             self._loop.call_soon_threadsafe(lose)
 
     def _report(self, stream: StepStream, outcome: ExecutedStep | Exception | None) -> None:
-        """On either thread: hands an outcome to the event loop."""
+        """Hands an outcome to the event loop. Callable from any thread."""
         try:
             self._loop.call_soon_threadsafe(stream.deliver, outcome)
         except RuntimeError:

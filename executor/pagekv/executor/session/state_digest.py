@@ -1,4 +1,6 @@
-"""A digest of what the steps of an epoch made of tables and tokens, by which ranks of a group find that they differ."""
+"""A digest of the block tables and tokens that the steps of an epoch led to. Ranks of a group compare it to find
+differences.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,17 @@ from pagekv.executor.backend.interface import Sampled, SequenceState
 from pagekv.executor.session.step import Step
 
 DIGEST_BYTES = 8
-# Steps in which every whole block table comes once, a share of them in each: one of 2,000 blocks takes 50 microseconds.
+# Each step includes some whole block tables, so that every table comes once in this many steps: hashing a table of
+# 2,000 blocks takes 50 microseconds.
 WHOLE_EVERY = 64
 
 
 class StateDigest:
-    """Of one epoch. `launched` is called in the order of the steps, and so is `collected`; between them may be others'.
+    """The digest of one epoch. `launched` and `collected` are each called in the order of the steps; later steps may be
+    launched before an earlier one is collected.
 
-    Tokens are chained apart from the rest: one rank may have collected a step when it launches the next, and another
-    not.
+    Tokens have a hash chain of their own: when a rank launches the next step, it may have collected the step before or
+    not, which differs between ranks.
     """
 
     def __init__(self) -> None:
@@ -27,8 +31,8 @@ class StateDigest:
         self._tokens = hashlib.blake2b(digest_size=DIGEST_BYTES)
 
     def launched(self, step: Step, live: Mapping[int, SequenceState]) -> bytes:
-        """Of all changes up to a step that was applied, and of the whole block tables of the live sequences whose turn
-        it is: of each one in `WHOLE_EVERY` steps.
+        """The digest of all changes up to this step, which was just applied. Includes the whole block tables of the
+        live sequences whose turn it is: each comes once in `WHOLE_EVERY` steps.
         """
         add = self._changes.update
         add(struct.pack("<QQ", step.step, len(live)))
@@ -39,7 +43,7 @@ class StateDigest:
         for copies in step.memory_ops:
             add(str(copies.direction).encode() + _bytes(copies.sources) + _bytes(copies.destinations))
         for new in step.new_seqs:
-            # Its table and tokens are the sequence's own by now, and grow.
+            # The lists of the message are the live sequence's own: they include blocks that this step appended.
             add(struct.pack("<IQQ", new.seq_id, new.num_prompt_tokens, new.computed_tokens))
             add(_bytes(new.block_table))
             add(_bytes(new.token_ids))
@@ -50,7 +54,7 @@ class StateDigest:
         return self._changes.digest()
 
     def collected(self, launched: bytes, sampled: Mapping[int, Sampled], failed: Collection[int]) -> bytes:
-        """Of a step that `launched` stands for, and of every token up to it."""
+        """The digest of a step, given its digest from `launched`, and of every token sampled up to it."""
         seqs, tokens = _bytes(sampled), _bytes(each.token_id for each in sampled.values())
         self._tokens.update(launched + seqs + tokens + _bytes(failed))
         return self._tokens.digest()

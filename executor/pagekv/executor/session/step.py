@@ -1,4 +1,4 @@
-"""A step as it arrives and what is reported of it, without protobuf. Nothing in an arriving step is checked yet."""
+"""A step as it arrives, with nothing in it checked yet, and the result that is reported; without protobuf."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 
 from pagekv.executor.backend.interface import BlockCopies, Sampled, Sampling, SequenceState
 
-# The `sampling`, compared by identity, of a new sequence whose message has none. Refused.
+# Stands for the missing `sampling` of a new sequence's message, compared by identity. Such a step is refused.
 NO_SAMPLING = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step; fields, order and meaning as `StepRequest` in the contract. Columns pair by position."""
+    """One step, with the fields, order and meaning of `StepRequest` in the contract. Columns pair by position."""
 
     epoch: int
     step: int
@@ -23,14 +23,14 @@ class Step:
     append_blocks: list[int] = field(default_factory=list)
     scheduled_seqs: list[int] = field(default_factory=list)
     scheduled_tokens: list[int] = field(default_factory=list)
-    # The message, to be handed on as it came; empty where it is not known.
+    # The message's bytes, which rank 0 passes on unchanged; empty if they are not known.
     encoded: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutedStep:
-    """The result of one step. `sampled` is by seq_id, in the order the sequences entered the epoch; `failed` are the
-    sequences that would have sampled too, and could not, because their logits are not numbers or were not before.
+    """The result of one step. `sampled` is by seq_id, in the order in which the sequences entered the epoch. `failed`
+    are the sequences that should have sampled but could not, because their logits are NaN in this or an earlier step.
     """
 
     epoch: int
@@ -40,9 +40,9 @@ class ExecutedStep:
     execute_us: int
     idle_us: int
     failed: list[int] = field(default_factory=list)
-    # 0: the backend does not say.
+    # 0: the backend does not report it.
     threads: int = 0
-    # Of a group: microseconds that each rank worked on a step, by rank.
+    # In a group: microseconds that each rank worked on a step, by rank.
     rank_us: tuple[int, ...] = ()
-    # Of a group: what `StateDigest` makes of the epoch up to here.
+    # In a group: the `StateDigest` of the epoch up to this step.
     digest: bytes = b""

@@ -1,9 +1,9 @@
-"""Every rule of a step, checked against the live state before any state or memory is touched.
+"""Checks every rule of a step against the live state before any state or memory is touched.
 
 A manager is not trusted with the executor's memory: a step that names a wrong id, length, slot or epoch is refused
-whole, with the proto path of the field, its bounds, and the number that executor_service.proto gives the rule. The cost
-is that of what the step changes and of the block tables that it brings or is the first to append to, plus a few
-comparisons per live sequence.
+whole, with the proto path of the field, its bounds, and the rule's number in executor_service.proto. The cost is
+proportional to the step's changes and to the block tables that it brings or is the first to append to, plus a few
+comparisons for each live sequence.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pagekv.executor.session.field_checks import (
 from pagekv.executor.session.step import NO_SAMPLING, Step
 from pagekv.executor.session.written_slots import WrittenSlots
 
-# Tokens one step may compute at most, even where more were profiled.
+# The most tokens that one step may compute, even if more were profiled.
 MAX_STEP_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class EpochLimits:
-    """Bounds of ids and lengths in an epoch, and the features that its steps may use."""
+    """The bounds of ids and lengths in an epoch, and the features that its steps may use."""
 
     block_size: int
     num_device_blocks: int
@@ -42,7 +42,7 @@ class EpochLimits:
 
     @property
     def max_blocks(self) -> int:
-        """Blocks in the longest table."""
+        """The number of blocks in the longest block table."""
         return -(-self.max_model_len // self.block_size)
 
 
@@ -54,8 +54,8 @@ def check_step(
     limits: EpochLimits,
     written: WrittenSlots,
 ) -> CheckedStep:
-    """Checks a step against the sequences that are live, in the order of entering, and what is written. Raises
-    StaleEpoch or InvalidRequest; changes nothing.
+    """Checks a step against the live sequences, which are in the order in which they entered, and the written slots.
+    Changes nothing. Raises StaleEpoch or InvalidRequest.
     """
     if step.epoch != epoch:
         raise StaleEpoch(f"epoch: {step.epoch} is over: attach again (P6)")
@@ -65,7 +65,9 @@ def check_step(
 
 
 class CheckedStep:
-    """A step that `check_step` found good, and what follows from it."""
+    """A step that has passed all checks, and the state that follows from it. The constructor raises
+    InvalidRequest.
+    """
 
     def __init__(
         self, step: Step, live: Mapping[int, SequenceState], limits: EpochLimits, written: WrittenSlots
@@ -73,9 +75,9 @@ class CheckedStep:
         self._step, self._limits, self._written = step, limits, written
         # The written slots as the copies leave them.
         self.copied = written.copied()
-        # By block that tokens are computed for: the slot behind the last of them.
+        # For each block that tokens are computed in: one past the last slot that is written.
         self.ends: dict[int, int] = {}
-        # The sequences that are live after the step, by seq_id, in the order of entering.
+        # The sequences that are live after the step, by seq_id, in the order in which they entered.
         self.live = dict(live)
         for index, seq_id in enumerate(step.finished_seqs):
             if seq_id not in live:
@@ -94,7 +96,7 @@ class CheckedStep:
                 "R20",
             )
         appended, counts = self._appended(), self._counts()
-        # Tokens of all sequences; and the shares of those that compute any, in the order of entering.
+        # The tokens of all sequences; and the share of each sequence that computes any, in the order of `live`.
         self.num_tokens = 0
         self.scheduled = self._schedule(appended, counts)
         for index, state in enumerate(step.new_seqs):
@@ -116,7 +118,7 @@ class CheckedStep:
         check_ids(f"{path}.destinations", op.destinations, "block", pool_size, "R7")
         check_distinct(f"{path}.destinations", op.destinations, "R8")
         if op.direction is CopyDirection.COPY:
-            # All pairs of one operation may be copied at once, so a chain inside it would have no defined result.
+            # All pairs of one operation may be copied at once, so a chain of copies within it has no defined result.
             sources = set(op.sources)
             for index, block in enumerate(op.destinations):
                 if block in sources:
@@ -172,7 +174,7 @@ class CheckedStep:
         for index, (seq_id, block) in enumerate(zip(seqs, blocks, strict=True)):
             path, state = f"append_blocks[{index}]", self._state(f"append_seqs[{index}]", seq_id, "R23")
             if state.blocks is None:
-                # Once, since to look through a long table takes as long as to copy it.
+                # Built once, because searching a long table takes as long as copying it.
                 state.blocks = set(state.block_table)
             new = appended.setdefault(seq_id, {})
             if block in state.blocks or block in new:
@@ -189,7 +191,7 @@ class CheckedStep:
         return self.live[seq_id]
 
     def _counts(self) -> dict[int, int]:
-        """Tokens to compute by seq_id, for the sequences that the step names."""
+        """The number of tokens to compute, by seq_id, for the sequences that the step names."""
         seqs, tokens = self._step.scheduled_seqs, self._step.scheduled_tokens
         check_columns("scheduled_tokens", tokens, "scheduled_seqs", seqs, "R26")
         counts: dict[int, int] = {}
@@ -217,7 +219,7 @@ class CheckedStep:
             if not count:
                 continue
             first, end = start // block_size, start + count
-            # The sequence's table, but for so many entries before that of the first computed position.
+            # The sequence's block table, without its first `left_out` entries.
             table, left_out = state.block_table, 0
             if seq_id in appended:
                 table, left_out = [*table[first:], *appended[seq_id]], first
@@ -236,7 +238,7 @@ class CheckedStep:
                     "R30",
                 )
             last = end - first * block_size
-            if last <= block_size:  # as of most sequences
+            if last <= block_size:  # one block, as for most sequences
                 if (block := table[first - left_out]) in ends:
                     raise self._two_writers(block, seq_id, scheduled, appended)
                 ends[block] = last
@@ -273,8 +275,8 @@ class CheckedStep:
         )
 
     def _check_computed(self, path: str, new: SequenceState, computes: bool) -> None:
-        """Checks that the slots of computed tokens are written, which they may be in this very step: every layer writes
-        the keys and values of the whole step before it attends.
+        """Checks that the slots of a new sequence's computed tokens are written. This very step may write them, because
+        every layer writes the keys and values of the whole step before it attends.
         """
         size, copied = self._limits.block_size, self.copied.on_device
         num_full, rest = divmod(new.computed_tokens, size)
@@ -283,12 +285,13 @@ class CheckedStep:
             for block in full:
                 self._check_written(path, block, size, self.ends.get(block, 0))
         if rest:
-            # The sequence's own tokens come behind its computed ones in this block.
+            # If the sequence computes, it writes this block itself, after its computed tokens; only slots written
+            # before count then.
             block = new.block_table[num_full]
             self._check_written(path, block, rest, 0 if computes else self.ends.get(block, 0))
 
     def _check_written(self, path: str, block: int, needed: int, now: int) -> None:
-        """Checks that a block has so many written slots; `now`: as many as this step computes."""
+        """Checks that a block has `needed` written slots; `now`: how many this step writes."""
         written = max(self.copied.on_device.get(block, self._written.of(block)), now)
         if written < needed:
             raise InvalidRequest(
@@ -299,11 +302,11 @@ class CheckedStep:
             )
 
     def _blocks_path(self, seq_id: int) -> str:
-        """The field that gives a sequence its blocks."""
+        """The path of the field that gives a sequence its blocks."""
         entered = [index for index, state in enumerate(self._step.new_seqs) if state.seq_id == seq_id]
         return f"new_seqs[{entered[0]}].block_ids" if entered else "append_blocks"
 
     def _tokens_path(self, seq_id: int) -> str:
-        """The field that says how many tokens a sequence computes."""
+        """The path of the field that says how many tokens a sequence computes."""
         seqs = self._step.scheduled_seqs
         return f"scheduled_tokens[{seqs.index(seq_id)}]" if seq_id in seqs else "scheduled_seqs"

@@ -1,4 +1,4 @@
-"""One step from launch to its end, on any rank: the first step of an epoch that fails ends the epoch."""
+"""Runs one step from launch to its end, on any rank. The first step that fails ends its epoch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = Log(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StepFailure:
-    """The end of an epoch by a step."""
+    """The failure of a step, which ends its epoch."""
 
     step: int
-    # Of a step that was not begun.
+    # The error, if the step was refused before it began.
     refusal: PageKVError | None
     reason: str
     # Whether the device is lost to this process.
@@ -34,15 +34,15 @@ def run_step(
     launch: Callable[[], LaunchedStep],
     ended: Callable[[ExecutedStep | StepFailure], None],
 ) -> None:
-    """Launches a step, unless its epoch is over, and has it collected after those before it. `ended` is called where
-    it was collected, but for steps behind one that failed. On the thread that calls the backend.
+    """Launches a step, unless its epoch is over, and has it collected after the earlier steps. Runs on the thread that
+    calls the backend. `ended` is called on the thread that collects the step, but not for steps after a failed one.
     """
     if epoch.over:
         return
     try:
         launched = launch()
     except Exception as error:
-        # Before any later step is looked at.
+        # Set at once, before a later step is launched.
         epoch.over = True
         failure = _failure(epoch, step, error)
         collector.run(lambda: _fail(epoch, failure, ended), True)
@@ -64,7 +64,7 @@ def _collect(
 
 
 def _failure(epoch: Epoch, step: int, error: Exception) -> StepFailure:
-    """On the thread that the step failed on."""
+    """Describes and logs the failure. Runs on the thread on which the step failed."""
     if isinstance(error, PageKVError):
         log.warning("refused a step", epoch=epoch.epoch, step=step, reason=error)
         return StepFailure(step, error, str(error), lost=False)

@@ -1,5 +1,5 @@
-"""A thread with a queue, for calling the backend or for collecting steps. Jobs run strictly in the order they were
-posted. While there are none, the thread may do something that is not urgent, in short pieces.
+"""A thread with a queue of jobs, which calls the backend or collects steps. Jobs run strictly in the order in which
+they were posted. While there are none, the thread may do work that is not urgent, in short pieces.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from pagekv.common.logs import Log
 
 log = Log(__name__)
 
-# Without a job for so long the thread is idle; between two steps it is not.
+# Seconds without a job after which the thread counts as idle; the time between two steps is shorter.
 IDLE_S = 0.05
 
 T = TypeVar("T")
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Takes from an error, and from those behind it, the variables of the functions that they left. An error that is
-    kept, by a job or by a cycle of references, would keep with these a pool of gigabytes, and the next pool would find
-    no room.
+    """Clears the local variables in the tracebacks of an error and of the errors that led to it. Otherwise an error
+    that a job or a reference cycle keeps alive could keep a pool of gigabytes, and the next pool would not fit.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -34,26 +33,26 @@ def release_frames(error: BaseException | None) -> None:
 
 
 class WorkerThread:
-    """States: running from construction, stopped after `stop`.
+    """A thread with a queue. States: running from construction, stopped after `stop`.
 
-    A daemon: a backend that hangs cannot keep the process from exiting.
+    It is a daemon thread, so that a backend that hangs cannot keep the process from exiting.
     """
 
     def __init__(self, name: str = "compute") -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        # Does a piece, and tells whether more can be done before the next job.
+        # Does one piece of idle work; True if more can be done before the next job.
         self._when_idle: Callable[[], bool] | None = None
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
     def post(self, job: Callable[[], None]) -> None:
-        """Queues a job that reports its own result and must not raise. Callers bound the queue."""
+        """Queues a job, which reports its own result and must not raise. Callers bound the queue."""
         self._jobs.put(job)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Runs `function` after everything queued and returns or raises what it does.
+        """Runs `function` after everything queued; returns its result or raises its error.
 
-        Cancelling the caller does not stop a function that runs already.
+        Cancelling the caller does not stop a function that is already running.
         """
         future: Future[T] = Future()
 
@@ -72,13 +71,13 @@ class WorkerThread:
         return await asyncio.wrap_future(future)
 
     def when_idle(self, piece: Callable[[], bool]) -> None:
-        """Calls `piece` whenever no job came for IDLE_S, and again until it returns False or there is a job: a job
-        waits for one piece at most. From the next job on.
+        """Calls `piece` whenever no job came for IDLE_S, and again until it returns False or a job comes. So a job
+        waits for one piece at most. Takes effect after the next job.
         """
         self._when_idle = piece
 
     def stop(self) -> None:
-        """Ends the thread after what is queued; does not wait for it."""
+        """Ends the thread after the queued jobs; does not wait for that."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -89,7 +88,9 @@ class WorkerThread:
 
 
 def next_job(jobs: SimpleQueue[T], piece: Callable[[], bool] | None) -> T:
-    """The next job of a thread, which does pieces of idle work, if it has any, as `WorkerThread.when_idle` says."""
+    """Waits for the next job. Meanwhile does pieces of idle work, if `piece` is given, as `WorkerThread.when_idle`
+    describes.
+    """
     if piece is not None:
         with suppress(Empty):
             return jobs.get(timeout=IDLE_S)
@@ -100,7 +101,7 @@ def next_job(jobs: SimpleQueue[T], piece: Callable[[], bool] | None) -> T:
 
 
 def _run(function: Callable[[], object]) -> object:
-    """Its result; None where it raises."""
+    """The function's result; logs an exception and returns None."""
     try:
         return function()
     except Exception:

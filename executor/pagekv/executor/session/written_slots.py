@@ -1,7 +1,7 @@
-"""The slots of the pools that were written in an epoch: what its sequences may call computed, and its copies may read.
+"""The slots of the pools that were written in an epoch. Only these may count as computed tokens and be read by copies.
 
-Pools of a new epoch are zeros, but a manager that reads what it never wrote has lost its count, and would serve a text
-that follows from nothing. So such a step is refused (R36 and R37 in executor_service.proto).
+The pools of a new epoch are zero. A manager that reads slots which it never wrote has made a mistake, and would serve
+text without meaning. So such a step is refused (R36 and R37 in executor_service.proto).
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pagekv.executor.backend.interface import BlockCopies, CopyDirection
 
 
 class WrittenSlots:
-    """How many leading slots of each block were written, of the device pool and the host pool.
+    """The number of leading slots that were written in each block of the device pool and the host pool.
 
-    Sequences write their positions in order, and enter behind positions that were written, so no written slot follows
-    one that was not. Numbers rise, except where a copy replaces a block: it then has what its source had.
+    Sequences write their positions in order, and start after positions that were written, so the written slots of a
+    block are always its first ones. The numbers never fall, except where a copy replaces a block: the block then has
+    the number of its source.
     """
 
     def __init__(self, num_device_blocks: int, num_host_blocks: int) -> None:
-        # Up to 256, the largest block.
+        # Counts up to 256, the largest block size.
         self._device = array("H", bytes(2 * num_device_blocks))
         self._host = array("H", bytes(2 * num_host_blocks))
 
@@ -32,11 +33,11 @@ class WrittenSlots:
         return not blocks or min(map(self._device.__getitem__, blocks)) == block_size
 
     def copied(self) -> CopiedSlots:
-        """The slots as the copies of a step will leave them."""
+        """The written slots after the copies of one step, which are to be added."""
         return CopiedSlots(self._device, self._host)
 
     def write(self, ends: Mapping[int, int]) -> None:
-        """Device blocks are written up to these slots, by block."""
+        """Notes that device blocks are written up to, but not including, the slots `ends`, by block."""
         counts = self._device
         for block, end in ends.items():
             if counts[block] < end:
@@ -44,22 +45,22 @@ class WrittenSlots:
 
 
 class CopiedSlots:
-    """Changes of `WrittenSlots` by the copies of one step, in their order. Nothing is changed before `apply`."""
+    """The changes of `WrittenSlots` by the copies of one step, in order. `WrittenSlots` itself changes in `apply`."""
 
     def __init__(self, device: array[int], host: array[int]) -> None:
         self._device, self._host = device, host
-        # By block.
+        # Changed counts by block.
         self.on_device: dict[int, int] = {}
         self._on_host: dict[int, int] = {}
 
     def add(self, copies: BlockCopies) -> int:
-        """Adds whole-block copies, with ids in their pools. Returns the position of the first pair whose source has no
-        written slot, -1 where every source has.
+        """Adds whole-block copies; their ids are within the pools. Returns the position of the first pair whose source
+        has no written slot; -1 if there is none.
         """
         counts, changed = self._device, self.on_device
         if copies.direction is CopyDirection.SWAP_IN:
             counts, changed = self._host, self._on_host
-        # All pairs may be copied at once, so none reads what another one writes.
+        # All pairs may be copied at once, so no pair reads a block that another one writes.
         sources = [changed.get(block, counts[block]) for block in copies.sources]
         written = self._on_host if copies.direction is CopyDirection.SWAP_OUT else self.on_device
         written.update(zip(copies.destinations, sources, strict=True))
