@@ -1,5 +1,5 @@
-"""A group of ranks: rank 0 hands steps on, and every rank does the same with them (DESIGN 4, Ranks). No torch but in
-`rendezvous`.
+"""A group of ranks: rank 0 passes steps on, and every rank executes the same steps (DESIGN 4, Ranks). Only `rendezvous`
+imports torch.
 
 A reader may take the modules in this order:
 

@@ -1,4 +1,4 @@
-"""Facts that the ranks of a group must have alike, and the description of a group, from those of its ranks."""
+"""Checks the facts in which all ranks of a group must agree, and combines the descriptions of the ranks into one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from pagekv.executor.backend.interface import BackendDescription, BackendFeature
 from pagekv.executor.ranks.start_errors import CannotStart
 
-# In the place of a fact: why this rank cannot start.
+# The name of a fact that stands for all others: the reason why this rank cannot start.
 FAILURE = "why it cannot start"
-# Fields of a description that may differ: memory and speed, which are measured.
+# Fields of a description in which ranks may differ: mostly measured memory and speed.
 _MEASURED = {
     "device_kv_bytes",
     "host_kv_bytes",
@@ -25,12 +25,12 @@ _WORD = 96
 
 
 class RanksDisagree(CannotStart):
-    """Two ranks have something that has to be equal and is not; the message names both, and what each has."""
+    """Two ranks differ in a fact that has to be equal; the message names both ranks and both values."""
 
 
 def check_facts(facts: Mapping[int, Mapping[str, Any]]) -> None:
-    """Raises CannotStart, where a rank has a failure instead, and RanksDisagree, where ranks differ from rank 0 in one
-    of their facts. By rank, then by name.
+    """`facts`: by rank, then by name. Raises CannotStart if a rank reports a failure, and RanksDisagree if a rank
+    differs from rank 0 in a fact.
     """
     for rank, own in sorted(facts.items()):
         if FAILURE in own:
@@ -52,8 +52,8 @@ def _shown(value: Any) -> str:
 
 
 def group_description(descriptions: Mapping[int, BackendDescription]) -> BackendDescription:
-    """The description of the group, from that of each rank: memory as on the rank that has room for the fewest blocks,
-    speed as of the slowest, the rest as on all. Raises RanksDisagree.
+    """The description of the group from the descriptions of its ranks: the least memory and the lowest speeds of any
+    rank, the features that all have, and the fields that are equal on all. Raises RanksDisagree.
     """
     check_facts(
         {
@@ -75,7 +75,7 @@ def group_description(descriptions: Mapping[int, BackendDescription]) -> Backend
 
 
 def description_from_json(content: Mapping[str, Any]) -> BackendDescription:
-    """The description with these fields. Raises KeyError, TypeError or ValueError for what no rank sends."""
+    """The description in a rank's answer. Raises KeyError, TypeError or ValueError for content that no rank sends."""
     values = {field.name: content[field.name] for field in fields(BackendDescription)}
     values["eos_token_ids"] = tuple(values["eos_token_ids"])
     values["features"] = tuple(map(BackendFeature, values["features"]))

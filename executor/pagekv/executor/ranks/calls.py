@@ -1,5 +1,5 @@
-"""A call of the backend that all ranks make at once, and how each of them fares. One that fails alone, in the middle of
-what ranks compute together, leaves the others waiting for it: it is named, and the group ends.
+"""A call of the backend that all ranks make at the same time, and the answer of each rank. If one rank fails alone
+while ranks compute together, the others wait for it in a collective: then the group ends with that rank's error.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ _OWN = 0
 
 
 class CallBroken(RuntimeError):
-    """A rank failed, and others did not come to the end of the call."""
+    """A rank failed, and other ranks did not finish the call."""
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """The answer of a rank that failed; with `passes` where others, or the network, may have caused it."""
+    """The answer of a rank that failed. It has `passes` if other ranks or the network may have caused the error."""
     if isinstance(error, InvalidRequest):
         return {"error": error.description, "field": error.field}
     return {"error": words_of(error)} | ({"passes": True} if can_pass(error) else {})
 
 
 class Call:
-    """Of rank 0 and the `others`. Used by several threads."""
+    """One call on rank 0 and the `others`. Safe for several threads."""
 
     def __init__(self, name: str, others: Iterable[int], broken: Callable[[str], None]) -> None:
-        """`broken` is called with the reason when some ranks wait for one that failed; it need not return."""
+        """`broken` is called with the reason if some ranks still wait for a failed one after OTHERS_S; it need not
+        return.
+        """
         self._name, self._broken = name, broken
         self._changed = threading.Condition()
         self._missing = {_OWN, *others}
@@ -40,13 +42,13 @@ class Call:
 
     @property
     def can_pass(self) -> bool:
-        """Whether some rank has failed, and each that has by an error that can pass."""
+        """Whether a rank has failed, and all failures are errors that may be gone after another start."""
         with self._changed:
             failures = [each for each in self._answers.values() if "error" in each]
         return bool(failures) and all("passes" in each for each in failures)
 
     def answer(self, rank: int, answer: Mapping[str, Any]) -> None:
-        """A rank has come to the end; an answer with `error` says that it failed."""
+        """Takes the answer of a rank that has finished the call. An answer with `error` means that the rank failed."""
         with self._changed:
             first = "error" in answer and not any("error" in each for each in self._answers.values())
             self._missing.discard(rank)
@@ -64,7 +66,7 @@ class Call:
             self._breaking = True
             waiting = f"rank {', '.join(map(str, sorted(self._missing)))}"
         reason = f"{reason}; left waiting for it: {waiting}"
-        # First, since the caller that `wait` raises in would end this process in its own way.
+        # Before `wait` raises, because its caller would end this process in another way.
         try:
             self._broken(reason)
         finally:
@@ -73,7 +75,9 @@ class Call:
                 self._changed.notify_all()
 
     def wait(self) -> dict[int, Any]:
-        """The answers of the others, by rank, once all ranks have come to the end. Raises CallBroken."""
+        """Waits until all ranks have finished the call. Returns the answers of the other ranks, by rank. Raises
+        CallBroken.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._reason or not (self._missing or self._breaking))
             if self._reason:

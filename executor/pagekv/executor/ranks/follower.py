@@ -1,4 +1,4 @@
-"""A rank that rank 0 leads: it does what comes over the link, in order, and reports."""
+"""A rank other than rank 0: it executes the messages that come over the link, in order, and reports the results."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ LEADER = 0
 
 
 class Follower:
-    """States: connected from the beginning, over when `run` returns."""
+    """A rank that follows rank 0. States: connected from the beginning, over when `run` returns."""
 
     def __init__(self, watch: RankWatch) -> None:
-        """`watch`: over the link to rank 0, not started."""
+        """`watch`: the watch over the link to rank 0, not started yet."""
         self.watch, self._link = watch, watch.links[LEADER]
         self._messages: SimpleQueue[Message | None] = SimpleQueue()
         self._epoch: Epoch | None = None
@@ -51,8 +51,8 @@ class Follower:
             self.watch.lose(f"rank 0 was lost: {error}", LEADER)
 
     def run(self, backend: Backend) -> None:
-        """Does with the backend what rank 0 says, until the group ends in order. To be called on the thread that made
-        the backend. While rank 0 says nothing, the backend prepares what its own steps will take.
+        """Executes rank 0's messages with the backend until the group ends in order. Call it on the thread that made
+        the backend. While no message comes, the backend's `prepare` is called.
         """
         prepare = getattr(backend, "prepare", None)
         while (message := next_job(self._messages, prepare)) is not None:
@@ -64,12 +64,12 @@ class Follower:
             elif message.kind is Kind.DESCRIBE:
                 self._send(Kind.ANSWER, _answer(_described, backend, message.content))
             elif message.kind is Kind.ALLOCATE:
-                # After everything launched before, like a session.
+                # The steps launched before are finished first, as in a session, because messages are in order.
                 self._epoch = None
                 self._send(Kind.ANSWER, _answer(_allocated, backend, message.content))
 
     def end(self, reason: str, kind: Kind) -> None:
-        """This rank ends: tells rank 0, and gives it the time to end first, by what it is told."""
+        """Tells rank 0 that this rank ends, and gives rank 0 some time to end first, with this reason."""
         self.watch.end(reason, kind=kind)
         self._reader.join(OTHERS_S)
 
@@ -94,7 +94,7 @@ class Follower:
         run_step(self._collector, epoch, epoch.next_step, lambda: epoch.launch(wire.step(data)), ended)
 
     def _ended(self, epoch: Epoch, outcome: ExecutedStep | StepFailure) -> None:
-        """Reports a step, or the failure of one: rank 0 has the reports of those before, which it waits for."""
+        """Reports a step or its failure to rank 0, which has the reports of all earlier steps by then."""
         if isinstance(outcome, ExecutedStep):
             with suppress(LinkLost):  # the reader has noticed
                 report = RankReport(epoch.epoch, outcome.step, outcome.digest, outcome.rank_us[0])
@@ -103,7 +103,7 @@ class Follower:
         reason = f"it refused it: {outcome.reason}" if outcome.refusal else outcome.reason
         self._send(Kind.FAILED, {"epoch": epoch.epoch, "step": outcome.step, "reason": reason})
         if outcome.lost:
-            # In the middle of a collective no rank can stay behind.
+            # The other ranks may wait for this one in a collective, so the group cannot continue.
             self.watch.lose(f"step {outcome.step} failed on this rank: {reason}")
 
 
@@ -129,6 +129,6 @@ def _allocated(backend: Backend, content: list[int]) -> dict[str, Any]:
     try:
         backend.allocate(*content)
     except MemoryError as error:
-        # Known to all ranks, or of no concern to them.
+        # An answer and not a failure: all ranks know of it, or need not.
         return {"short": str(error)}
     return {}

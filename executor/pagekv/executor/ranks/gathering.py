@@ -1,4 +1,4 @@
-"""How ranks find each other and agree, before anything is loaded: rank 0 listens, the others say hello."""
+"""How ranks find each other and compare their facts, before anything is loaded: rank 0 listens, the others connect."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ from pagekv.executor.ranks.link import Kind, LinkLost, RankLink
 from pagekv.executor.ranks.start_errors import CannotStart, MayPass
 from pagekv.executor.world import World
 
-# Seconds for a greeting, which is there at once.
+# Timeout for a greeting in seconds; a rank sends it as soon as it is connected.
 _GREETING_S = 5.0
-# Seconds between two tries to reach rank 0.
+# Seconds between two attempts to reach rank 0.
 _AGAIN_S = 0.2
 
 
 class NoGroup(MayPass, ValueError):
-    """The ranks do not come together now; the message says why, in one line."""
+    """The ranks do not come together, but another start may succeed; the message says why, in one line."""
 
 
 class JoinTime:
-    """The time in which ranks have to come together, from now on. As text: `within 300 s (--join-timeout-s)`."""
+    """The time that ranks have to come together, counted from construction. `str()` gives
+    `within 300 s (--join-timeout-s)`.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -35,7 +37,7 @@ class JoinTime:
 
     @property
     def left_s(self) -> float:
-        """Seconds; 0 at the end."""
+        """Seconds left; 0 when the time is over."""
         return max(0.0, self._end - time.monotonic())
 
     def __str__(self) -> str:
@@ -43,7 +45,7 @@ class JoinTime:
 
 
 class Meeting(NamedTuple):
-    """Where rank 0 waits for the others, and the word that shows them to be of its group."""
+    """The address where rank 0 waits for the others, and the secret by which it recognises ranks of its group."""
 
     host: str
     port: int
@@ -51,13 +53,15 @@ class Meeting(NamedTuple):
 
 
 def meeting_at(listener: socket.socket) -> Meeting:
-    """The meeting at a listening socket."""
+    """A meeting at the address of a listening socket, with a new secret."""
     host, port = listener.getsockname()[:2]
     return Meeting(host, port, secrets.token_hex(16))
 
 
 class Gathering:
-    """Rank 0's: takes in the others as they come. Links are kept when it ends, the listening socket is closed."""
+    """Rank 0's side: accepts the other ranks as they come. At its end the listening socket is closed, the links stay
+    open.
+    """
 
     def __init__(self, listener: socket.socket, meeting: Meeting, world: World, facts: Mapping[str, Any]) -> None:
         self._listener, self._meeting, self._world = listener, meeting, world
@@ -65,7 +69,9 @@ class Gathering:
         self._links: dict[int, RankLink] = {}
 
     def gather(self, joining: JoinTime) -> dict[int, RankLink]:
-        """The links to all other ranks, by rank. Raises NoGroup, or CannotStart, which the others are told too."""
+        """Waits for all other ranks and returns the links to them, by rank. Raises NoGroup or CannotStart, and sends
+        the reason to the other ranks.
+        """
         try:
             while not self._all_there():
                 self._wait(joining)
@@ -79,7 +85,7 @@ class Gathering:
         finally:
             self._listener.close()
         for link in self._links.values():
-            with suppress(LinkLost):  # its reader will say so
+            with suppress(LinkLost):  # the link's reader will report the loss
                 link.send_json(Kind.WELCOME, _own_pid())
         return self._links
 
@@ -90,7 +96,7 @@ class Gathering:
         return len(self._links) == self._world.size - 1
 
     def _forget_ended(self, rank: int) -> None:
-        """A rank that came and is gone: it is started anew while others are still missing."""
+        """Forgets a rank whose link has ended: while others are still missing, it may be started again."""
         if rank in self._links and self._links[rank].ended:
             self._links.pop(rank).close()
             del self._facts[rank]
@@ -125,12 +131,14 @@ class Gathering:
 
 
 def _own_pid() -> dict[str, Any]:
-    """The number of this process, and of the torchrun that started it, which every machine has one of."""
+    """The id of this process, and the number of the torchrun that started it; each machine has one torchrun."""
     return {"pid": os.getpid(), "group_rank": os.environ.get("GROUP_RANK", "")}
 
 
 def _pid_here(content: Mapping[str, Any]) -> int:
-    """The number of a process of the same torchrun; 0 of one elsewhere, where the number may be anybody's."""
+    """The process id of a rank of the same torchrun; 0 for a rank elsewhere, whose id may belong to any process
+    here.
+    """
     own = _own_pid()
     return int(content.get("pid", 0)) if content.get("group_rank") == own["group_rank"] else 0
 
@@ -143,9 +151,9 @@ def _refuse(link: RankLink, reason: str, kind: Kind = Kind.REFUSED) -> None:
 def join(
     find: Callable[[], Meeting], world: World, facts: Mapping[str, Any], joining: JoinTime
 ) -> tuple[RankLink, Meeting]:
-    """The link of this rank to rank 0, and where that was met, once all are there. `find` says where
-    rank 0 is, which may be another one than it was, and raises NoGroup when nobody knows. Raises NoGroup or
-    CannotStart, also for what rank 0 says.
+    """Connects this rank to rank 0 and waits until all ranks are there. Returns the link and the meeting. `find`
+    returns where rank 0 is at present, since a restarted rank 0 has another address, and raises NoGroup if there is no
+    rank 0. Raises NoGroup or CannotStart, also when rank 0 refuses.
     """
     while joining.left_s:
         meeting = find()
@@ -155,10 +163,10 @@ def join(
             hello |= _own_pid()
             try:
                 link.send_json(Kind.HELLO, hello)
-                # Others may be missing yet, for which rank 0 does not wait for ever.
+                # Waits for other ranks too: rank 0 answers when all are there or its own time is over.
                 answer = link.receive(joining.left_s + _GREETING_S)
             except LinkLost:
-                link.close()  # of a rank 0 that was ending
+                link.close()  # this rank 0 was ending
             else:
                 if answer.kind is Kind.WELCOME:
                     link.peer_pid = _pid_here(answer.content)

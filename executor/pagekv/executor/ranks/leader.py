@@ -1,4 +1,4 @@
-"""Rank 0's side of the group: the others' connections, and a backend that does on all ranks what it is asked to do."""
+"""Rank 0's side of the group: the links to the other ranks, and a backend whose calls run on all ranks."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Leader:
     """The other ranks, as rank 0 sees them. Implements `OtherRanks`."""
 
     def __init__(self, watch: RankWatch, serves: Callable[[], None] | None = None) -> None:
-        """`watch`: over the links to the others, not started. `serves` is called once all ranks have pools, which ends
-        their start; None: a group of these ranks has served before.
+        """`watch`: the watch over the links to the other ranks, not started yet. `serves` is called when all ranks have
+        pools for the first time, which ends the start; None: the ranks of this torchrun have served before.
         """
         self.watch, self._links, self._serves = watch, watch.links, serves
         self._reports = RankReports(self._links, watch.timeout_s)
-        # The latest call of the backend.
+        # The latest call on all ranks.
         self._call = Call("", self._links, self._break)
         self._epoch = 0
         for rank, link in self._links.items():
@@ -50,17 +50,18 @@ class Leader:
 
     @property
     def size(self) -> int:
-        """Ranks with rank 0."""
+        """The number of ranks, including rank 0."""
         return 1 + len(self._links)
 
     @property
     def num_differences(self) -> int:
-        """Epochs that ended because a rank differed."""
+        """The number of epochs that ended because a rank's result differed."""
         return self._reports.num_differences
 
     def call(self, kind: Kind, content: Any, own: Callable[[], T]) -> tuple[T, dict[int, Any]]:
-        """Has all ranks do it at once, this one by `own`; what that returns, and the answers of the others. Once all
-        have answered raises as `own` does. Raises CallBroken where that cannot be: the group is lost.
+        """Makes a call on all ranks at the same time, on this one by `own`. Returns the result of `own` and the answers
+        of the others. An error of `own` is raised when all ranks have answered. Raises CallBroken if they do not: the
+        group is then lost.
         """
         call = self._call = Call(kind.name.lower(), self._links, self._break)
         self._tell(kind, content)
@@ -74,13 +75,15 @@ class Leader:
         return found, call.wait()
 
     def started(self) -> None:
-        """All ranks have pools: a call that fails from now on may be made good by another start."""
+        """Notes that all ranks have pools. If a call fails from now on, another start of the ranks may help."""
         if self._serves is not None:
             self._serves()
             self._serves = None
 
     def failed(self, reason: str) -> None:
-        """A rank has failed in a call. While they start, the group ends by it for good, unless it can pass."""
+        """Notes that a rank has failed in a call. During the start this ends the group for good, unless the error may
+        be gone after another start.
+        """
         if self._serves is not None and not self._call.can_pass:
             self.watch.give_up(reason)
 
@@ -141,19 +144,19 @@ class Leader:
 
 
 class PoolsDoNotFit(MemoryError):
-    """A rank has too little memory for its pools. All have answered, so none waits for another."""
+    """A rank has too little memory for its pools. All ranks have answered, so none waits for another."""
 
 
 class GroupBackend:
-    """The backend of rank 0, with the memory that all ranks have. Implements `Backend`; steps themselves are handed on
-    by their epoch.
+    """The backend that rank 0 serves: `describe` and `allocate` run on all ranks. Implements `Backend`. The epoch
+    passes the steps themselves on (`OtherRanks`).
     """
 
     def __init__(self, own: Backend, leader: Leader) -> None:
         self._own, self.leader = own, leader
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Raises InvalidRequest where a rank does, and RanksDisagree."""
+        """The description of the group. Raises InvalidRequest if a rank does, and RanksDisagree."""
         content = {"block_size": block_size, "token_budget": token_budget}
         description, answers = self._call(Kind.DESCRIBE, content, lambda: self._own.describe(block_size, token_budget))
         others = {rank: description_from_json(answer["description"]) for rank, answer in answers.items()}
@@ -165,7 +168,7 @@ class GroupBackend:
         return replace(found, tensor_parallel_size=self.leader.size, rank_differences=self.leader.num_differences)
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
-        """Raises PoolsDoNotFit where a rank raises MemoryError."""
+        """Allocates the pools of all ranks. Raises PoolsDoNotFit if a rank raises MemoryError."""
         order = [block_size, num_device_blocks, num_host_blocks]
         short: dict[int, str] = {}
 
@@ -184,7 +187,7 @@ class GroupBackend:
         return counts
 
     def _call(self, kind: Kind, content: Any, own: Callable[[], T]) -> tuple[T, dict[int, Any]]:
-        """As the leader's, but that a rank that failed is an error."""
+        """`Leader.call`, but raises an error if any rank has failed."""
         words = f"failed to {kind.name.lower()}"
         try:
             found, answers = self.leader.call(kind, content, own)
@@ -212,12 +215,12 @@ class GroupBackend:
         self._own.finish(states)
 
     def prepare(self) -> bool:
-        """As rank 0's own backend does, if it does; the others see to theirs (`Follower.run`)."""
+        """`prepare` of rank 0's own backend, if it has one. The other ranks call theirs in `Follower.run`."""
         prepare = getattr(self._own, "prepare", None)
         return prepare is not None and prepare()
 
     def is_lost(self, error: Exception) -> bool:
-        """As rank 0's own backend says, but for what is found between steps, where no rank waits for another one: a
-        difference, which the process has counted; and what all have answered to `describe` or `allocate`.
+        """`is_lost` of rank 0's own backend, but False for errors that are found between steps, when no rank waits for
+        another: a difference between ranks, and errors after all ranks have answered `describe` or `allocate`.
         """
         return not isinstance(error, (RanksDiffer, PoolsDoNotFit, PageKVError)) and self._own.is_lost(error)

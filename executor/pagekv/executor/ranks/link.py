@@ -1,4 +1,4 @@
-"""The connection between rank 0 and another rank: messages with a kind, in order, over a stream socket."""
+"""The connection between rank 0 and another rank: messages of several kinds, in order, over a stream socket."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from contextlib import suppress
 from enum import IntEnum
 from typing import Any, NamedTuple
 
-# Seconds that the last words of a rank may take.
+# Seconds that sending the last message of a rank may take.
 LAST_WORDS_S = 0.2
-# A step has 4 MiB at most (P13), and nothing else is as long.
+# The longest message is a step, of at most 4 MiB (P13).
 MAX_BYTES = 16 * 2**20
 _HEADER = struct.Struct("<BI")
 
 
 class Kind(IntEnum):
-    """The kind of a message; JSON but for STEP, the bytes of a StepRequest, REPORT and BEAT, which is empty."""
+    """The kind of a message. The content is JSON, except for STEP (the bytes of a StepRequest), REPORT (a packed
+    struct), and BEAT and BYE (empty).
+    """
 
-    # To rank 0: who it is, and what has to agree. To it: all are there; or the group does not come about, and why.
+    # To rank 0: the rank's number and its facts. Rank 0's answer: all ranks are there; or why there is no group.
     HELLO = 1
     WELCOME = 2
     REFUSED = 3
-    # Calls of the backend, and their answers.
+    # Calls of the backend, and the answers of ranks.
     DESCRIBE = 4
     ALLOCATE = 5
     ANSWER = 6
-    # Limits of an epoch; one of its steps; what a rank made of it.
+    # The limits of an epoch; a step of it; a rank's report on a step.
     EPOCH = 7
     STEP = 8
     REPORT = 9
     # A step that a rank refused, or could not compute.
     FAILED = 10
-    # Both ways: this rank lives.
+    # In both directions: this rank is alive.
     BEAT = 11
-    # To the others: the group ends in order.
+    # From rank 0: the group ends in order.
     BYE = 12
-    # Both ways: this rank ends, and why.
+    # In both directions: this rank ends, and why.
     ENDS = 13
-    # Both ways: the group ends, and would find the same if it were started anew.
+    # In both directions: the group ends, and another start would fail for the same reason.
     CANNOT_START = 14
 
 
@@ -49,18 +51,18 @@ _KINDS = {int(kind): kind for kind in Kind}
 
 
 class LinkLost(Exception):
-    """The connection has ended, or brought something that is no message."""
+    """The connection has ended, or has delivered bytes that are not a message."""
 
 
 class Message(NamedTuple):
-    """A message as it came."""
+    """A received message."""
 
     kind: Kind
     data: bytes
 
     @property
     def content(self) -> Any:
-        """The value that its JSON stands for. Raises LinkLost."""
+        """The decoded JSON. Raises LinkLost if the data is no JSON."""
         try:
             return json.loads(self.data)
         except ValueError as error:
@@ -68,11 +70,11 @@ class Message(NamedTuple):
 
 
 class RankLink:
-    """Any thread may send; one receives."""
+    """A connection to another rank. Any thread may send; one thread receives."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        # Of the rank at the other end, as it says on its own machine; 0: not said.
+        # The process id of the rank at the other end, if the same torchrun has started it; else 0.
         self.peer_pid = 0
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -80,20 +82,22 @@ class RankLink:
         self._file = connection.makefile("rb")
 
     def send(self, kind: Kind, data: bytes = b"") -> None:
-        """Raises LinkLost."""
+        """Sends a message. Raises LinkLost."""
         with self._sending:
             self._send(kind, data)
 
     def limit_sends(self, timeout_s: float) -> None:
-        """From now on a message of which nothing is taken for so many seconds breaks the connection: the peer is cut
-        off or hangs, and its buffers are full.
+        """From now on the connection breaks if the peer accepts no bytes of a message for `timeout_s` seconds: it is
+        cut off or hangs, and its buffers are full.
         """
         seconds, rest = divmod(timeout_s, 1)
         limit = struct.pack("@ll", int(seconds), int(1e6 * rest))
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def beat(self) -> None:
-        """Sends BEAT, unless a message is being sent, which tells as much. Raises LinkLost."""
+        """Sends BEAT, unless another message is being sent, which shows as well that this rank is alive. Raises
+        LinkLost.
+        """
         if self._sending.acquire(blocking=False):
             try:
                 self._send(Kind.BEAT, b"")
@@ -101,7 +105,7 @@ class RankLink:
                 self._sending.release()
 
     def say_last(self, reason: str, kind: Kind = Kind.ENDS) -> None:
-        """Sends ENDS or CANNOT_START if that can be done at once."""
+        """Sends ENDS or CANNOT_START, if that is possible within LAST_WORDS_S."""
         if self._sending.acquire(timeout=LAST_WORDS_S):
             try:
                 with suppress(LinkLost, OSError):
@@ -113,9 +117,9 @@ class RankLink:
     def _send(self, kind: Kind, data: bytes) -> None:
         try:
             self._socket.sendall(_HEADER.pack(kind, len(data)) + data)
-        # Of `limit_sends`.
+        # The limit of `limit_sends`.
         except BlockingIOError as error:
-            # Half a message may be out, behind which nothing can be told.
+            # Part of a message may have been sent, after which no other message can be read.
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
             raise LinkLost("it takes nothing any more") from error
@@ -123,11 +127,11 @@ class RankLink:
             raise LinkLost(f"the connection broke: {error}") from error
 
     def send_json(self, kind: Kind, content: Any) -> None:
-        """Raises LinkLost."""
+        """Sends a message with JSON content. Raises LinkLost."""
         self.send(kind, json.dumps(content).encode())
 
     def receive(self, timeout_s: float | None = None) -> Message:
-        """The next message. Raises LinkLost, also when nothing comes for `timeout_s` seconds; None: waits for ever."""
+        """The next message. Raises LinkLost, also if nothing comes for `timeout_s` seconds. None waits for ever."""
         try:
             if self._socket.gettimeout() != timeout_s:
                 self._socket.settimeout(timeout_s)
@@ -136,15 +140,15 @@ class RankLink:
             if size > MAX_BYTES or kind is None:
                 raise LinkLost(f"a message of kind {number} and {size} bytes, which no rank sends")
             return Message(kind, self._read(size))
-        # ValueError: of a file that `close` has closed meanwhile.
+        # ValueError: `close` has closed the file meanwhile.
         except (OSError, ValueError) as error:
             raise LinkLost(f"the connection broke: {error}") from error
 
     @property
     def ended(self) -> bool:
-        """Whether the other end is gone, of a link from which nobody receives."""
+        """Whether the other end is gone. Call only while no thread receives."""
         try:
-            # Unlike select's, its descriptors may be any number.
+            # poll, because select does not accept descriptors above 1023.
             come = select.poll()
             come.register(self._socket, select.POLLIN)
             return bool(come.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
@@ -158,9 +162,9 @@ class RankLink:
         return data
 
     def close(self) -> None:
-        """Ends the connection; whoever receives gets LinkLost. Idempotent."""
+        """Ends the connection; a thread that receives gets LinkLost. Idempotent."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-        # The descriptor stays open as long as the file is.
+        # The descriptor stays open until the file is closed too.
         self._file.close()
         self._socket.close()

@@ -1,4 +1,6 @@
-"""The store that torchrun keeps for its ranks, in which rank 0 writes where it is found. Imports torch."""
+"""The store that torchrun keeps for its ranks: rank 0 writes its address there, and the others read it. Imports
+torch.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,23 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# In the store; the latest rank 0 has it.
+# The key in the store with the address of the latest rank 0.
 _KEY = "pagekv/rank0"
-# There from the first time on that ranks have served.
+# The key that is set once ranks of this store have served.
 _SERVED = "pagekv/served"
-# Seconds between two looks for a store that is not there yet; for an answer of one that is; and to connect, however
-# late this rank has met the others.
+# Seconds between two attempts to reach a store that is not there yet; the least timeout of the store's answers; and the
+# least time to connect the process group, however late this rank met the others.
 _AGAIN_S, _ANSWER_S, _CONNECT_S = 0.2, 5.0, 5.0
 
 
 def open_store(world: World, joining: JoinTime) -> Store:
-    """The store of this world; rank 0 keeps it where torchrun does not. Raises NoGroup."""
+    """The store of this group. Rank 0 runs it if torchrun does not. Raises NoGroup."""
     from torch._C._distributed_c10d import TCPStore
 
     where = f"MASTER_ADDR {world.address}, MASTER_PORT {world.port}"
     absent = f"{where}: the ranks' store is not there {joining}; is rank 0 missing, or the port closed?"
     keeps = world.rank == 0 and not world.has_store
-    # The store itself would try for more than twice the time, and print where in its code it gave up.
+    # First waits for the port: the store itself would try for more than twice the time, and print a trace of its code.
     while not keeps and not _answers(world.address, world.port):
         if not joining.left_s:
             raise NoGroup(absent)
@@ -42,7 +44,7 @@ def open_store(world: World, joining: JoinTime) -> Store:
     answer = timedelta(seconds=joining.left_s + _ANSWER_S)
     try:
         return TCPStore(world.address, world.port, is_master=keeps, timeout=answer, wait_for_workers=False)
-    # The only type that all errors of the store have.
+    # The only common type of the store's errors.
     except RuntimeError as error:
         if keeps:
             raise NoGroup(f"{where}: rank 0 cannot keep the ranks' store there; is there another rank 0?") from error
@@ -50,8 +52,8 @@ def open_store(world: World, joining: JoinTime) -> Store:
 
 
 def listen_as_leader(store: Store, world: World) -> tuple[socket.socket, Meeting]:
-    """A socket for the other ranks, which find it in the store from now on. Raises NoGroup where another rank 0 is
-    found there.
+    """Opens a socket for the other ranks and writes its address into the store. Raises NoGroup if the store has the
+    address of another rank 0 that answers.
     """
     before = _read(store) if store.check([_KEY]) else None
     if before is not None and _answers(before.host, before.port):
@@ -69,17 +71,17 @@ def listen_as_leader(store: Store, world: World) -> tuple[socket.socket, Meeting
 
 
 def end_meeting(store: Store, meeting: Meeting) -> None:
-    """Takes a rank 0 that no longer listens out of the store, which outlives it: later, another process may have its
-    port.
+    """Removes the address of this rank 0, which no longer listens, from the store. The store outlives it, and later
+    another process may have its port.
     """
-    # A rank that finds a store gone is about to end, or needs it no more.
+    # RuntimeError: the store is gone. This rank is about to end, or does not need the store any more.
     with suppress(RuntimeError):
         if store.check([_KEY]) and _read(store) == meeting:
             store.delete_key(_KEY)
 
 
 def find_leader(store: Store, joining: JoinTime) -> Meeting:
-    """Where the latest rank 0 is. Raises NoGroup when none comes in time."""
+    """The meeting of the latest rank 0. Raises NoGroup if no rank 0 writes one in time."""
     try:
         store.wait([_KEY], timedelta(seconds=joining.left_s))
         return _read(store)
@@ -88,22 +90,22 @@ def find_leader(store: Store, joining: JoinTime) -> Meeting:
 
 
 def has_served(store: Store) -> bool:
-    """Whether ranks of this store have served before; False where rank 0 keeps the store, since nobody starts those
-    anew.
+    """Whether ranks of this store have served before. Always False if rank 0 runs the store, because such ranks are not
+    restarted.
     """
     found: bool = store.check([_SERVED])
     return found
 
 
 def tell_served(store: Store) -> None:
-    """Tells ranks that are started anew that these have served."""
+    """Notes in the store, for ranks that are started later, that these ranks have served."""
     with suppress(RuntimeError):
         store.set(_SERVED, "")
 
 
 def join_process_group(store: Store, world: World, meeting: Meeting, joining: JoinTime, *, gpus: bool = False) -> None:
-    """The process group of all ranks that met there, on gloo, and for tensors of `gpus` on NCCL, which connects when it
-    is first used. Raises NoGroup when ranks cannot connect to each other.
+    """Creates the process group of all ranks of the meeting: gloo for CPU tensors and, if `gpus`, NCCL for GPU tensors,
+    which connects at its first use. Raises NoGroup if ranks cannot connect to each other.
     """
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
@@ -126,15 +128,15 @@ def join_process_group(store: Store, world: World, meeting: Meeting, joining: Jo
 
 
 def limit_collectives(timeout_s: float) -> None:
-    """From now on a collective of the process group that takes so many seconds fails, and none that takes less."""
+    """Sets the timeout of the process group's collectives from now on."""
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
     _set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def connect_gpus(index: int) -> None:
-    """Makes the GPU with this number the one of the calling thread, and connects it by NCCL to those of all other
-    ranks, which call this too. Raises NoGroup.
+    """Makes this GPU the current one of the calling thread and connects it over NCCL to the GPUs of all other ranks,
+    which must make the same call. Raises NoGroup.
     """
     import torch
     import torch.distributed as dist
@@ -143,7 +145,7 @@ def connect_gpus(index: int) -> None:
         torch.cuda.set_device(index)
         ranks = torch.ones(1).cuda(index)
         dist.all_reduce(ranks)
-        # Waits for the device.
+        # int() waits for the device.
         found = int(ranks)
     except RuntimeError as error:
         words = (
@@ -168,13 +170,13 @@ def _answers(host: str, port: int) -> bool:
 
 
 def _own_address(world: World) -> str:
-    """The address at which the other ranks find this machine: that which leads to the store, loopback where all ranks
-    are here.
+    """The address at which other ranks reach this machine: loopback if all ranks are on it, else the address of the
+    interface towards the store.
     """
     if world.local_size == world.size:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Sends nothing.
+        # Connecting a datagram socket sends nothing.
         probe.connect((world.address, world.port))
         found: str = probe.getsockname()[0]
     return found

@@ -1,4 +1,4 @@
-"""Reports of each rank on each step, compared with those of rank 0. Used by several threads."""
+"""Compares the reports of the other ranks on each step with rank 0's results. Safe for several threads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pagekv.executor.session.state_digest import DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """A step on one rank. `worked_us`: without the time in which it waited for other ranks."""
+    """A rank's report on one step. `worked_us`: microseconds of the step without the wait for other ranks."""
 
     epoch: int
     step: int
@@ -27,12 +27,12 @@ class RankReport:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RankReport:
-        """Raises struct.error."""
+        """Decodes `to_bytes`. Raises struct.error."""
         return cls(*cls._FORM.unpack(data))
 
 
 class RanksLate(TimeoutError):
-    """`ranks` did not end a step in time."""
+    """The ranks `ranks` did not finish a step in time."""
 
     def __init__(self, ranks: list[int], step: int, timeout_s: float) -> None:
         which = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
@@ -41,32 +41,32 @@ class RanksLate(TimeoutError):
 
 
 class RankReports:
-    """Of the epoch that `begin` named last; reports of others are dropped."""
+    """The reports of one epoch, the latest that `begin` named; reports of other epochs are dropped."""
 
     def __init__(self, ranks: Iterable[int], timeout_s: float) -> None:
-        """`timeout_s`: how long `settle` waits for a report."""
+        """`timeout_s`: how long `settle` waits for reports."""
         self._changed, self._timeout_s, self._ranks = threading.Condition(), timeout_s, tuple(ranks)
-        # Epochs in which a rank differed.
+        # The number of epochs in which a rank differed.
         self.num_differences = 0
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
         with self._changed:
             self._epoch = epoch
-            # Steps that rank 0 has collected and not every rank reported, by number: its digest and its time.
+            # Rank 0's digest and time of each collected step that not every rank has reported yet, by step.
             self._own: dict[int, tuple[bytes, int]] = {}
-            # The reports of each rank that rank 0 has not come to yet, and the latest step that was compared.
+            # For each rank: reports on steps that rank 0 has not collected yet, and the latest step compared.
             self._early: dict[int, list[RankReport]] = {rank: [] for rank in self._ranks}
             self._compared: dict[int, int] = dict.fromkeys(self._ranks, 0)
             self._worked: dict[int, dict[int, int]] = {}
             self._latest: tuple[int, ...] = ()
-            # The first step that a rank did otherwise, and how; and whether that is counted.
+            # The first step that differed and its error; and whether `num_differences` counts it already.
             self._difference: tuple[int, RanksDiffer] | None = None
             self._counted = False
             self._changed.notify_all()
 
     def add(self, rank: int, report: RankReport) -> None:
-        """A rank has ended a step."""
+        """Takes the report of a rank that has finished a step."""
         with self._changed:
             if report.epoch == self._epoch:
                 self._early[rank].append(report)
@@ -74,23 +74,23 @@ class RankReports:
                 self._changed.notify_all()
 
     def fail(self, rank: int, epoch: int, step: int, reason: str) -> None:
-        """A rank has not ended a step."""
+        """Notes that a rank has failed or refused a step."""
         with self._changed:
             if epoch == self._epoch:
                 self._differ(rank, step, reason)
                 self._changed.notify_all()
 
     def settle(self, epoch: int, step: int, digest: bytes, worked_us: int) -> tuple[int, ...]:
-        """Adds a step of rank 0's, waits until every rank has reported the one before, and compares what is there.
-        Returns microseconds by rank of the latest step that all ended; none of an epoch behind which another one has
-        begun, whose results nobody waits for. Raises RanksDiffer or RanksLate.
+        """Adds rank 0's result of a step, waits until every rank has reported the step before, and compares the reports
+        that are there. Returns the microseconds by rank of the latest step that all have finished; empty if a later
+        epoch has begun, because then the results are not used. Raises RanksDiffer or RanksLate.
         """
 
         def settled() -> bool:
             return self._epoch != epoch or self._differs(step) or min(self._compared.values()) >= step - 1
 
         with self._changed:
-            # A backend may let an epoch begin before the last steps of the one before are collected.
+            # A later epoch may begin before the last steps of this one are collected.
             if self._epoch != epoch:
                 return ()
             self._own[step] = (digest, worked_us)
@@ -105,7 +105,7 @@ class RankReports:
             return self._latest
 
     def check(self, step: int) -> None:
-        """Raises RanksDiffer where a rank did something else up to a step that rank 0 has done."""
+        """Raises RanksDiffer if a rank has differed up to `step`, which rank 0 has launched."""
         with self._changed:
             self._check(step)
 
@@ -114,7 +114,7 @@ class RankReports:
             self._difference = step, RanksDiffer(f"rank {rank} differs from rank 0 at step {step}: {how}")
 
     def _differs(self, step: int) -> bool:
-        # A step that rank 0 refuses may have been refused by another rank before.
+        # Only up to `step`: another rank may have refused a later step before rank 0, which will refuse it too.
         return self._difference is not None and self._difference[0] <= step
 
     def _check(self, step: int) -> None:

@@ -1,4 +1,6 @@
-"""Errors that keep a rank, or an executor of one process, from starting: in words, and whether they can pass."""
+"""Errors that keep a rank, or an executor of one process, from starting: their messages, and whether another start may
+succeed.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +11,34 @@ from pagekv.common.models import ModelNotFound
 
 
 class MayPass(Exception):
-    """An error that others cause: where all ranks start anew it may be gone."""
+    """An error with a cause outside this rank: if all ranks are started again, it may be gone."""
 
 
 class CannotStart(ValueError):
-    """The ranks cannot start, and if they started anew they would find the same; the message names the rank."""
+    """The ranks cannot start, and another start would fail in the same way; the message names the rank."""
 
 
 def expected_words(error: Exception) -> str:
-    """Words for people of an error that keeps an executor from starting; empty of an unexpected one."""
+    """A message for users about an expected error that keeps an executor from starting; empty for an unexpected
+    error.
+    """
     if isinstance(error, ModelNotFound):
         return f"--model cannot be used: {error}"
     if isinstance(error, ImportError):
         if missing := missing_modules("executor"):
             return str(missing_words("executor", missing))
         return f"a package is missing; pip install 'pagekv[executor]': {error}"
-    # Some that Python and numpy raise have no words.
+    # Some errors of Python and NumPy have no message.
     return (str(error) or type(error).__name__) if isinstance(error, (OSError, ValueError, MemoryError)) else ""
 
 
 def words_of(error: Exception) -> str:
-    """The same of any error, in one line."""
+    """`expected_words`, or one line for an unexpected error."""
     return expected_words(error) or f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def can_pass(error: BaseException) -> bool:
-    """Whether other ranks, or the network, may have caused it, and not this rank's flags, files or memory."""
+    """Whether other ranks or the network may have caused the error, rather than this rank's flags, files or memory."""
     return any(
         isinstance(each, (MayPass, ConnectionError, TimeoutError)) or _is_of_collective(each) for each in _causes(error)
     )
@@ -47,8 +51,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_of_collective(error: BaseException) -> bool:
-    """Known without torch: NCCL's errors and those of stores have a type, gloo's say where in its code they were
-    found.
+    """Whether the error comes from a collective or the store, told without importing torch: errors of NCCL and of
+    stores have the type DistError, and messages of gloo contain a path of its source.
     """
     if any(each.__name__ == "DistError" for each in type(error).__mro__):
         return True

@@ -1,4 +1,4 @@
-"""The watch over the connections of a rank: one that ends, or is silent for too long, means that a rank is lost."""
+"""Watches the links of a rank: a link that ends, or is silent for too long, means that a rank is lost."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pagekv.executor.world import World
 
 log = Log(__name__)
 
-# Of a rank that lost another one: torchrun starts all ranks anew.
+# Exit status of a rank that lost another one; torchrun then starts all ranks again.
 EXIT_LOST = 75
-# Beats in the time that a rank may be silent.
+# Beats within the time for which a rank may be silent.
 BEATS = 5
-# Of this process when it started; another one has it once that has ended.
+# The parent when this process started. If it ends, another process becomes the parent.
 _PARENT = os.getppid()
 
 
 def end_process(reason: str) -> None:
-    """Ends this process at once: its threads may hang in a collective for as long as the library waits."""
+    """Ends this process at once, since its threads may hang in a collective until the library's timeout."""
     log.error("the group of ranks is broken: this rank ends, to be started anew", reason=reason)
     logging.shutdown()
     os._exit(EXIT_LOST)
 
 
 def end_start(reason: str, world: World) -> None:
-    """The same of a rank, and with it of the torchrun that would start it anew for ever."""
+    """Ends this rank at once, and the torchrun that would otherwise start it again for ever."""
     log.error("cannot start", reason=reason)
     end_torchrun(world)
     logging.shutdown()
@@ -40,22 +40,22 @@ def end_start(reason: str, world: World) -> None:
 
 
 def end_torchrun(world: World) -> None:
-    """Has the torchrun that started this process end, instead of starting its ranks anew: for that it knows no exit
-    status, but SIGTERM. From the first of its ranks, since a second one would disturb it. Nothing without torchrun, or
-    where that is gone.
+    """Ends the torchrun that started this process, so that it does not start its ranks again. No exit status of a rank
+    has that effect, so torchrun gets SIGTERM. Only its first rank sends it, since a second signal would disturb
+    torchrun. Does nothing without torchrun, or if it is gone.
     """
     if world.has_store and world.local_rank == 0 and os.getppid() == _PARENT:
         os.kill(_PARENT, signal.SIGTERM)
 
 
 def end_sibling(pid: int, parent: int) -> None:
-    """SIGKILL to another process that this parent has started, torchrun. It would wait 30 s for one that hangs, however
-    short its --shutdown-timeout is, before it starts the ranks anew. Any other process with this number is let be.
+    """Sends SIGKILL to another rank that the same `parent`, torchrun, has started. torchrun itself would wait 30 s for
+    a rank that hangs, however short its --shutdown-timeout is. A process with this id and another parent is left alone.
     """
     if pid == os.getpid():
         return
     with suppress(OSError):
-        # A number that is given to another process meanwhile is none of this process.
+        # By descriptor: even if the id is given to another process meanwhile, only this process gets the signal.
         process = os.pidfd_open(pid)
         try:
             if int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) == parent:
@@ -65,8 +65,8 @@ def end_sibling(pid: int, parent: int) -> None:
 
 
 class RankWatch:
-    """Sends a beat over each link, and notices one over which nothing came. `lost` is called with the reason, at most
-    once, on a thread of the watch or of whoever calls `lose`.
+    """Sends a beat over each link and notices links over which nothing comes. `lost` is called with the reason, at most
+    once, on the watch's thread or on the thread that calls `lose`.
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class RankWatch:
         cannot_start: Callable[[str], None] | None = None,
         with_parent: bool = False,
     ) -> None:
-        """`links` by the rank at their other end. Watches from `start` on. `cannot_start` is called instead of `lost`
-        where the group would find the same if it were started anew. `with_parent`: torchrun has started this process,
-        so its end is a loss too, and a rank of its that is lost, but hangs, is ended.
+        """`links`: by the rank at the other end. Watches from `start` on. `cannot_start` is called instead of `lost` if
+        another start of the group would fail in the same way. `with_parent`: torchrun has started this process. Then
+        the end of torchrun is a loss too, and a lost rank of the same torchrun is killed in case it hangs.
         """
         self.links, self.timeout_s = links, timeout_s
         for link in links.values():
             link.limit_sends(timeout_s)
         self._interval_s = timeout_s / BEATS
         self._lost, self._cannot_start = lost, cannot_start or lost
-        # Beats of our own since something came, by rank: a machine that slept does not count its sleep.
+        # This rank's beats since something came, by rank: so the time for which a machine sleeps does not count.
         self._silent = dict.fromkeys(links, 0)
         self._parent = os.getppid() if with_parent else 0
         self._over = threading.Event()
@@ -95,15 +95,17 @@ class RankWatch:
         self._thread = threading.Thread(target=self._beat, name="beats", daemon=True)
 
     def start(self) -> None:
-        """Begins to beat and to count."""
+        """Starts to send beats and to count silence."""
         self._thread.start()
 
     def heard(self, rank: int) -> None:
         self._silent[rank] = 0
 
     def lose(self, reason: str, *ranks: int) -> None:
-        """Loses these ranks, or this one where none is named, and tells the others; nothing once the watch is over."""
-        # Never let go: several threads may find the same loss.
+        """Ends the group because these ranks are lost, or this one if none is named, and tells the others. Does nothing
+        once the watch is over.
+        """
+        # Never released: several threads may notice the same loss.
         if not self._over.is_set() and self._losing.acquire(blocking=False):
             self.end(reason, *ranks)
             for pid in [self.links[rank].peer_pid for rank in ranks if self._parent]:
@@ -111,20 +113,20 @@ class RankWatch:
             self._lost(reason)
 
     def give_up(self, reason: str) -> None:
-        """The group cannot start: tells the others; nothing once the watch is over."""
+        """Ends the group because it cannot start, and tells the others. Does nothing once the watch is over."""
         if not self._over.is_set() and self._losing.acquire(blocking=False):
             self.end(reason, kind=Kind.CANNOT_START)
             self._cannot_start(reason)
 
     def end(self, reason: str, *lost: int, kind: Kind = Kind.ENDS) -> None:
-        """The group ends, since this rank does: tells so the ranks that are not lost."""
+        """Stops watching, and tells the ranks that are not `lost` that this rank ends and why."""
         self._over.set()
         for rank, link in self.links.items():
             if rank not in lost:
                 link.say_last(reason, kind)
 
     def stop(self) -> None:
-        """The group ends in order: connections may end. Idempotent."""
+        """Stops watching because the group ends in order: links may end from now on. Idempotent."""
         self._over.set()
 
     def _beat(self) -> None:
@@ -135,6 +137,6 @@ class RankWatch:
                 self._silent[rank] += 1
                 if self._silent[rank] > BEATS:
                     self.lose(f"rank {rank} said nothing for {self.timeout_s:g} s (--rank-timeout-s)", rank)
-                # Its reader says that the link is lost.
+                # LinkLost: the link's reader reports the loss.
                 with suppress(LinkLost):
                     link.beat()
