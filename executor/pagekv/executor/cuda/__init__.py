@@ -1,4 +1,4 @@
-"""The CUDA backend: transformers models over a paged block pool on the GPU, with PageKV's own attention kernels.
+"""The CUDA backend: runs transformers models over a paged block pool on the GPU, with PageKV's own attention kernels.
 
 A reader may take the modules in this order:
 

@@ -41,16 +41,16 @@ from pagekv.kernels.attention_plan import GraphKey
 
 log = Log(__name__)
 
-# Share of the host memory available after loading that the pinned pool may take: no other process can use locked
-# memory, and locking much of it takes a while.
+# The share of the host memory available after loading that the pinned host pool may take: no other process can use
+# pinned memory, and pinning much of it takes a while.
 HOST_SHARE = 0.25
-# Sampling that takes all the memory sampling can take, and times that a full step is measured.
+# Sampling parameters that need the most memory, and how often a full step is measured.
 FULL_SAMPLING = Sampling(temperature=1.0, top_p=0.9, min_p=0.01, repetition_penalty=1.1, logprobs=1)
 PROFILE_ROUNDS = 2
 
 
 class CudaBackend:
-    """States: loaded; with pools after `allocate`, which may be called again. Implements `Backend`."""
+    """The `Backend` on a GPU. States: loaded, then with pools after `allocate`, which may be called again."""
 
     def __init__(
         self,
@@ -69,13 +69,13 @@ class CudaBackend:
         shards: Shards | None = None,
     ) -> None:
         """`dtype`: auto (as the weights are stored), float32, float16 or bfloat16. `kv_dtype`: auto (as the weights) or
-        fp8 (e4m3). `kv_memory`: bytes of the device pool; 0: `memory_share` of what is available after profiling.
-        `graphs`: record decode steps as CUDA graphs. `fused`: compute models that are known in fused layers.
-        `wgmma_prefill`: compute prompts by Hopper's warpgroups. `shards`: this process is a rank of a model that is
-        split.
+        fp8 (e4m3). `kv_memory`: bytes of the device pool; 0 takes `memory_share` of the memory available after
+        profiling. `graphs`: record decode steps as CUDA graphs. `fused`: compute known model families in fused layers.
+        `wgmma_prefill`: compute prompts with Hopper's warpgroup instructions. `shards`: this process is a rank of a
+        split model.
 
-        Raises as `load_model`, and ValueError for a model that no kernel serves, and where the GPU or the model does
-        not go with `wgmma_prefill`, or its prompts differ.
+        Raises as `load_model`. Also raises ValueError for a model that no kernel serves and, with `wgmma_prefill`, if
+        the GPU or the model does not support it or its results differ.
         """
         self._device, self._wgmma_prefill = device, wgmma_prefill
         if wgmma_prefill:
@@ -101,7 +101,7 @@ class CudaBackend:
         logits = (self._loaded.vocab_size, self._loaded.geometry.dtype, device)
         self.sampler = choose_sampler(*logits) if shards is None else choose_rank_sampler(*logits, shards)
         self._graphs, self._shards = graphs, shards
-        # Of all runners, since a thread watches the waits.
+        # Shared by all runners, since a thread watches the waits.
         self._mark = device.mark if shards is None else RankMarks(device.mark, shards)
         self._runner: StepRunner | None = None
         self._info = ModelBackendInfo(
@@ -119,7 +119,7 @@ class CudaBackend:
         self._bandwidth = device.bandwidth()
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Raises OutOfMemory when no step of this size fits, InvalidRequest when --kv-memory holds no block of it."""
+        """Raises OutOfMemory if no step of this size fits, InvalidRequest if --kv-memory is too small for one block."""
         self._info.check_block_fits(block_size)
         profile, info = self._profile(block_size, token_budget), self._info
         host_bytes = min(info.device_kv_bytes, self._host_bytes)
@@ -130,7 +130,7 @@ class CudaBackend:
         if key in info.profiles:
             return info.profiles[key]
         if self._runner is not None:
-            # Pools have taken the memory that a profile needs: one of a step at least as large will do.
+            # The pools occupy the memory that profiling needs, so a profile of a step at least as large has to do.
             larger = [profile for (_, budget), profile in info.profiles.items() if budget >= token_budget]
             if larger:
                 return larger[0]
@@ -140,14 +140,14 @@ class CudaBackend:
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OutOfMemory(f"token_budget: a step of {token_budget} tokens does not fit the GPU: {error}") from error
         if self._runner is None:
-            # Less than before by what a first step loads.
+            # Device memory that the first step allocated for good is no longer available.
             info.available = min(info.available, self._device.available_bytes())
         info.add_profile(key, profile)
         return profile
 
     def _measure(self, block_size: int, token_budget: int) -> StepProfile:
-        """Runs steps of `token_budget` tokens over a pool made for this: prompts as long as the model allows, timed,
-        then as many prompts of one token as there can be, each sampling in the costliest way.
+        """Runs steps of `token_budget` tokens over a temporary pool: first, timed, prompts as long as the model allows;
+        then the most prompts of one token. Every sequence samples with FULL_SAMPLING.
         """
         device, max_sequences = self._device, self._info.max_sequences
         lengths = prompt_lengths(token_budget, self._loaded.max_model_len, max_sequences)
@@ -160,11 +160,12 @@ class CudaBackend:
             runner.launch(prompt_step(prompts, block_size, FULL_SAMPLING)).collect()
             return time.perf_counter() - begin
 
-        run([min(lengths[0], 16)])  # first calls set things up
+        run([min(lengths[0], 16)])  # warm-up
         device.reset_peak()
         best = min(run(lengths) for _ in range(PROFILE_ROUNDS))
         run(wide)
-        # The prompts above have nothing before them; those behind long contexts need memory for partial results, too.
+        # The prompts above have no context before them. Chunks after a long context also need memory for partial
+        # results.
         scratch = runner.attention.most_prompt_scratch(token_budget, self._loaded.max_model_len)
         return StepProfile(device.peak_bytes() + scratch + runner.graph_logits.nbytes, int(sum(lengths) / best))
 
@@ -175,8 +176,8 @@ class CudaBackend:
         )
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts:
-        """After an error there are no pools, and nothing is pinned. Ranks of a group have pools on all of them, or on
-        none. Raises MemoryError.
+        """Replaces the pools and records the graphs. After an error there are no pools, and nothing is pinned. In a
+        group, either all ranks have pools or none. Raises MemoryError.
         """
         self._device.synchronize()
         # The old pools are freed first: both at once might not fit.
@@ -187,11 +188,11 @@ class CudaBackend:
             runner, keys = self._new_runner(block_size, num_device_blocks, num_host_blocks)
         except BaseException:
             if self._shards is not None:
-                # Others may be locking gigabytes of host memory.
+                # `patient`: other ranks may still be pinning gigabytes of host memory.
                 self._shards.all_say(False, patient=True)
             raise
         try:
-            # Before graphs are recorded, for which ranks need each other.
+            # Before recording graphs, which needs all ranks.
             if self._shards is not None and not self._shards.all_say(True, patient=True):
                 raise MemoryError("another rank has too little")
             runner.record_graphs(keys, reserve=self._info.step_bytes - runner.graph_logits.nbytes)
@@ -205,7 +206,7 @@ class CudaBackend:
     def _new_runner(
         self, block_size: int, num_device_blocks: int, num_host_blocks: int
     ) -> tuple[StepRunner, list[GraphKey]]:
-        """A runner over new pools, and the shapes of the graphs that it has inputs for."""
+        """A runner over new pools, and the shapes of graphs for which it has memory for inputs."""
         info, size = self._info, self._info.geometry.bytes_per_block(block_size)
         available = self._device.available_bytes()
         if size * num_device_blocks > available:
@@ -218,13 +219,13 @@ class CudaBackend:
             runner = self._step_runner(pools)
         except torch.OutOfMemoryError as error:
             raise MemoryError(f"what steps need beside {num_device_blocks} device blocks: {error}") from error
-        # Last, since memory that is still pinned must not be freed.
+        # The host pool comes last, because memory must not be freed while it is pinned.
         if num_host_blocks:
             try:
                 pools.add_host_pool(num_host_blocks)
             except MemoryError:
-                # Not offered again: a manager without a fixed number of host blocks attaches with fewer, one with
-                # --num-host-blocks says that the flag is too large.
+                # From now on offers less. A manager without a fixed number of host blocks then attaches with fewer; one
+                # with --num-host-blocks reports that the flag is too large.
                 self._host_bytes = min(self._host_bytes, size * num_host_blocks // 2)
                 log.warning(
                     "no memory for the host pool: offering less",
@@ -260,9 +261,10 @@ class CudaBackend:
         self.runner.live.remove(states)
 
     def is_lost(self, error: Exception) -> bool:
-        """Asks the device instead of reading the error: an error that kills the context (an illegal or misaligned
-        address, a failed launch, an assertion on the device, ...) makes every later call fail, and no other does, lack
-        of memory included. True of a rank, which the others have left behind or wait for.
+        """Asks the device instead of judging by the error: after an error that kills the context (an illegal or
+        misaligned address, a failed launch, a device assertion, ...) every later call fails; after any other error,
+        such as lack of memory, it does not. True for a rank, since other ranks may have continued without it or wait
+        for it.
         """
         if self._shards is not None:
             return True
@@ -274,8 +276,8 @@ class CudaBackend:
 
 
 def _with_scales(model_path: Path, loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> LoadedModel:
-    """The model with its checkpoint's scales of keys and values, on the device; a rank has those of its heads. Raises
-    as `read_kv_scales`.
+    """The model with its checkpoint's scales of keys and values, on the device. A rank gets the scales of its own
+    heads. Raises as `read_kv_scales`.
     """
     scales = read_kv_scales(model_path, loaded.geometry.num_layers, loaded.model_kv_heads)
     if scales is None:
@@ -288,8 +290,8 @@ def _with_scales(model_path: Path, loaded: LoadedModel, device: CudaDevice, shar
 
 
 def _load(model_path: Path, stored: StoredModel, dtype: str, device: CudaDevice, shards: Shards | None) -> LoadedModel:
-    """As `load_model`. Raises ValueError also where the weights do not fit into what is left of the GPU's memory, as
-    far as possible before they are read.
+    """`load_model`, but also raises ValueError if the weights do not fit into the GPU's free memory: if possible before
+    they are read.
     """
     room = device.available_bytes()
     there_is = f"of the GPU's memory {gib(room)} are free (nvidia-smi lists what holds the rest)"

@@ -1,5 +1,6 @@
-"""Chooses how steps are computed: in fused layers where the model is of a family that `Decoder` describes and both ways
-agree on a few tokens; else by transformers' model. Prompts by warpgroups are compared with the other kernel's likewise.
+"""Chooses how steps are computed: in fused layers, if `Decoder` describes the model's family and the logits of a few
+tokens agree with transformers'; else by transformers' model. Also compares the warpgroup prefill kernel with the
+portable one.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ from pagekv.kernels.attention_plan import StepBatch
 
 log = Log(__name__)
 
-# A prompt, then one token behind it. Prompts by warpgroups are read in tiles of 128 keys, of which two are in shared
-# memory at a time: with a fourth both have been used again.
+# Tokens of the check: a prompt, and one token after it. The warpgroup kernel reads tiles of 128 keys and has two
+# buffers in shared memory: with a fourth tile both buffers have been used twice.
 CHECKED_TOKENS, WGMMA_TOKENS, BLOCK_SIZE = 9, 3 * 128 + 9, 4
-# Both ways round differently; what is wrong differs by about as much as the largest logit.
+# Largest difference relative to the largest logit. Correct results differ by rounding, wrong ones by about the largest
+# logit itself.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.02, torch.bfloat16: 0.1}
 
 
 def check_wgmma_prefill(
     loaded: LoadedModel, forward: DeviceForward, device: CudaDevice, shards: Shards | None = None
 ) -> None:
-    """Compares a prompt by Hopper's warpgroups with that of the kernel that every GPU has. Raises ValueError where they
-    differ or the kernel fails, on all ranks of a group.
+    """Compares the logits of a prompt by the warpgroup kernel with those of the portable kernel. Raises ValueError, on
+    all ranks of a group, if they differ or the kernel fails.
     """
     failed, tokens = False, min(WGMMA_TOKENS, loaded.max_model_len)
     with phase("checking prompts by warpgroups"):
@@ -55,8 +57,9 @@ def check_wgmma_prefill(
 def load_forward(
     load: Callable[[], LoadedModel], device: CudaDevice, *, fused: bool, shards: Shards | None = None
 ) -> tuple[LoadedModel, DeviceForward]:
-    """The model, and how its steps are computed; `fused`: in fused layers where possible. Where they fail, the model is
-    loaded a second time. `shards`: of a model that is split, whose ranks compute it all in one way. Raises as `load`.
+    """Loads the model and chooses how its steps are computed. `fused`: in fused layers if possible; if they fail, the
+    model is loaded a second time. `shards`: the ranks of a split model, which all have to choose the same way. Raises
+    as `load`.
     """
     loaded = load()
     if not fused:
@@ -68,7 +71,7 @@ def load_forward(
     if not isinstance(found, str):
         log.info("steps are computed in fused layers", model_type=loaded.model.config.model_type)
         return loaded, found
-    # The other way took the weights.
+    # The fused layers have taken the weights out of the model.
     del loaded
     loaded = load()
     log.warning("steps are computed by transformers' model, slower", reason=found)
@@ -76,7 +79,7 @@ def load_forward(
 
 
 def _why_not(loaded: LoadedModel) -> str:
-    """Why there are no fused layers for this model, which all ranks find alike; empty where there may be."""
+    """The reason why there are no fused layers for this model, the same on all ranks; empty if they may be tried."""
     kind = loaded.model.config.model_type
     if read_decoder(loaded.model, experts=True) is None:
         return f"no fused layers for models of type {kind}"
@@ -84,7 +87,7 @@ def _why_not(loaded: LoadedModel) -> str:
 
 
 def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> DeviceForward | str:
-    """The fused layers, which take the model's weights; or why they, or those of another rank, cannot be used."""
+    """The fused layers, which take the model's weights; or the reason why this rank or another one cannot use them."""
     failed, reason = False, ""
     with phase("checking the fused layers"):
         expected = _logits(TransformersForward(loaded.model), loaded, device)
@@ -94,9 +97,9 @@ def _checked(loaded: LoadedModel, device: CudaDevice, shards: Shards | None) -> 
             forward = FusedLayers(decoder, loaded, device.launcher, device.torch_device, shards)
             if not _agree(loaded, _logits(forward, loaded, device), expected):
                 reason = "the fused layers do not compute what transformers does: please report this model"
-        # A model built otherwise than its family, and rows that no kernel reads, fail in many ways.
+        # A model unlike the rest of its family, or rows that no kernel can read, can raise anything.
         except Exception as error:
-            # Raises where a kernel ended the use of the device: no other way could compute then.
+            # Raises if a kernel fault has made the device unusable: then nothing else could compute either.
             device.synchronize()
             failed, reason = True, _failed("the fused layers", error)
     if shards is not None:
@@ -110,7 +113,7 @@ def _failed(subject: str, error: Exception) -> str:
 
 
 def _agree(loaded: LoadedModel, found: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether logits differ by rounding alone; NaN agrees with nothing."""
+    """Whether the logits differ by rounding alone. NaN agrees with nothing."""
     return bool((found - expected).abs().max() <= TOLERANCE[loaded.geometry.dtype] * expected.abs().max())
 
 
@@ -123,8 +126,8 @@ def _logits(
     *,
     wgmma_prefill: bool = False,
 ) -> torch.Tensor:
-    """Logits `[2, num_logits]` of the last token of a prompt of `count - 1` and the token behind it, over a pool of the
-    weights' type.
+    """Logits `[2, num_logits]` of the last token of a prompt of `count - 1` tokens, and of one token after it, over a
+    pool of the weights' type.
     """
     num_blocks = -(-count // BLOCK_SIZE)
     pools = KvPools(loaded.geometry, BLOCK_SIZE, num_blocks, device)

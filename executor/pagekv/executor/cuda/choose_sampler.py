@@ -1,5 +1,5 @@
-"""Chooses how steps are sampled: by the kernel, where it serves the vocabulary and agrees with the sampler in torch's
-operators on a few rows; else by that one.
+"""Chooses how steps are sampled: by the sampling kernel, if it supports the vocabulary and chooses the same tokens for
+a few rows as the sampler in torch's operators; else by the latter.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from pagekv.kernels.sampling import MAX_VOCAB_SIZE
 
 log = Log(__name__)
 
-# Makes a step's sampling of the sequences that sample, columns of the logits and the counts of tokens.
+# Makes the sampling of a step from the sequences that sample, the number of columns of the logits, and the counts of
+# tokens.
 Sampler = Callable[[Sequence[DeviceSequence], int, PenaltyTable], StepSampling]
 
-# Every part of the kernel, each with some numbers drawn: filters that leave out about half of what there is.
+# Sampling parameters that use every part of the kernel, each with NUM_DRAWS seeds. The filters exclude about half of
+# the tokens.
 NUM_DRAWS = 8
 CHECKED = (
     Sampling(),
     Sampling(temperature=1.0),
     Sampling(temperature=0.8, top_k=3),
     Sampling(temperature=1.2, top_p=0.5),
-    # More tokens than the kernel lists, of most vocabularies.
+    # For most vocabularies, a nucleus of more tokens than the kernel keeps in its list.
     Sampling(temperature=4.0, top_p=0.95),
     Sampling(temperature=1.0, top_k=30, top_p=0.9, min_p=0.3),
     Sampling(temperature=1.0, repetition_penalty=1.2, frequency_penalty=0.3, presence_penalty=0.1),
@@ -45,8 +47,8 @@ CHECKED = (
 def choose_sampler(
     num_logits: int, dtype: torch.dtype, device: CudaDevice, agree: Callable[[bool], bool] = bool
 ) -> Sampler:
-    """`num_logits`: columns of the logits, mostly of type `dtype`. `agree` says of what is right here whether
-    it is right everywhere.
+    """`num_logits`: columns of the logits, which mostly have the type `dtype`. `agree` turns the result of the check on
+    this rank into the result over all ranks.
     """
     if num_logits > MAX_VOCAB_SIZE:
         log.info("tokens are sampled by torch's operators", reason=f"{num_logits} logits, {MAX_VOCAB_SIZE} at most")
@@ -61,7 +63,7 @@ def choose_sampler(
 
 @torch.inference_mode()
 def _tokens(sampler: Sampler, num_logits: int, dtype: torch.dtype, device: CudaDevice) -> list[int]:
-    """The tokens of one step with fixed logits."""
+    """The tokens that a sampler chooses in one step with fixed logits."""
     where = device.torch_device
     generator = torch.Generator().manual_seed(0)
     kinds = [replace(kind, seed=seed) for kind in CHECKED for seed in range(NUM_DRAWS)]

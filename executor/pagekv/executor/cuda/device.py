@@ -1,7 +1,7 @@
-"""The GPU as the backend uses it besides tensors and kernels: pinned memory, marks in its stream, graphs, measuring.
+"""The GPU apart from tensors and kernels: pinned memory, marks in its stream, graphs, measurements.
 
-The rest of this package runs on any device of torch; tests run it on the CPU, with a device that overrides all methods
-and a launcher that emulates the kernels.
+The rest of this package runs on any torch device. Tests run it on the CPU, with a device class that overrides all
+methods and a launcher that emulates the kernels.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ COPY_ROUNDS = 4
 
 
 class CudaDevice:
-    """The GPU that torch calls current, with a new stream.
+    """torch's current GPU, with a new stream.
 
-    A stream is current for one thread, so the thread that constructs the device must be the one that uses it.
+    The stream is current only in the thread that constructs the device, so the same thread must use the device.
     """
 
     def __init__(self) -> None:
         """Raises GpuUnavailable, saying what is missing."""
         if not torch.cuda.is_available():
             raise GpuUnavailable(f"torch {torch.__version__} finds no GPU: it needs a CUDA build of torch and a driver")
-        # Where tensors go.
+        # The device of the backend's tensors.
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_stream(torch.cuda.Stream(self.torch_device))
         self._cupy_launcher = CupyLauncher(say=log.info)
         import cupy
 
         self.launcher: Launcher = self._cupy_launcher
-        # For swapping: copy streams beside the one that computes.
+        # Copy streams for swaps, in addition to the compute stream.
         self.streams = Streams()
-        # The device's name and what drives it, for `Describe`.
+        # The device's name and the versions of its software, for `Describe`.
         self.versions = {
             "cuda": str(torch.version.cuda),
             "cupy": cupy.__version__,
             "gpu": torch.cuda.get_device_name(self.torch_device),
         }
-        # Graphs run one after the other and their results are used before the next runs, so all share one memory pool.
-        # The first graph after all were discarded begins a new pool, since torch frees the old one; so does the first
-        # after a recording that failed.
+        # All graphs share one memory pool, because they run one after the other and the result of each is used before
+        # the next runs. A new pool begins with the first graph after all others were discarded, since torch then frees
+        # the pool, and with the first graph after a failed recording.
         self._graph_pool: Any = None
         self._replays: weakref.WeakSet[Callable[[], torch.Tensor]] = weakref.WeakSet()
         self._held_before = 0
 
     def prepare(self, variant: Variant, *, wgmma_prefill: bool = False) -> None:
-        """Compiles the kernels of a variant, so that no step waits for it. `wgmma_prefill`: the one by warpgroups
-        too.
+        """Compiles the kernels of a variant, so that no step waits for the compiler. `wgmma_prefill`: also compiles the
+        warpgroup kernel.
         """
         self._cupy_launcher.prepare(variant, (*EVERYWHERE, "pagekv_prefill_wgmma") if wgmma_prefill else EVERYWHERE)
 
@@ -70,7 +70,7 @@ class CudaDevice:
         return torch.cuda.get_device_capability(self.torch_device)
 
     def check_wgmma(self) -> None:
-        """Raises ValueError where the GPU cannot multiply matrices by warpgroups."""
+        """Raises ValueError if the GPU has no warpgroup matrix instructions."""
         capability = self.capability()
         if capability != divmod(WGMMA_CAPABILITY, 10):
             raise ValueError(
@@ -79,7 +79,7 @@ class CudaDevice:
             )
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A small page-locked tensor: copies with the device run while the host goes on. Raises MemoryError.
+        """A small pinned tensor, which the device can copy while the host continues. Raises MemoryError.
 
         torch keeps freed pinned memory and reuses it once copies with it are done, so buffers of a step cost no system
         call.
@@ -93,37 +93,37 @@ class CudaDevice:
             ) from error
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Page-locks host memory in place until `unpin`. Raises MemoryError.
+        """Pins host memory in place until `unpin`. Raises MemoryError.
 
         For pools of gigabytes (`host_memory`): torch's own pinned memory is rounded up to a power of two.
         """
         if error := int(torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
-            # The runtime keeps the error for whoever asks next, which is torch behind its next launch of a kernel.
+            # CUDA keeps the error until it is read. torch reads it after its next kernel launch, so one is made here.
             with suppress(RuntimeError):
                 torch.empty(1, device=self.torch_device).fill_(0)
             raise MemoryError(f"{tensor.nbytes} bytes of host memory cannot be page-locked: CUDA error {error}")
 
     def unpin(self, tensor: torch.Tensor) -> None:
-        """Unlocks what `pin` locked; copies of it must have ended."""
+        """Undoes `pin`. No copy of the tensor may be under way."""
         torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
 
     def mark(self) -> Callable[[], None]:
-        """Marks the end of what is enqueued so far. Any thread may wait for it, by calling the result."""
-        # Blocking: a thread that waits sleeps instead of spinning.
+        """Marks the end of the work enqueued so far. Any thread may wait for it by calling the returned function."""
+        # blocking: a thread that waits sleeps instead of spinning.
         event = torch.cuda.Event(blocking=True)
         event.record()
 
         def wait() -> None:
-            # CUDA gives a thread the first GPU until it takes another one, and a context there takes half a GiB: of the
-            # GPU of another rank, where this is none of the first.
+            # A thread's current GPU is GPU 0 at first. A rank on another GPU would create a context there, which takes
+            # half a GiB of another rank's GPU.
             torch.cuda.set_device(self.torch_device)
             event.synchronize()
 
         return wait
 
     def synchronize(self) -> None:
-        """Waits for everything enqueued. Raises RuntimeError when something of it failed, and each time from then on:
-        the device is lost to this process.
+        """Waits for all enqueued work. Raises RuntimeError if some of it failed, and from then on at every call: the
+        device is lost to this process.
         """
         torch.cuda.synchronize(self.torch_device)
 
@@ -133,14 +133,16 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
     def reset_peak(self) -> None:
-        """Begins measuring `peak_bytes`."""
+        """Starts a measurement of `peak_bytes`."""
         self.synchronize()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         self._held_before = torch.cuda.memory_reserved(self.torch_device)
 
     def peak_bytes(self) -> int:
-        """The most that torch reserved since `reset_peak`, beyond what it held then: the pool cannot have it."""
+        """Peak bytes that torch reserved since `reset_peak`, beyond those reserved then: memory that the pool cannot
+        use.
+        """
         return max(0, torch.cuda.max_memory_reserved(self.torch_device) - self._held_before)
 
     def bandwidth(self) -> tuple[int, int]:
@@ -160,15 +162,16 @@ class CudaDevice:
         return int(COPY_BYTES / best)
 
     def capture(self, function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Records what `function` enqueues, on a stream of torch's for recordings. Calling the result enqueues it all
-        again, on the very same memory, and returns the same tensor, which the next call overwrites. Waits for the
-        device. Runs `function` once before, because what a first call sets up cannot be recorded.
+        """Records the work that `function` enqueues as a CUDA graph. Calling the returned function enqueues the same
+        work again, on the same memory, and returns the same tensor, which the next call overwrites. Waits for the
+        device. Runs `function` once before the recording, because the setup in a first call cannot be recorded; this
+        run also finds a function that waits for the device.
 
-        Raises torch.OutOfMemoryError when memory for it is short, another RuntimeError when `function` does what
-        cannot be recorded. A function that waits for the device is found out by the run before.
+        Raises torch.OutOfMemoryError if memory is short, another RuntimeError if `function` does something that cannot
+        be recorded.
         """
         with warnings.catch_warnings(action="ignore", category=UserWarning):
-            # Said once: torch does not know every operator that waits. A recording finds out about the others.
+            # torch warns that this mode does not know every operator that waits. The recording finds the others.
             torch.cuda.set_sync_debug_mode("error")
         try:
             function()
@@ -179,19 +182,20 @@ class CudaDevice:
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(self.torch_device)
         try:
-            # Thread-local: the thread that collects steps may wait for a mark meanwhile.
+            # thread_local: the thread that collects steps may wait for a mark during the recording.
             with torch.cuda.graph(graph, pool=self._graph_pool, capture_error_mode="thread_local"):
                 result = function()
         except RuntimeError as error:
             end_failed_recording(self.torch_device.index, self._graph_pool)
-            # torch's allocator of pinned memory still takes it to be under way, and refuses another one into this pool.
+            # torch's allocator of pinned memory believes that this recording is still under way, and refuses another
+            # one with the same pool.
             self._graph_pool = None
-            # Ending a recording that ran out of memory may fail too, with an error that hides the first one.
+            # Ending a recording that ran out of memory may fail too, and its error then hides the first one.
             if (short := _out_of_memory(error.__context__) or _out_of_memory(error)) is not None:
                 raise short from None
             raise
         finally:
-            # After a recording that cannot be ended, its stream is still current.
+            # If the recording could not be ended, its stream is still current.
             torch.cuda.set_stream(stream)
 
         def replay() -> torch.Tensor:
@@ -203,8 +207,8 @@ class CudaDevice:
 
 
 def _out_of_memory(error: BaseException | None) -> torch.OutOfMemoryError | None:
-    """The error, where it says that memory of the device is short; CUDA itself says so by another type than torch's
-    allocator.
+    """The error as torch.OutOfMemoryError if it means that device memory is short; None otherwise. CUDA itself reports
+    this with another type than torch's allocator.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return error

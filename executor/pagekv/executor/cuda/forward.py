@@ -1,4 +1,4 @@
-"""The forward pass of one step: as transformers' model computes it, or in fused layers."""
+"""The forward pass of one step: the interface, and its implementation by transformers' model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pagekv.executor.model.attention_interface import LogitRows, forward
 
 
 class DeviceForward(Protocol):
-    """Computes a step over the pools, or what a graph records of one: the host waits for nothing."""
+    """Enqueues the forward pass of a step over the pools. A graph may record it, so the host must not wait."""
 
     def logits(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: LogitRows, attention: KernelAttention
     ) -> torch.Tensor:
-        """Logits `[R, num_logits]` of the R rows kept, from token ids and positions, int32 `[T]`, on the device."""
+        """Logits `[R, num_logits]` of the R rows `rows`, from token ids and positions, int32 `[T]`, on the device."""
         ...
 
 

@@ -1,5 +1,5 @@
-"""A decoder of the Llama family in four matrix products a layer, with one kernel between two of them: add and RMSNorm,
-RoPE and cache write, attention, gated activation. A mixture of experts is computed by transformers' module.
+"""A decoder of the Llama family: four matrix products per layer, with kernels between them for add and RMSNorm, RoPE
+and cache write, attention, and gated activation. A mixture of experts is computed by transformers' module.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pagekv.kernels.variants import Variant
 
 
 class FusedLayers:
-    """Computes what transformers' model of the same weights does. Implements `DeviceForward`."""
+    """Computes the same logits as transformers' model with these weights. Implements `DeviceForward`."""
 
     def __init__(
         self,
@@ -29,9 +29,9 @@ class FusedLayers:
         device: torch.device,
         shards: Shards | None = None,
     ) -> None:
-        """Takes the weights out of the decoder, layer by layer, so that both layouts are there of one of them only.
-        `shards`: each rank computes its heads and its gated elements, and twice a layer all sum. Logits are those of
-        rank 0; zeros on the others.
+        """Takes the weights out of the decoder layer by layer, so that only one layer is in memory twice at a time.
+        `shards`: each rank computes its heads and its share of the feed-forward part, with two all-reduces per layer.
+        Rank 0 has the logits; other ranks have zeros.
         """
         self._shards, self._num_logits = shards, loaded.vocab_size
         geometry = loaded.geometry
@@ -40,7 +40,7 @@ class FusedLayers:
         self._num_heads, self._num_kv_heads = loaded.num_heads, geometry.num_kv_heads
         self._head_size = geometry.head_size
         self._rows = RowKernels(launcher, Variant(name, name, geometry.head_size))
-        # As the model computes them of positions alone: no batch changes them (`BATCH_DEPENDENT_ROPE`).
+        # A table for all positions, because rotations do not depend on the batch (`BATCH_DEPENDENT_ROPE`).
         positions = torch.arange(loaded.max_model_len, device=device)[None]
         self._ropes = {key: _table(*angles) for key, angles in decoder.rotations(positions).items()}
         self._head = decoder.take_head()
@@ -67,11 +67,11 @@ class FusedLayers:
         return self._decoder.scale_logits(logits)
 
     def _summed(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows that a product of attention's heads, or of gated elements, adds to the stream."""
+        """The result of an output or down projection, summed over ranks where the model is split."""
         return rows if self._shards is None else self._shards.sum(rows)
 
     def _whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits of all tokens, from those that the head gives."""
+        """The logits of the whole vocabulary, gathered over ranks where the model is split."""
         return logits if self._shards is None else self._shards.gather(logits, self._num_logits)
 
     def _attend(self, index: int, layer: DecoderLayer, qkv: torch.Tensor, attention: KernelAttention) -> torch.Tensor:
@@ -89,7 +89,7 @@ class FusedLayers:
     def _add_norm(
         self, stream: torch.Tensor, added: torch.Tensor | None, after: RmsNorm | None, before: RmsNorm | None
     ) -> torch.Tensor:
-        """Adds to the stream; returns its norm, or the stream itself where there is none."""
+        """Adds `added` to the stream in place. Returns the stream's norm, or the stream itself without a norm."""
         out = None if before is None else torch.empty_like(stream)
         if added is not None or out is not None:
             factor = self._decoder.residual_factor
@@ -109,8 +109,8 @@ class FusedLayers:
         return out
 
     def _joined(self, query: RmsNorm | None, key: RmsNorm | None) -> RmsNorm | None:
-        """The norms of a layer's queries and keys as one: weights [heads, head_size], or [elements] where either kind
-        has one norm over all heads.
+        """The norms of a layer's queries and keys joined into one: weights [heads, head_size] for norms of single
+        heads, [elements] for norms over all heads.
         """
         if query is None or key is None:
             if query is not key:
@@ -132,7 +132,9 @@ def _product(rows: torch.Tensor, of: Linear) -> torch.Tensor:
 
 
 def _table(cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Cosines, then sines, of each position: models have each of them twice, once for either element of a pair."""
+    """Cosines, then sines, of each position. transformers' tables have every angle twice, once for each element of a
+    pair; the kernel's table has it once.
+    """
     half = cosines.shape[1] // 2
     for angles in (cosines, sines):
         if not torch.equal(angles[:, :half], angles[:, half:]):

@@ -1,9 +1,9 @@
-"""CUDA graphs of decode steps: the model's whole forward pass, kernels inside, recorded once per shape before the first
-step, and replayed.
+"""CUDA graphs of decode steps: the model's whole forward pass, including kernels, recorded once per shape before the
+first step, and then replayed.
 
-A graph reads its inputs where they were when it was recorded and starts as many thread blocks as then. So batches are
-filled up to a few sizes, and sections of the upload, tables and work items have the sizes of a `GraphKey`. A step takes
-the smallest graph that it fits; what work is beyond the step's ends at once.
+A graph always reads its inputs from the same addresses and starts the same number of thread blocks. So batches are
+padded to a few sizes, and sections of the upload, block tables and work items have the sizes of a `GraphKey`. A step
+uses the smallest graph that it fits; thread blocks without work end at once.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from pagekv.kernels.decode_plan import LEAST_SPLIT, most_partials
 log = Log(__name__)
 
 MAX_GRAPH_BATCH = 512
-# int32 entries of the block tables that a graph reads: 8 MiB, which every step of its shape uploads.
+# Most int32 entries of a graph's block tables: 8 MiB, which every step of its shape uploads.
 MAX_TABLE_ENTRIES = 2**21
-# A graph has room for sequences that together have this many times the keys of the pool, if they share them.
+# Sequences that share prefixes may together have more keys than the pool: a graph has room for this many times as many.
 MOST_SHARERS = 4
 ANOTHER = "another rank cannot record it"
 
 
 def graph_key(num_sequences: int, table_width: int, num_items: int, num_shared: int = 0) -> GraphKey | None:
-    """The smallest key that a batch of decodes fits; None when too large for a graph. `num_items`: splits of all rows.
-    `num_shared`: decode items of several rows.
+    """The smallest key that a batch of decodes fits; None if it is too large for a graph. `num_items`: splits of all
+    rows together. `num_shared`: work items that serve several rows.
     """
     if not 0 < num_sequences <= MAX_GRAPH_BATCH:
         return None
     batch = padded_batch(num_sequences)
-    # Rows that fill the batch up have an item each, which writes zeros.
+    # Every row of padding has one item, which writes zeros.
     padded = num_items + batch - num_sequences
     items = batch if num_items == num_sequences else max(2 * batch, next_power(padded))
     return GraphKey(batch, graph_width(table_width), items, graph_shared(num_shared))
@@ -51,7 +51,7 @@ def fits(needed: GraphKey, key: GraphKey) -> bool:
 
 
 def graph_width(table_width: int) -> int:
-    """Width of the tables of a graph for tables of this width: as few shapes as possible, in fourfold steps."""
+    """The width of a graph's block tables for tables of this width, in steps of factor 4 to keep the shapes few."""
     width = 16
     while width < table_width:
         width *= 4
@@ -59,8 +59,8 @@ def graph_width(table_width: int) -> int:
 
 
 def graph_shared(num_shared: int) -> int:
-    """Room of a graph for so many items of several rows: items of padding cost next to nothing, and without sharing
-    there is no second decode kernel in the graph.
+    """A graph's room for this many shared items, in coarse steps, since unused items cost next to nothing. 0 without
+    sharing: the graph then has no second decode kernel.
     """
     room = 0
     while room < num_shared:
@@ -69,7 +69,7 @@ def graph_shared(num_shared: int) -> int:
 
 
 def padded_batch(num_sequences: int) -> int:
-    """Rows of the graph for so many decodes: rows of padding are computed in vain."""
+    """The batch size of the graph for this many decodes. Rows of padding are computed in vain."""
     return next_power(num_sequences) if num_sequences <= 32 else -(-num_sequences // 32) * 32
 
 
@@ -81,11 +81,12 @@ def next_power(number: int) -> int:
 def ladder(
     max_sequences: int, num_tokens: int, max_tokens: int, block_size: int, *, window: int = 0, most_members: int = 1
 ) -> list[GraphKey]:
-    """The shapes to record, largest batch first: every batch up to the largest that a graph has, with tables of each
-    width up to that of a sequence of `max_tokens`, and with as many work items as such contexts have. `num_tokens`: of
-    the device pool, which bounds the items, so that steps whose sequences share more than that have no shape.
-    `window`: the widest of any layer. `most_members`: rows that may share a read; above 1 each shape with several
-    splits comes a second time, with room for what a common prefix is read by.
+    """The shapes to record, largest batch first: for every batch size, each table width up to that of a sequence of
+    `max_tokens`, with as many work items as contexts of that width need.
+
+    `num_tokens`: tokens of the device pool, which bound the number of items; steps whose sequences share more than that
+    have no shape. `window`: the widest window of any layer. `most_members`: the most rows that share one read; above 1,
+    each shape with several splits is recorded a second time, with room for shared items.
     """
     counts = range(1, min(max_sequences, MAX_GRAPH_BATCH) + 1)
     widest = graph_width(-(-max_tokens // block_size))
@@ -106,8 +107,8 @@ def ladder(
 
 
 class Recorded(IntEnum):
-    """The end of an attempt to record a shape, the worst first: the model cannot be recorded, memory is short, or there
-    is a graph.
+    """The outcome of recording a shape, from worst to best: the model cannot be recorded, memory is short, or there is
+    a graph.
     """
 
     NEVER = 0
@@ -116,7 +117,7 @@ class Recorded(IntEnum):
 
 
 class GraphCache:
-    """Graphs by shape, all recorded before a step is run: a recording waits for the device."""
+    """Graphs by shape. All are recorded before the first step, because a recording waits for the device."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class GraphCache:
         enabled: bool = True,
         agree: Callable[[Recorded, Exception | None], Recorded] = lambda own, _: own,
     ) -> None:
-        """`agree`: the worst that recording a shape came to on any rank of a group, which all tell each other; it gets
-        what this rank failed by, too.
+        """`agree`: turns this rank's outcome of a recording into the worst outcome of all ranks of the group. Its
+        second argument is this rank's error, if any.
         """
         self.enabled = enabled
         self._agree = agree
@@ -133,26 +134,26 @@ class GraphCache:
         self._graphs: dict[GraphKey, Callable[[], torch.Tensor]] = {}
         self._of_batch: defaultdict[int, list[GraphKey]] = defaultdict(list)
         self.num_captured = 0
-        # Shapes that were to be recorded and were not.
+        # Shapes that should have been recorded and were not.
         self.num_failed = 0
         self.num_replayed = 0
 
     def record(
         self, keys: Sequence[GraphKey], forward_of: Callable[[GraphKey], Callable[[], torch.Tensor]], reserve: int = 0
     ) -> None:
-        """Records a graph for each shape, of what `forward_of` returns for it. A failure is logged as an error and
-        counted, and steps of its shape run without a graph: all shapes where the model cannot be recorded,
-        those left where memory is short. `reserve`: bytes of the device that must be left when all is recorded.
+        """Records a graph of the function `forward_of(key)` for each shape. A failure is logged as an error and
+        counted, and the steps concerned run without a graph: all steps if the model cannot be recorded, those of the
+        remaining shapes if memory is short. `reserve`: bytes of device memory that must be free after the recordings.
         """
-        # A rank that ran out of memory in the run before its first recording would leave others in its collectives. All
-        # later ones begin with what the one before had to leave.
+        # First checks that memory suffices: a rank that ran out of memory in the run before its first recording would
+        # leave other ranks in its collectives. Each later recording begins with `reserve` bytes free.
         short = self._shortage(reserve)
         if self._agree(Recorded.NO_MEMORY if short else Recorded.YES, None) is Recorded.NO_MEMORY:
             self._end_short(0, len(keys), short)
             return
         for number, key in enumerate(keys):
             own, why = self._record(key, forward_of, reserve)
-            # A rank without a graph that another one has would come to collectives of another size.
+            # Either all ranks have this graph or none: collectives in a graph have the size of its padded batch.
             found = self._agree(own, why)
             if found is Recorded.NO_MEMORY:
                 self._graphs.pop(key, None)
@@ -199,11 +200,11 @@ class GraphCache:
         )
 
     def find(self, needed: GraphKey) -> GraphKey | None:
-        """The smallest shape with a graph that a step of shape `needed` fits; None where there is none."""
+        """The smallest shape with a graph that fits a step of shape `needed`; None if there is none."""
         fitting = [key for key in self._of_batch[needed.batch] if fits(needed, key)]
         return min(fitting, key=lambda key: (key.wide_items, key.items, key.table_width), default=None)
 
     def replay(self, key: GraphKey) -> torch.Tensor:
-        """Enqueues the graph of a shape that has one, and returns what it computes."""
+        """Enqueues the graph of a shape, which must have one, and returns its result."""
         self.num_replayed += 1
         return self._graphs[key]()

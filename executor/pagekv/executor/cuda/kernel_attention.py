@@ -1,4 +1,4 @@
-"""One step's attention by PageKV's kernels, as the model's layers ask for it."""
+"""One step's attention by PageKV's kernels, called by the model's layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KernelAttention:
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
     ) -> torch.Tensor:
-        """`scores` is not looked at: `PagedAttention` was constructed with it."""
+        """`scores` is ignored: `PagedAttention` was constructed with the scores of all layers."""
         query, key, value = _rows(query), _rows(key), _rows(value)
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         self.paged.write(layer, key, value, self.plan)
@@ -32,22 +32,22 @@ class KernelAttention:
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
-    """`[heads, T, head_size]` as `[T, heads, head_size]` whose rows are as the kernels want them: nearly always a view,
-    because models make heads from rows.
+    """`[heads, T, head_size]` as `[T, heads, head_size]` with contiguous, aligned rows as the kernels need them. Nearly
+    always a view, because models make heads from rows.
     """
     rows = heads.transpose(0, 1)
     stride = rows.stride()
     aligned = not (rows.data_ptr() % 16 or stride[0] * rows.element_size() % 16)
     if stride[1:] == (rows.shape[2], 1) and aligned:
         return rows
-    # Through one dimension, because torch ignores the stride of a dimension of one when asked for contiguity.
+    # Through a flat view, because `contiguous` does not correct the stride of a dimension of size 1.
     return rows.contiguous().view(-1).view(rows.shape)
 
 
 def make_attention(
     loaded: LoadedModel, pool: torch.Tensor, launcher: Launcher, *, wgmma_prefill: bool = False
 ) -> PagedAttention:
-    """The attention of a model over a pool. Raises UnsupportedVariant for what no kernel serves."""
+    """The attention of a model over a pool. Raises UnsupportedVariant if no kernel serves the model."""
     kinds = {(scores.scale, scores.cap) for scores in loaded.scores}
     if len(kinds) != 1:
         raise UnsupportedVariant("scale, soft_cap: must be the same in all layers")
@@ -75,7 +75,9 @@ def make_attention(
 
 
 def _sinks(loaded: LoadedModel) -> torch.Tensor | None:
-    """`[num_layers, num_heads]` float32 on the model's device, minus infinity where a layer has none."""
+    """The attention sinks `[num_layers, num_heads]`, float32 on the model's device, minus infinity for layers without
+    sinks; None if no layer has any.
+    """
     found = [scores.sinks for scores in loaded.scores]
     given = next((sinks for sinks in found if sinks is not None), None)
     if given is None:
@@ -87,8 +89,8 @@ def _sinks(loaded: LoadedModel) -> torch.Tensor | None:
 def serving_variant(
     directory: Path, loaded: LoadedModel, geometry: BlockGeometry, launcher: Launcher, *, wgmma_prefill: bool = False
 ) -> Variant:
-    """The kernels that serve a model over a pool of blocks of `geometry`. Raises ValueError, naming the model, the
-    reason and what to do, when none do, or none with `wgmma_prefill`.
+    """The kernel variant that serves a model over a pool of blocks of `geometry`. Raises ValueError, naming the model,
+    the reason and what to do, if there is none, or none that supports `wgmma_prefill`.
     """
     shape = (1, geometry.num_layers, 2, 1, geometry.num_kv_heads, geometry.head_size)
     try:

@@ -1,4 +1,4 @@
-"""The sampler on the device by PageKV's kernels: one launch for all rows of a step, and one before it for logits that
+"""The sampler by PageKV's kernels: one launch for all rows of a step, and one launch before it for the logits that
 biases, bans or penalties change.
 """
 
@@ -23,7 +23,7 @@ from pagekv.kernels.sampling import NONE, SamplingKernels, min_weight, scales, s
 from pagekv.kernels.tensors import Ints
 from pagekv.kernels.variants import DTYPE_PAIRS
 
-# Bytes of adjusted logits, and elements of float64 for log-probabilities, that there are at a time.
+# Most bytes of adjusted logits, and most float64 elements for log-probabilities, in memory at a time.
 ADJUSTED_BYTES = 128 * 2**20
 LOGPROB_ELEMENTS = 4 * 2**20
 NO_ROW = -1
@@ -31,12 +31,14 @@ CHOICE_WORDS, ADJUSTMENT_WORDS = CHOICE.itemsize // 4, ADJUSTMENT.itemsize // 4
 
 
 class KernelSampling:
-    """Implements `StepSampling`."""
+    """The sampling of one step by the kernels. Implements `StepSampling`."""
 
     def __init__(
         self, entries: Sequence[DeviceSequence], vocab_size: int, penalties: PenaltyTable, launcher: Launcher
     ) -> None:
-        """`vocab_size`: columns of the logits. Gives the sequences that need one a row of the penalty table."""
+        """`vocab_size`: columns of the logits. Allocates a row of the penalty table for each sequence that needs
+        one.
+        """
         self.states = [entry.state for entry in entries]
         self.logprobs_of = [state for state in self.states if state.sampling.logprobs is not None]
         self._vocab_size, self._launcher = vocab_size, launcher
@@ -44,7 +46,7 @@ class KernelSampling:
         self._choices: list[tuple[float, ...]] = []
         self._adjustments: list[tuple[float, ...]] = []
         self._edits: list[tuple[int, float]] = []
-        # Rows that are sampled at a time, and the first adjustment of each such part.
+        # The number of rows sampled at a time, and the first adjustment of each such part.
         self._at_once = max(1, ADJUSTED_BYTES // (4 * vocab_size))
         self._first_adjustments: list[int] = []
         for row, entry in enumerate(entries):
@@ -108,7 +110,7 @@ class KernelSampling:
         return tokens, self._logprobs(logits, tokens, find)
 
     def _adjust(self, kernels: SamplingKernels, rows: torch.Tensor, find: Find, first: int, end: int) -> torch.Tensor:
-        """Adjusted logits, float32 `[end - first, vocab_size]`, of a part's rows."""
+        """The adjusted logits of a part, float32 `[end - first, vocab_size]`, one row for each adjustment."""
         out = torch.empty((end - first, self._vocab_size), dtype=torch.float32, device=rows.device)
         adjustments = find("adjustments", (len(self._adjustments), ADJUSTMENT_WORDS))[first:end]
         edits = find("edits", (len(self._edits), 2)) if self._edits else None

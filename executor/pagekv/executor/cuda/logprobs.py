@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled tokens, and of the likeliest ones beside them."""
+"""Log-probabilities of the sampled tokens and of the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ Logprobs = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Logprobs:
-    """Natural-log probability of the tokens, and the `num_top` likeliest: ids and log-probabilities, best first."""
+    """The natural logarithms of the probabilities of `tokens`, and the `num_top` likeliest tokens of each row, best
+    first.
+    """
     vocab_size = raw.shape[1]
     shifted = below_largest(raw)
     logprobs = shifted - shifted.exp().sum(-1, keepdim=True).log()
@@ -18,7 +20,7 @@ def log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> 
         return of_tokens, tokens.new_empty(len(tokens), 0), logprobs[:, :0]
     bound = raw.topk(num_top, dim=-1).values[:, -1:]
     kept = first_of_largest(raw, bound, num_top)
-    # Their ids in order of id, without a shape that depends on data, for which the host would have to wait.
+    # The kept ids in ascending order, by operators whose shapes do not depend on data: the host need not wait.
     ids = torch.where(kept, torch.arange(vocab_size, device=raw.device), vocab_size)
     ids = ids.topk(num_top, largest=False, sorted=True).values.clamp(max=vocab_size - 1)
     values = logprobs.gather(1, ids)
@@ -27,16 +29,16 @@ def log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, num_top: int) -> 
 
 
 def first_of_largest(values: torch.Tensor, bound: torch.Tensor, count: torch.Tensor | int) -> torch.Tensor:
-    """Where the `count` (`[R, 1]`, or one for all) largest values are, given the smallest of them, `bound` `[R, 1]`; of
-    equals the first ones.
+    """A mask of the `count` (`[R, 1]`, or one number for all rows) largest values of each row, given the smallest of
+    them, `bound` `[R, 1]`. Of equal values the first ones are taken.
     """
     above, equal = values > bound, values == bound
     return above | (equal & (equal.cumsum(-1) <= count - above.sum(-1, keepdim=True)))
 
 
 def below_largest(logits: torch.Tensor) -> torch.Tensor:
-    """Each row of logits less its largest; of an infinite one, 0 for those that are as large and minus infinity for
-    others.
+    """Each row of logits minus its largest value. If that is infinite: 0 for logits that equal it, minus infinity for
+    the others.
     """
     largest = logits.max(dim=-1, keepdim=True).values
     return torch.where(logits == largest, 0.0, logits - largest)

@@ -1,4 +1,4 @@
-"""Counts of the tokens that sequences have had, on the device, where their sampling needs them."""
+"""Counts of each sequence's tokens, on the device, for sequences whose sampling has penalties."""
 
 from __future__ import annotations
 
@@ -13,28 +13,29 @@ from pagekv.kernels.tensors import Ints
 
 
 class Penalised(Protocol):
-    """A live sequence, which keeps the row of the table that it is given."""
+    """A live sequence, which stores the row of the table that it was given."""
 
     state: SequenceState
     penalty_row: int | None
 
 
 class PenaltyTable:
-    """One row of the vocabulary per sequence: how often each token was generated, and whether it was there at all.
+    """One row per sequence, one column per token: how often the token was generated, and whether it is in the prompt or
+    output at all.
 
-    Tokens that steps sample are counted on the device, so that the host need not know them. Rows are given out by the
-    host at once; the device sees each change in the order of the stream.
+    Sampled tokens are counted on the device, because the host does not know them yet. The host allocates rows at once;
+    the device sees each change in stream order.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         self._device = device
         self._free: list[int] = []
-        # int32 [rows, vocab_size]: times generated. bool, as large: in the prompt or generated.
+        # int32 [rows, vocab_size]: times generated. bool [rows, vocab_size]: in the prompt or generated.
         self.outputs = torch.zeros(0, vocab_size, dtype=torch.int32, device=device)
         self.seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
 
     def allocate(self) -> int:
-        """A row for one sequence; `begin` must be the first to use it."""
+        """Allocates a row for one sequence; `begin` must fill it before any other use."""
         if not self._free:
             rows, vocab_size = self.outputs.shape
             added = max(4, rows)
@@ -44,12 +45,13 @@ class PenaltyTable:
         return self._free.pop()
 
     def free(self, row: int) -> None:
-        """Frees a row; steps already launched still find it as it was."""
+        """Frees a row. Steps that are already launched still see its old content."""
         self._free.append(row)
 
     def begin(self, rows: torch.Tensor, of_row: torch.Tensor, tokens: torch.Tensor, generated: torch.Tensor) -> None:
-        """Fills fresh rows `[n]`: sequence of row `of_row[i]` has had token `tokens[i]`, `generated[i]` (0 or 1) times
-        more among its output. Index tensors are int64, `generated` int32.
+        """Fills the new rows `rows` `[n]`. Each i is one token of the past: the sequence of row `of_row[i]` has token
+        `tokens[i]`, in its output if `generated[i]` is 1, in its prompt if 0. Index tensors are int64, `generated`
+        int32.
         """
         self.outputs[rows] = 0
         self.seen[rows] = False
@@ -57,22 +59,24 @@ class PenaltyTable:
         self.seen[of_row, tokens] = True
 
     def count(self, rows: torch.Tensor, tokens: torch.Tensor) -> None:
-        """The sequence of each row, all different, has generated one more token."""
+        """Counts one more generated token for the sequence of each row; the rows are distinct."""
         self.outputs[rows, tokens] += 1
         self.seen[rows, tokens] = True
 
 
 class StepPenalties:
-    """Rows of the table that one step's sequences have, and those that begin in it."""
+    """The rows of the table for one step's sequences, including those that begin in this step."""
 
     def __init__(self, table: PenaltyTable) -> None:
         self._table = table
-        # Rows that begin in this step, and of each (row, token, times generated) of its tokens, [n, 3].
+        # The rows that begin in this step; and for each, (row, token, times generated) of its past tokens, [n, 3].
         self._fresh: list[int] = []
         self._past: list[Ints] = []
 
     def row_of(self, entry: Penalised) -> int:
-        """The sequence's row. Raises RuntimeError where it begins with a token that the host does not know."""
+        """The sequence's row, allocated at the first call. Raises RuntimeError if the host does not know all of its
+        tokens then.
+        """
         if entry.penalty_row is None:
             state = entry.state
             tokens = np.asarray(state.token_ids, np.int32)
@@ -92,7 +96,7 @@ class StepPenalties:
         return {"fresh": np.array(self._fresh, np.int32), "past": np.concatenate(self._past)}
 
     def begin(self, find: Find) -> None:
-        """Enqueues the beginning of fresh rows."""
+        """Enqueues the filling of the new rows."""
         if self._fresh:
             past = find("past", (sum(map(len, self._past)), 3)).long()
             self._table.begin(find("fresh", (len(self._fresh),)).long(), past[:, 0], past[:, 1], past[:, 2].int())

@@ -1,4 +1,4 @@
-"""The block pools of the CUDA backend: keys and values on the device, and pinned host memory to swap with."""
+"""The block pools of the CUDA backend: the device pool, and the host pool in pinned memory for swaps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pagekv.kernels.swap import BlockSwapper
 
 
 class KvPools:
-    """Both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, of zeros at first.
+    """Device and host pool, both `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_size]`, zero at first.
 
     States: without host blocks, with them after `add_host_pool`, then closed.
     """
 
     def __init__(self, geometry: BlockGeometry, block_size: int, num_device_blocks: int, device: CudaDevice) -> None:
-        """Raises MemoryError when the device's pool cannot be had."""
+        """Raises MemoryError when the device pool cannot be allocated."""
         self.block_size = block_size
         shape = (num_device_blocks, geometry.num_layers, 2, block_size, geometry.num_kv_heads, geometry.head_size)
         self._device = device
@@ -32,13 +32,13 @@ class KvPools:
             raise MemoryError(
                 f"{num_device_blocks} device blocks: {error}; give the manager a smaller --num-device-blocks"
             ) from error
-        # Enqueued, so nothing waits for it. As bytes, since not every element type can be filled.
+        # Zeroed asynchronously. As bytes, since torch cannot fill every element type.
         self.device.view(torch.uint8).zero_()
         self.host = torch.empty((0, *shape[1:]), dtype=geometry.dtype)
         self.swapper = BlockSwapper(device.streams, self.device, self.host)
 
     def add_host_pool(self, num_blocks: int) -> None:
-        """Raises MemoryError, with nothing pinned, when it cannot be had."""
+        """Allocates and pins the host pool. Raises MemoryError, with nothing pinned, when that fails."""
         shape = (num_blocks, *self.device.shape[1:])
         size, available = math.prod(shape) * self.device.itemsize, available_bytes()
         try:
@@ -55,13 +55,13 @@ class KvPools:
         self.swapper = BlockSwapper(self._device.streams, self.device, host)
 
     def close(self) -> None:
-        """Gives the pinned memory back; nothing may be under way."""
+        """Unpins the host pool. No copy may be under way."""
         if len(self.host):
             self._device.unpin(self.host)
 
     def copy(self, copies: BlockCopies, attention: PagedAttention) -> None:
-        """Copies whole blocks, after what was enqueued before; `attention` is over the device pool. Steps that touch
-        swapped blocks wait for them (`swapper.before_compute`).
+        """Enqueues copies of whole blocks after all work enqueued before. `attention`: over the device pool. Steps that
+        use swapped blocks wait for the swaps (`swapper.before_compute`).
         """
         if copies.direction is CopyDirection.SWAP_OUT:
             self.swapper.swap_out(copies.sources, copies.destinations)

@@ -1,8 +1,8 @@
-"""Whether the cuda backend can start at all, found out in milliseconds: before torch is imported, which takes seconds,
-and before weights are read, which takes minutes.
+"""Checks in milliseconds whether the cuda backend can start at all: before torch is imported, which takes seconds, and
+before weights are read, which takes minutes.
 
-Only what certainly cannot work is refused. Doubtful cases are left to the code that loads, which refuses
-the same things where it meets them. The driver is asked through ctypes.
+A start is refused only if it certainly cannot work. Doubtful cases are left to the code that loads the model, which
+makes the same checks. The driver is called through ctypes.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from pagekv.kernels.variants import (
 )
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
-# Numbers of cuda.h.
+# Constants of cuda.h.
 CUDA_ERROR_NO_DEVICE = 100
 CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75
 CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76
 MAX_NAME = 256
 
 NEEDED = f"a GPU of compute capability {MIN_COMPUTE_CAPABILITY / 10:.1f} or newer and its driver are needed"
-# The wheels of CuPy that `pagekv[cuda12]` and `pagekv[cuda13]` install, by the major version of CUDA they are for.
+# The wheels of CuPy that `pagekv[cuda12]` and `pagekv[cuda13]` install, by major version of CUDA.
 CUPY_WHEELS = {12: "cupy-cuda12x", 13: "cupy-cuda13x"}
-# Host memory that torch, CUDA's context and the first page-locked buffers take at the very least.
+# The least host memory that torch, CUDA's context and the first pinned buffers take.
 MIN_HOST_BYTES = 512 * 2**20
 FP8 = "float8_e4m3fn"
-# Where config.json names none that kernels serve; no smaller one there could be either.
+# The element type if config.json names none that kernels serve. No served type is smaller, so checks stay cautious.
 AUTO_DTYPE = "bfloat16"
 
 
 class UnusableGpu(ValueError):
-    """The cuda backend cannot start here; the message says what there is, what is needed and what to do."""
+    """The cuda backend cannot start here; the message says what was found, what is needed and what to do."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,11 @@ class Gpu:
 
     name: str
     capability: int
-    """As in sm_90."""
+    """Compute capability as in sm_90: 90 for 9.0."""
     memory_bytes: int
-    """All of it, whoever holds it."""
+    """All memory of the GPU, free or in use."""
     cuda: tuple[int, int]
-    """Version of the newest CUDA that the driver serves."""
+    """The newest version of CUDA that the driver supports."""
 
 
 def find_gpu(load: Callable[[str], Any] = ctypes.CDLL, *, index: int = 0) -> Gpu:
@@ -96,7 +96,7 @@ def find_gpu(load: Callable[[str], Any] = ctypes.CDLL, *, index: int = 0) -> Gpu
             )
 
     def number(name: str, *args: Any) -> int:
-        """The int that a function writes to its first argument."""
+        """Calls a function of the driver; returns the int that it writes to its first argument."""
         found = ctypes.c_int()
         call(name, ctypes.byref(found), *args)
         return found.value
@@ -122,18 +122,18 @@ def find_gpu(load: Callable[[str], Any] = ctypes.CDLL, *, index: int = 0) -> Gpu
 
 @dataclass(frozen=True)
 class Builds:
-    """CUDA versions that the installed packages are built for."""
+    """The CUDA versions that the installed packages are built for."""
 
     torch_cuda: int | None
-    """Major version of CUDA; 0: built without it; None: torch does not say, or is not there."""
+    """torch's major version of CUDA; 0: built without CUDA; None: unknown, or torch is not installed."""
     cupy: bool
-    """Whether there is any CuPy."""
+    """Whether any CuPy is installed."""
     cupy_cuda: tuple[int, ...]
-    """Major versions of CUDA of its wheels, ascending; empty where it was installed in another way."""
+    """Major versions of CUDA of the installed CuPy wheels, ascending; empty if CuPy was installed in another way."""
 
 
 def installed_builds() -> Builds:
-    """Asks what is installed without importing it."""
+    """Finds out which builds are installed, without importing them."""
     return Builds(
         torch_cuda=_torch_cuda(),
         cupy=importlib.util.find_spec("cupy") is not None,
@@ -142,7 +142,7 @@ def installed_builds() -> Builds:
 
 
 def cupy_version() -> str:
-    """The wheel of CuPy that is installed, with its version; "none" where it was installed in another way."""
+    """The installed CuPy wheels with their versions; "none" if there are none."""
     wheels = [
         (wheel, metadata.version(wheel)) for wheel in CUPY_WHEELS.values() if any(metadata.distributions(name=wheel))
     ]
@@ -162,7 +162,7 @@ def _torch_cuda() -> int | None:
 
 
 def check_machine(gpu: Gpu, builds: Builds, host_bytes: int) -> None:
-    """`host_bytes`: memory that is available on the host. Raises UnusableGpu."""
+    """Checks GPU, driver, packages and host memory. `host_bytes`: bytes available on the host. Raises UnusableGpu."""
     if gpu.capability < MIN_COMPUTE_CAPABILITY:
         raise UnusableGpu(
             f"the GPU, {gpu.name}, has compute capability {gpu.capability / 10:.1f}; {NEEDED}: use another GPU, which "
@@ -171,7 +171,7 @@ def check_machine(gpu: Gpu, builds: Builds, host_bytes: int) -> None:
     serves, oldest = f"the driver of the GPU serves CUDA {gpu.cuda[0]}.{gpu.cuda[1]} at most", min(CUPY_WHEELS)
     if gpu.cuda[0] < oldest:
         raise UnusableGpu(f"{serves}; {oldest}.0 is the oldest that CuPy and torch are used with: update the driver")
-    # Within a major version the driver serves newer minor ones too.
+    # A driver also supports newer minor versions of the same major version.
     extra = f"pip install 'pagekv[cuda{min(gpu.cuda[0], max(CUPY_WHEELS))}]'"
     index = "cu126" if gpu.cuda[0] == 12 else "cu130"
     torch = f"pip install torch --index-url https://download.pytorch.org/whl/{index}"
@@ -198,21 +198,21 @@ def check_machine(gpu: Gpu, builds: Builds, host_bytes: int) -> None:
 
 
 def usable_gpu(index: int) -> Gpu:
-    """The GPU with this number, on a machine where it can be used. Raises UnusableGpu."""
+    """The GPU with this number. Raises UnusableGpu if it cannot be used on this machine."""
     gpu = find_gpu(index=index)
     check_machine(gpu, installed_builds(), available_bytes())
     return gpu
 
 
 def served_dtypes(directory: Path, stored: StoredModel, dtype: str, kv_dtype: str) -> tuple[str, str]:
-    """Element types of weights and KV memory; `dtype`, `kv_dtype`: as the flags. Raises ValueError, naming the model,
-    the reason and what to do, when no kernels serve them.
+    """The element types of weights and KV memory for the flags `dtype` and `kv_dtype`. Raises ValueError, naming the
+    model, the reason and what to do, if no kernels serve them.
     """
     as_stored = stored.dtype if stored.dtype and stored.dtype in DTYPE_PAIRS else AUTO_DTYPE
     served = as_stored if dtype == "auto" else dtype
     kept = FP8 if kv_dtype == "fp8" else served
     try:
-        # Any head size that there is does here.
+        # Any supported head size will do: only the element types are checked.
         Variant(served, kept, HEAD_SIZES[0])
     except UnsupportedVariant as error:
         raise ValueError(
@@ -223,8 +223,8 @@ def served_dtypes(directory: Path, stored: StoredModel, dtype: str, kv_dtype: st
 
 
 def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory: int = 0, *, ranks: int = 1) -> None:
-    """The strings and `kv_memory` are those of the flags; `ranks` split the model. Raises ValueError, naming the model,
-    the reason and what to do.
+    """Checks the model against the GPU. `dtype`, `kv_dtype` and `kv_memory`: values of the flags. `ranks`: the number
+    of ranks that split the model. Raises ValueError, naming the model, the reason and what to do.
     """
     stored = read_model_files(directory)
     check_same_model(directory, stored)
@@ -232,10 +232,10 @@ def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory:
     served, kept = served_dtypes(directory, stored, dtype, kv_dtype)
     check_kv_memory(directory, stored, DTYPE_BYTES[kept], kv_memory, gpu.memory_bytes)
     try:
-        # An unknown head size is not judged.
+        # An unknown head size is not checked.
         Variant(served, served, stored.head_size or HEAD_SIZES[0])
         if stored.num_heads and stored.num_kv_heads:
-            # As `kv_heads_of` shares them out.
+            # The heads of one rank, as in `num_rank_kv_heads`.
             check_heads(stored.num_heads // ranks, stored.num_kv_heads // math.gcd(stored.num_kv_heads, ranks))
     except UnsupportedVariant as error:
         raise ValueError(
@@ -247,8 +247,8 @@ def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory:
 
 
 def check_room(directory: Path, stored: StoredModel, dtype: str, room: int, there_is: str, *, ranks: int = 1) -> None:
-    """Raises ValueError where a rank's share of the weights alone takes more than `room` bytes; `there_is` says so in
-    words.
+    """Raises ValueError if a rank's share of the weights alone takes more than `room` bytes. `there_is`: the available
+    memory in words, for the message.
     """
     needed = (stored.num_weights or 0) * DTYPE_BYTES[dtype] // ranks
     if needed > room:
@@ -261,5 +261,5 @@ def check_room(directory: Path, stored: StoredModel, dtype: str, room: int, ther
 
 
 def gib(size: int) -> str:
-    """Bytes in words."""
+    """A number of bytes as text in GiB."""
     return f"{size / 2**30:.2f} GiB"

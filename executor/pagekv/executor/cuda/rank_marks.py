@@ -1,4 +1,4 @@
-"""The end of a step of a split model, waited for no longer than ranks may let each other wait."""
+"""Waits for the end of a step of a split model, at most for the rank timeout."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from functools import partial
 
 from pagekv.executor.model.shards import Shards
 
-# Looks in the time that a rank may let others wait.
+# How often the waits are checked within the rank timeout.
 LOOKS = 5
 
 
 class RankMarks:
-    """Makes marks that end this rank where the device does not come to them in time: it waits in a collective for a
-    rank that hangs. NCCL's own limit does not know of collectives within a graph. One of a backend, whose threads may
-    wait at the same time.
+    """Makes marks that end this rank if the device does not reach them in time, because it waits in a collective for a
+    rank that hangs. NCCL's own timeout does not cover collectives within a graph. A backend has one `RankMarks`, and
+    several of its threads may wait at the same time.
     """
 
     def __init__(self, mark: Callable[[], Callable[[], None]], shards: Shards) -> None:
         self._mark, self._shards = mark, shards
-        # When the waits under way began, by thread and by `time.monotonic`.
+        # The start times of the waits under way (`time.monotonic`), by thread.
         self._began: dict[int, float] = {}
         self._watching: threading.Thread | None = None
 
     def __call__(self) -> Callable[[], None]:
-        """As `CudaDevice.mark`."""
+        """Marks the end of the work enqueued so far, as `CudaDevice.mark` does."""
         return partial(self._wait, self._mark())
 
     def _wait(self, wait: Callable[[], None]) -> None:
-        """Without a limit while ranks load."""
+        """Waits for a mark. There is no timeout while ranks load."""
         limit_s, thread = self._shards.limit_s, threading.get_ident()
         if limit_s is not None and self._watching is None:
             self._watching = threading.Thread(target=self._watch, args=(limit_s,), name="marks", daemon=True)

@@ -1,5 +1,5 @@
-"""Sampling over the ranks of a split model: rank 0 has the logits and samples; the others get its tokens, on their
-devices and in the order of their streams, so that no host waits.
+"""Sampling over the ranks of a split model: rank 0 has the logits and samples. The other ranks receive its tokens on
+their devices, in stream order, so that no host waits.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pagekv.kernels.tensors import Ints
 
 
 class RankSampling:
-    """That of one rank. Log-probabilities are those of rank 0; the others have none. Implements `StepSampling`."""
+    """The sampling of one rank. Only rank 0 has log-probabilities. Implements `StepSampling`."""
 
     def __init__(
         self, entries: Sequence[DeviceSequence], vocab_size: int, penalties: PenaltyTable, own: Sampler, shards: Shards
     ) -> None:
-        """`own`: how rank 0 samples. The others only upload what it does: steps with uploads of other sizes might not
-        take the same graph, whose collectives have the size of its batch.
+        """`own`: the sampler of rank 0. The other ranks use it only to upload the same sections: with uploads of
+        another size, a rank might choose another graph, whose collectives have another size.
         """
         self._own = own(entries, vocab_size, penalties)
         self._shards = shards
@@ -55,5 +55,5 @@ class RankSampling:
 
 
 def choose_rank_sampler(num_logits: int, dtype: torch.dtype, device: CudaDevice, shards: Shards) -> Sampler:
-    """As `choose_sampler`; by the kernel where it may be used on every rank."""
+    """`choose_sampler` for a rank: takes the kernel only if every rank can use it."""
     return partial(RankSampling, own=choose_sampler(num_logits, dtype, device, shards.all_say), shards=shards)

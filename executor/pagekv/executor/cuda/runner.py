@@ -1,4 +1,4 @@
-"""Runs steps: scheduled sequences to one upload, one forward pass, sampled tokens, and one way back."""
+"""Runs steps: one upload, one forward pass, sampling, and one download."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from pagekv.kernels.attention_plan import GraphKey, HostPlan, StepBatch
 from pagekv.kernels.decode_plan import DecodeWork
 from pagekv.kernels.tensors import Ints
 
-# int32 words of the buffer that inputs are uploaded to, at least; steps with more have one of their own.
+# Least int32 words of the buffer that inputs are uploaded to. A step with more inputs gets a buffer of its own.
 UPLOAD_WORDS = 2**20
 
 
@@ -58,8 +58,8 @@ class StepRunner:
         mark: Callable[[], Callable[[], None]] | None = None,
         wgmma_prefill: bool = False,
     ) -> None:
-        """`shards`: of a model that is split, whose ranks record the same graphs. `mark`: makes the marks at the ends
-        of steps, instead of the device.
+        """`shards`: the ranks of a split model, which record the same graphs. `mark`: makes the marks at the ends of
+        steps, in place of the device's.
         """
         self._loaded, self._model, self._sampler, self._shards = loaded, forward, sampler, shards
         self.pools, self._device = pools, device
@@ -71,19 +71,19 @@ class StepRunner:
             self.graphs = GraphCache(device, graphs, lambda own, failure: Recorded(shards.least(own, failure=failure)))
         where = device.torch_device
         self.live = DeviceSequences(max_sequences, PenaltyTable(loaded.vocab_size, where))
-        # int32 [max_sequences + 1]: the token each sequence sampled last, by device index.
+        # int32 [max_sequences + 1]: the token that each sequence sampled last, by device index.
         self._last_tokens = torch.zeros(max_sequences + 1, dtype=torch.int32, device=where)
-        # Where graphs read a step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
+        # The buffer from which graphs read a step's inputs: sections of int32 words, at the offsets of its `HostPlan`.
         self._inputs = torch.zeros(UPLOAD_WORDS, dtype=torch.int32, device=where)
-        # The latest step's inputs: these, or a buffer of its own.
+        # The latest step's inputs: that buffer, or one of its own.
         self._words = self._inputs
-        # Every graph writes its logits here: no graph keeps memory for them.
+        # All graphs write their logits here, so that no graph keeps memory of its own for them.
         shape = padded_batch(min(max_sequences, MAX_GRAPH_BATCH)) if graphs else 0, loaded.vocab_size
         self.graph_logits = torch.empty(shape, dtype=loaded.geometry.dtype, device=where)
 
     @torch.inference_mode()
     def add_graph_inputs(self) -> list[GraphKey]:
-        """The shapes that are to be recorded, with memory for their inputs. Raises MemoryError where it is short."""
+        """Allocates the inputs of graphs and returns the shapes to record. Raises MemoryError if memory is short."""
         if not self.graphs.enabled:
             return []
         pool_tokens = len(self.pools.device) * self.pools.block_size
@@ -96,7 +96,7 @@ class StepRunner:
             most_members=self.attention.planner.most_members,
         )
         words = max(self._empty_plan(key).words.size for key in keys)
-        # As much again for what sampling needs.
+        # Twice the size, to have room for the sections of sampling.
         size = max(UPLOAD_WORDS, next_power(2 * words))
         try:
             self._words = self._inputs = torch.zeros(size, dtype=torch.int32, device=self._device.torch_device)
@@ -106,8 +106,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def record_graphs(self, keys: Sequence[GraphKey], reserve: int = 0) -> None:
-        """Records the graphs that steps replay, of the shapes of `add_graph_inputs`; before the first step. `reserve`:
-        bytes of the device that graphs must leave.
+        """Records the graphs of the shapes from `add_graph_inputs`, before the first step. `reserve`: bytes of device
+        memory that must stay free.
         """
         if not keys:
             return
@@ -116,21 +116,21 @@ class StepRunner:
             self.graphs.record(keys, self._recordable, reserve)
 
     def _empty_plan(self, key: GraphKey) -> HostPlan:
-        """The inputs of a step of this shape without a sequence."""
+        """The inputs of a step of this shape without any sequence."""
         none = np.zeros(0, np.int32)
         batch = StepBatch(np.zeros(1, np.int32), none, np.zeros((0, key.table_width), np.int32), np.zeros(0, bool))
         return self._plan(StepInputs(batch, none, none, [], none), None, key)
 
     def _recordable(self, key: GraphKey) -> Callable[[], torch.Tensor]:
-        """The forward pass of a shape, over inputs that compute nothing."""
+        """The forward pass of a shape over empty inputs, as a function to record."""
         host = self._empty_plan(key)
         self._upload(host)
         return partial(self._graph_forward, host, key.batch)
 
     @torch.inference_mode()
     def launch(self, scheduled: list[Scheduled]) -> StepOnDevice:
-        """Enqueues a step. Raises ValueError or RuntimeError before anything is enqueued when an id, a length or a slot
-        is out of its bounds.
+        """Enqueues a step. Raises ValueError or RuntimeError, before anything is enqueued, if an id, a length or a slot
+        is out of bounds.
         """
         inputs = build_inputs(scheduled, self.live, self.pools.block_size)
         sampling = self._sampler(inputs.sampling, self._loaded.vocab_size, self.live.penalties)
@@ -148,22 +148,22 @@ class StepRunner:
             logits = self._forward(host, len(inputs.input_ids), rows)
         if not inputs.sampling:
             return StepOnDevice(self._mark(), [], torch.empty(0), [], [])
-        # A sequence whose logits are not numbers goes on with token 0, as the epoch will find out and do.
+        # A sequence with NaN logits continues with token 0 on the device, as the epoch also does when it collects.
         tokens, logprobs = sampling.sample(logits, find, self._last_tokens)
-        # The step's only copies to the host.
+        # The only copies to the host in a step.
         tokens = self._to_host(tokens)
         logprobs = [(self._to_host(a), self._to_host(b), self._to_host(c)) for a, b, c in logprobs]
         return StepOnDevice(self._mark(), sampling.states, tokens, sampling.logprobs_of, logprobs)
 
     def _decodes(self, inputs: StepInputs) -> tuple[DecodeWork, GraphKey | None]:
-        """The work of the step's decodes, and the shape of the graph that does it."""
+        """The work of the step's decodes, and the shape of the graph that computes it; None without a graph."""
         batch = inputs.batch
         work = self.attention.planner.decodes(batch)
         if not self.graphs.enabled or not inputs.decodes_only:
             return work, None
         shape = self._graph_shape(batch, work)
         if shape is None and len(work.wide_items) and not work.all_wide:
-            # Reading a prefix once saves less than a graph.
+            # No graph fits with shared reads. Without sharing one may fit, which saves more than reading a prefix once.
             alone = self.attention.planner.decodes(batch, share=False)
             if (shape := self._graph_shape(batch, alone)) is not None:
                 work = alone
@@ -177,7 +177,9 @@ class StepRunner:
     def _plan(
         self, inputs: StepInputs, sampling: StepSampling | None, key: GraphKey | None, work: DecodeWork | None = None
     ) -> HostPlan:
-        """The step's inputs on the host. Sections that a graph reads come first, in sizes that follow from the key."""
+        """The step's inputs on the host. The sections that a graph reads come first, with sizes that depend on the key
+        alone.
+        """
         rows = key.batch if key is not None else len(inputs.input_ids)
         return self.attention.planner.step(
             inputs.batch,
@@ -192,7 +194,7 @@ class StepRunner:
         )
 
     def _upload(self, host: HostPlan) -> None:
-        """The step's only copy to the device. In stream order, so the step before has read its inputs by then."""
+        """Enqueues the step's only copy to the device. By stream order the step before has read its inputs by then."""
         size, where = host.words.size, self._device.torch_device
         fits = size <= self._inputs.numel()
         self._words = self._inputs if fits else torch.empty(size, dtype=torch.int32, device=where)
@@ -201,12 +203,13 @@ class StepRunner:
         self._words[:size].copy_(pinned, non_blocking=True)
 
     def _graph_forward(self, host: HostPlan, num_rows: int) -> torch.Tensor:
-        """The logits of a batch of decodes. All inputs are on the device, so a recording of it serves every step of the
-        same shape.
+        """The logits of a batch of decodes. All inputs are on the device, so a recording serves every step of the same
+        shape.
         """
         logits = self._forward(host, num_rows, ALL_ROWS)
         if logits.dtype != self.graph_logits.dtype:
-            # Some models compute logits in another type than their weights': the graph keeps these, not rounded.
+            # Some models compute logits in another type than that of their weights. The graph keeps a tensor of its
+            # own for them, without rounding.
             return logits
         return self.graph_logits[:num_rows].copy_(logits)
 
@@ -222,7 +225,7 @@ class StepRunner:
         return self._model.logits(torch.where(ids < 0, fed, ids), positions, rows, attention)
 
     def _to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in pinned memory, enqueued."""
+        """Enqueues a copy of a tensor to pinned memory."""
         pinned = self._device.pinned(tuple(tensor.shape), tensor.dtype)
         pinned.copy_(tensor, non_blocking=True)
         return pinned
@@ -232,17 +235,18 @@ class StepRunner:
 class StepOnDevice:
     """A launched step. Implements `Launch`."""
 
-    # Waits until the device has come to its end.
+    # Waits until the device has finished the step.
     _wait: Callable[[], None]
-    # The sequences that sample. Their tokens, -1 where the logits are not numbers; pinned, filled by then.
+    # The sequences that sample; and their tokens, -1 where logits are NaN, in pinned memory that is filled after
+    # `_wait`.
     _states: list[SequenceState]
     _tokens: torch.Tensor
-    # The sequences that asked for log-probabilities, and in chunks of them that of the token, and ids and
-    # log-probabilities of the best.
+    # The sequences that asked for log-probabilities; and, for chunks of them, the log-probability of the sampled token,
+    # and ids and log-probabilities of the likeliest tokens.
     _asking: list[SequenceState]
     _logprobs: list[Logprobs]
 
-    # Even a step that is over by now was not when it was launched.
+    # Always False, because a step must not be ready from the beginning.
     ready: ClassVar[bool] = False
 
     def collect(self) -> dict[int, Sampled]:

@@ -1,5 +1,5 @@
-"""One step's inputs as arrays, and the live sequences they are taken from: a device index each, and the block table as
-an array.
+"""One step's inputs as arrays, and the live sequences that they come from, with their device indices and block tables
+as arrays.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from pagekv.executor.cuda.penalties import PenaltyTable
 from pagekv.kernels.attention_plan import StepBatch
 from pagekv.kernels.tensors import Ints
 
-# Table entry without a block: the kernels' plan refuses a step that reads it, and no swap is waited for.
+# A table entry without a block: the kernels' plan refuses a step that reads it, and no step waits for its swap.
 NO_BLOCK = -1
 
 
 @dataclass(slots=True)
 class DeviceSequence:
-    """`blocks` is the list that the first `num_blocks` entries of the table's row were taken from."""
+    """A live sequence on the device. `blocks` is the list from which the first `num_blocks` entries of its row in the
+    table array were copied.
+    """
 
     state: SequenceState
     device_index: int
@@ -30,7 +32,9 @@ class DeviceSequence:
 
 
 class DeviceSequences:
-    """Device indices from 0 to max_sequences - 1; `spare` belongs to no sequence: rows that fill a batch up have it."""
+    """The live sequences, with device indices from 0 to max_sequences - 1. The index `spare` belongs to no sequence;
+    rows of padding use it.
+    """
 
     def __init__(self, max_sequences: int, penalties: PenaltyTable) -> None:
         self.spare = max_sequences
@@ -40,7 +44,7 @@ class DeviceSequences:
         self._tables: Ints = np.full((max_sequences, 1), NO_BLOCK, np.int32)
 
     def get(self, state: SequenceState) -> DeviceSequence:
-        """The entry of a sequence, made at the first call. Raises RuntimeError when there are too many."""
+        """The entry of a sequence, created at the first call. Raises RuntimeError if there are too many sequences."""
         entry = self._live.get(state.seq_id)
         if entry is None or entry.state is not state:
             if entry is not None:
@@ -52,14 +56,14 @@ class DeviceSequences:
         return entry
 
     def remove(self, states: list[SequenceState]) -> None:
-        """Frees the device index and penalty row of these sequences, where they have one."""
+        """Frees the device indices and penalty rows of these sequences, if they have any."""
         for state in states:
             entry = self._live.get(state.seq_id)
             if entry is not None and entry.state is state:
                 self._remove(entry)
 
     def tables(self, device_indices: Ints, width: int) -> Ints:
-        """Block tables `[n, width]`, NO_BLOCK behind a sequence's last block."""
+        """The block tables `[n, width]`, with NO_BLOCK after a sequence's last block."""
         self._widen(width)
         return self._tables[device_indices, :width]
 
@@ -70,7 +74,9 @@ class DeviceSequences:
             self.penalties.free(entry.penalty_row)
 
     def _update_table(self, entry: DeviceSequence) -> None:
-        """Adds the blocks by which the block table grew. Tables only grow; any other change is a new list."""
+        """Copies the blocks that were appended to the block table. A table only grows; any other change comes as a new
+        list.
+        """
         blocks = entry.state.block_table
         if blocks is not entry.blocks or len(blocks) < entry.num_blocks:
             self._tables[entry.device_index] = NO_BLOCK
@@ -90,25 +96,27 @@ class DeviceSequences:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """Rows are in the order of the scheduled sequences. T rows, S sequences, R of which sample."""
+    """The inputs of a step with T rows and S sequences, R of which sample. Rows are in the order of the scheduled
+    sequences.
+    """
 
     batch: StepBatch
-    # int32 [T]; UNKNOWN_TOKEN where only the device knows it: the token that the sequence sampled last.
+    # int32 [T]; UNKNOWN_TOKEN for the token that the sequence sampled last, if only the device knows it.
     input_ids: Ints
     # int32 [T]: the device index of each row's sequence.
     device_indices: Ints
-    # The sequences that sample, and int32 [R]: the row of each.
+    # The sequences that sample, and the row of each, int32 [R].
     sampling: list[DeviceSequence]
     sampled_rows: Ints
 
     @property
     def decodes_only(self) -> bool:
-        """Every row is a generated token, and every row samples."""
+        """Whether every row is a generated token and samples."""
         return bool(self.batch.decodes.all()) and len(self.sampling) == len(self.batch.decodes)
 
 
 def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_size: int) -> StepInputs:
-    """The inputs of a step. Raises RuntimeError when a token is needed that neither host nor device knows."""
+    """The inputs of a step. Raises RuntimeError if a needed token is known neither to the host nor to the device."""
     entries = [live.get(item.state) for item in scheduled]
     starts = np.array([item.start for item in scheduled], np.int32)
     counts = np.array([item.count for item in scheduled], np.int32)
@@ -126,7 +134,7 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
     input_ids = np.array(ids, np.int32)
     samples = np.array([item.samples for item in scheduled], bool)
     sampled_rows = query_start[1:][samples] - 1
-    # Only the last token of a sequence may be unknown: the device keeps one per sequence.
+    # Only the last token of a sequence may be unknown to the host: the device keeps one token per sequence.
     known = input_ids != UNKNOWN_TOKEN
     known[sampled_rows] = True
     if not known.all():
@@ -137,8 +145,8 @@ def build_inputs(scheduled: Sequence[Scheduled], live: DeviceSequences, block_si
             query_start=query_start,
             context_lens=context_lens,
             block_tables=live.tables(own_indices, int(-(-context_lens.max() // block_size))),
-            # Generated tokens that come one at a time. Prompts, however they are cut, take the prefill kernel, and so
-            # does what is computed again in chunks after a recompute, though it was a decode the first time.
+            # Decodes are generated tokens that come one at a time. The prefill kernel computes prompts, even a chunk of
+            # one token, and generated tokens that are recomputed in chunks after a preemption.
             decodes=(counts == 1) & (starts >= prompts),
         ),
         input_ids=input_ids,

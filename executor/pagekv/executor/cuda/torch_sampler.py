@@ -1,12 +1,12 @@
-"""The sampler in torch's operators, for what the kernel does not serve: the function of (logits, seed, sequence index,
-position) and the tokens so far that the CPU backend's sampler describes, for many rows at once and without waiting for
-the device.
+"""The sampler in torch's operators, used where the kernel cannot serve. It computes the same function of (logits, seed,
+sequence index, position) and the tokens so far as the CPU backend's sampler, for many rows at once and without waiting
+for the device.
 
-The host's side, `TorchSampling`, makes sections of the step's upload from the sampled rows; the device's, `sample`,
-finds them there as `RowChunk`s. All arithmetic on the rows that are not plainly greedy is in float64, in the order of
-the CPU sampler, with the same number drawn; only `exp` and sums may differ from NumPy's in the last bit. Sums on a GPU
-are not monotone where they should be (a parallel prefix sum rounds differently from place to place), so a token without
-weight is never looked up.
+On the host, `TorchSampling` turns the sampled rows into sections of the step's upload; on the device, `sample` reads
+them as `RowChunk`s. Rows that are not plain greedy are computed in float64, in the same order as by the CPU sampler and
+with the same random number; only `exp` and sums may differ from NumPy's in the last bit. A cumulative sum on a GPU may
+decrease slightly (a parallel prefix sum rounds differently from place to place), so `draw` never returns a token with
+weight 0.
 """
 
 from __future__ import annotations
@@ -28,47 +28,49 @@ from pagekv.executor.cuda.step_inputs import DeviceSequence
 from pagekv.executor.cuda.step_sampling import Find
 from pagekv.kernels.tensors import Ints
 
-# Elements of logits at a time that are worked on in float64, at 8 bytes and with some ten tensors of this size.
+# Elements of logits that are processed at a time in float64, in about ten tensors of this size.
 CHUNK_ELEMENTS = 4 * 2**20
 # Columns of `numbers`.
 TEMPERATURE, TOP_P, MIN_P, NUMBER, REPETITION, PRESENCE, FREQUENCY = range(7)
-# Columns of float64; all others are int32 in the upload, then int64.
+# Columns in float64. All others are int32 in the upload and int64 on the device.
 REAL_COLUMNS = ("numbers", "biases")
 
 
 @dataclass(slots=True)
 class RowChunk:
-    """Some sampled rows that are not plainly greedy, R of them. Columns that no row needs are absent:
+    """A chunk of R sampled rows that are not plain greedy. Columns that no row needs are absent:
 
-    rows, greedy [R]: which rows of the logits; 1 where the likeliest token is taken
-    numbers [R, 7]: the temperature is 1 where `greedy`
-    top_k [R]: vocab_size where there is none
+    rows, greedy [R]: the row of the logits; 1 if the likeliest token is taken
+    numbers [R, 7]: parameters and the random number (see the constants above); the temperature is 1 where `greedy`
+    top_k [R]: vocab_size if the row has none
     bias_at [n, 2] (row, token), biases [n]; ban_at [n, 2]
-    penalised, penalty_rows [p]: rows, and as many rows of the penalty table
-    logprob_at [l]: rows
+    penalised, penalty_rows [p]: the row, and its row of the penalty table
+    logprob_at [l]: the rows that ask for log-probabilities
 
-    Rows but those of `rows` count within the chunk.
+    All row numbers except those in `rows` are relative to the chunk.
     """
 
     states: list[SequenceState] = field(default_factory=list)
-    # On the host; on the device `on_device`, after `TorchSampling._on_device`.
+    # Columns on the host; `on_device` has them on the device after `TorchSampling._on_device`.
     columns: defaultdict[str, list[Any]] = field(default_factory=lambda: defaultdict(list))
     on_device: dict[str, torch.Tensor] = field(default_factory=dict)
-    # Of rows that are not greedy.
+    # Whether the chunk has rows that are not greedy; such rows with top-p; with min-p.
     any_random: bool = False
     any_top_p: bool = False
     any_min_p: bool = False
-    # The largest below vocab_size.
+    # The largest top_k below vocab_size; 0: none.
     max_top_k: int = 0
     # The most of the likeliest tokens that any row asks for.
     num_top: int = 0
 
 
 class TorchSampling:
-    """Implements `StepSampling`."""
+    """The sampling of one step by torch's operators. Implements `StepSampling`."""
 
     def __init__(self, entries: Sequence[DeviceSequence], vocab_size: int, penalties: PenaltyTable) -> None:
-        """`vocab_size`: columns of the logits. Gives the sequences that need one a row of the penalty table."""
+        """`vocab_size`: columns of the logits. Allocates a row of the penalty table for each sequence that needs
+        one.
+        """
         self.states = [entry.state for entry in entries]
         self._indices = np.array([entry.device_index for entry in entries], np.int32)
         self._vocab_size = vocab_size
@@ -153,10 +155,10 @@ class TorchSampling:
 
 
 def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) -> tuple[torch.Tensor, list[Logprobs]]:
-    """The next token of each row of `logits` `[R, vocab_size]`, int64 `[R]`, -1 where the logits are not numbers; and
-    for each chunk that asks for them log-probabilities.
+    """The next token of each row of `logits` `[R, vocab_size]`, int64 `[R]`, -1 for rows with NaN; and the
+    log-probabilities of each chunk that asks for them.
     """
-    # NaN counts as the largest; of equals the first.
+    # argmax returns the first of equal values, and a NaN if there is one.
     tokens = logits.argmax(dim=-1)
     broken = logits.gather(1, tokens[:, None])[:, 0].isnan()
     logprobs = []
@@ -178,7 +180,7 @@ def sample(logits: torch.Tensor, chunks: list[RowChunk], table: PenaltyTable) ->
 
 
 def _adjust(raw: torch.Tensor, columns: Mapping[str, torch.Tensor], table: PenaltyTable) -> torch.Tensor:
-    """Logits with bias, ban and penalties; a new tensor where anything changes."""
+    """The logits with biases, bans and penalties; a new tensor if anything changes."""
     if columns.keys().isdisjoint(("bias_at", "ban_at", "penalised")):
         return raw
     logits = raw.clone()
@@ -199,7 +201,7 @@ def _adjust(raw: torch.Tensor, columns: Mapping[str, torch.Tensor], table: Penal
 
 
 def filtered_weights(logits: torch.Tensor, chunk: RowChunk) -> torch.Tensor:
-    """Unnormalised probabilities `[R, vocab_size]` by token id; 0 for what top-k, top-p and min-p exclude.
+    """Unnormalised probabilities `[R, vocab_size]` by token id; 0 for tokens that top-k, top-p or min-p excludes.
 
     Of equally likely tokens, those with the lower ids are kept.
     """
@@ -220,7 +222,7 @@ def filtered_weights(logits: torch.Tensor, chunk: RowChunk) -> torch.Tensor:
 
 
 def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The fewest largest weights whose sum is at least `top_p` `[R, 1]` of all."""
+    """Keeps the fewest largest weights whose sum is at least `top_p` `[R, 1]` of the sum of all; others become 0."""
     goal = top_p * weights.cumsum(-1)[:, -1:]
     largest = weights.sort(dim=-1, descending=True).values
     count = ((largest.cumsum(-1) < goal).sum(-1, keepdim=True) + 1).clamp(max=weights.shape[1])
@@ -229,9 +231,9 @@ def _nucleus(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def draw(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """The token ids `[R]` at `numbers` `[R]`, in [0, 1), of the distributions that `weights` describe."""
+    """The token ids `[R]` that `numbers` `[R]`, in [0, 1), draw from the distributions `weights`."""
     cumulative = weights.cumsum(-1)
     beyond = (cumulative > numbers[:, None] * cumulative[:, -1:]) & (weights > 0)
-    # argmax of 0 and 1 is the first 1. Rounding may take the product up to the total, and then there is none.
+    # argmax finds the first 1. If rounding takes the product up to the total there is none, and `last` is used.
     last = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(-1)
     return torch.where(beyond.any(-1), beyond.int().argmax(-1), last)
