@@ -1,1 +1,1 @@
-"""The interface of a backend, and what every backend shares. No torch, no protobuf, no gRPC."""
+"""The interface of a backend, and the code that all backends share. No torch, no protobuf, no gRPC."""

@@ -7,17 +7,18 @@ from pathlib import Path
 
 # Safetensors allows headers up to 100 MB.
 MAX_HEADER_BYTES = 100 * 2**20
-# Weights are sampled at this many evenly spaced places of this many bytes, so that two fine-tunes of one shape differ.
+# The digest includes NUM_SAMPLES evenly spaced samples of the weights, of SAMPLE_BYTES each, so that two fine-tunes of
+# the same shape differ.
 NUM_SAMPLES = 64
 SAMPLE_BYTES = 4096
 
 
 def model_fingerprint(directory: Path) -> str:
-    """SHA-256 in hex over config.json and name, size, header and samples of the weights of every safetensors file, in
-    order of name.
+    """SHA-256 in hex over config.json and, in order of name, the name, size, header and weight samples of every
+    safetensors file.
 
-    Of models without safetensors (older formats), names, sizes and samples of `.bin` files count. Raises OSError when a
-    file cannot be read and ValueError when a safetensors header is broken.
+    For models without safetensors (older formats), it covers the names, sizes and samples of `.bin` files instead.
+    Raises OSError when a file cannot be read and ValueError when a safetensors header is broken.
     """
     digest = hashlib.sha256(b"pagekv model fingerprint v1\0")
     _frame(digest, (directory / "config.json").read_bytes())
@@ -28,7 +29,7 @@ def model_fingerprint(directory: Path) -> str:
 
 
 def _frame(digest: hashlib._Hash, data: bytes) -> None:
-    """Adds data behind its length, so that no two sequences of parts read the same."""
+    """Adds the length of the data and then the data, so that different sequences of parts give different bytes."""
     digest.update(len(data).to_bytes(8, "little"))
     digest.update(data)
 

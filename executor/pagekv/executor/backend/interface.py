@@ -1,6 +1,7 @@
-"""The interface of a backend: model identity, pools, and one step of computation.
+"""The interface of a backend: model identity, pools, and the computation of one step.
 
-The session checks a step against every `SequenceState` before launching it, so a backend may trust its arguments.
+The session checks every step against the `SequenceState`s before it launches the step, so a backend may trust its
+arguments.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import ClassVar, NamedTuple, Protocol
 
-# Stands in `SequenceState.token_ids` for a token that a launched step samples and that is not collected yet.
+# Stands in `SequenceState.token_ids` for a token that a launched, not yet collected step samples.
 UNKNOWN_TOKEN = -1
 # The layout of the block pools, by name, on which manager and executor agree at `Attach`:
 # [num_blocks, num_layers, 2 (keys, values), block_size, num_kv_heads, head_size], row major: one block is one
-# contiguous slab over all layers, so a swap, a copy-on-write and a transfer are one copy each. A backend whose
-# elements are something else (the oracle's digests) keeps the part that matters: a block is one contiguous slab.
+# contiguous slab over all layers, so a swap, a copy-on-write and a transfer are one copy each. In a backend with other
+# elements (the oracle's digests), a block is one contiguous slab too.
 LAYOUT = "blocks-first-v1"
-# The most of the likeliest tokens whose log-probabilities a backend tells.
+# The most of the likeliest tokens for which a backend reports log-probabilities.
 MAX_LOGPROBS = 128
-# How cpu and cuda backend draw tokens, by name: DESIGN.md describes it.
+# The name of the sampler that the cpu and cuda backends implement; DESIGN.md describes it.
 SAMPLER = "pagekv-1"
 
 
 class BackendFeature(IntEnum):
-    """An ability that a backend may lack; names and numbers of `ExecutorFeature` in the contract."""
+    """An ability that a backend may lack, with the names and numbers of `ExecutorFeature` in the contract."""
 
     HOST_POOL = 1
     LOGPROBS = 2
@@ -34,7 +35,9 @@ class BackendFeature(IntEnum):
 
 
 class CopyDirection(Enum):
-    """The pools that a block copy reads and writes: device to device, device to host, host to device."""
+    """The pools that a block copy reads and writes: COPY within the device pool, SWAP_OUT from the device to the host
+    pool, SWAP_IN from the host to the device pool.
+    """
 
     COPY = "copy"
     SWAP_OUT = "swap_out"
@@ -43,7 +46,9 @@ class CopyDirection(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BlockCopies:
-    """Whole-block copies, pairs by position. `direction` is None only in an unchecked step whose message names none."""
+    """Copies of whole blocks; sources and destinations pair by position. `direction` is None only in an unchecked step
+    whose message names no kind.
+    """
 
     direction: CopyDirection | None
     sources: list[int]
@@ -52,8 +57,8 @@ class BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How to sample one sequence: the fields of `StepSampling` in the contract, by default its neutral values. Biases
-    pair with `bias_token_ids` by position.
+    """How to sample one sequence: the fields of `StepSampling` in the contract; the defaults are its neutral values.
+    Biases pair with `bias_token_ids` by position.
     """
 
     temperature: float = 0.0
@@ -76,27 +81,27 @@ class Sampling:
 class SequenceState:
     """A live sequence as the executor knows it.
 
-    `token_ids` are all tokens. Sampling appends one, UNKNOWN_TOKEN until the step is collected, so only trailing tokens
-    are unknown; a sequence that `failed` is computed on, with token 0 for what it would have sampled. `computed_tokens`
-    leading positions have keys and values in the blocks of `block_table`; the epoch advances it when it has launched a
-    step. Invariant between steps:
+    `token_ids` are all tokens, prompt and output. Launching a step that samples appends UNKNOWN_TOKEN, which collecting
+    the step replaces; so only trailing tokens are unknown. A sequence that `failed` is still computed, with token 0 in
+    the place of its samples. The first `computed_tokens` positions have keys and values in the blocks of `block_table`;
+    the epoch advances the number when it has launched a step. Invariant between steps:
     0 <= computed_tokens < len(token_ids), and computed_tokens <= len(block_table) * block_size.
     """
 
     seq_id: int
-    # int32 in an array where it comes from a message.
+    # An array of int32 if it comes from a message.
     token_ids: MutableSequence[int]
     num_prompt_tokens: int
     block_table: list[int]
     computed_tokens: int
     sampling: Sampling
-    # Set for good when a step that it failed in is collected.
+    # Set when a step in which the sequence failed is collected; never reset.
     failed: bool = False
-    # The blocks of `block_table`, once the check of a step has needed them.
+    # The set of blocks in `block_table`, built when the check of a step first needs it.
     blocks: set[int] | None = field(default=None, repr=False, compare=False)
 
 
-# Not frozen: one is made for every sequence of every step, and freezing triples the time that takes.
+# Not frozen, because freezing triples the time to make one, and every step makes one for every sequence.
 @dataclass(slots=True)
 class Scheduled:
     """One sequence's share of a step: positions [start, start + count) of `state.token_ids`, count >= 1. Never
@@ -109,25 +114,25 @@ class Scheduled:
 
     @property
     def samples(self) -> bool:
-        """True when the last known token is computed, so a next one is sampled."""
+        """Whether the step computes the last known token, so that the next token is sampled."""
         return self.start + self.count == len(self.state.token_ids)
 
 
 class Sampled(NamedTuple):
-    """The token one sequence sampled, -1 where it could not. `top` are (token id, logprob) pairs, best first."""
+    """The token that one sequence sampled; -1 if it could not. `top`: (token id, log-probability) pairs, best first."""
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
 
 
-# A sequence whose logits are not numbers.
+# The result of a sequence with NaN logits.
 NOT_A_NUMBER = Sampled(-1)
 
 
 @dataclass(frozen=True, slots=True)
 class BackendDescription:
-    """The backend's part of the answer to `Describe`: fields, names and units as in DescribeResponse."""
+    """The backend's part of the answer to `Describe`, with the fields, names and units of DescribeResponse."""
 
     model_id: str
     model_fingerprint: str
@@ -144,7 +149,7 @@ class BackendDescription:
     eos_token_ids: tuple[int, ...]
     max_sequences: int
     versions: dict[str, str]
-    # None of them twice; HOST_POOL only with bytes for one.
+    # Each at most once; HOST_POOL only if `host_kv_bytes` is not 0.
     features: tuple[BackendFeature, ...]
     sampler: str
     max_logprobs: int = MAX_LOGPROBS
@@ -157,31 +162,31 @@ class BackendDescription:
 
 
 class Launch(Protocol):
-    """A launched step. One that has an attribute `threads` says how many threads of the processor computed it, and with
-    `waited_s` how many seconds this rank of a group waited for others.
+    """A launched step. It may have two more attributes: `threads`, the number of CPU threads that computed it, and
+    `waited_s`, the seconds for which this rank of a group waited for others.
     """
 
     @property
     def ready(self) -> bool:
-        """True when `collect` does not wait, for certain and from the beginning."""
+        """Whether `collect` is certain not to wait. The value never changes."""
         ...
 
     def collect(self) -> dict[int, Sampled]:
-        """Waits for the step; the sampled token per seq_id that `samples`, NOT_A_NUMBER for one that cannot go on.
-        Called once, in the order of launching, from one thread, which may be another than launches. Raises what the
-        computation raised.
+        """Waits for the step. Returns the sampled token of every sequence that samples, by seq_id; NOT_A_NUMBER for a
+        sequence that cannot continue. Called once, in the order of launching, always on the same thread, which may
+        differ from the thread that launches. Raises the error of the computation.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The `Launch` of a backend that computes before it returns."""
+    """The `Launch` of a backend that computes before `launch` returns."""
 
     sampled: dict[int, Sampled]
-    # Threads of the processor that computed; 0: not told.
+    # CPU threads that computed the step; 0: unknown.
     threads: int = 0
-    # Seconds of it in which this rank waited for others.
+    # Seconds of the step for which this rank waited for others.
     waited_s: float = 0.0
     ready: ClassVar[bool] = True
 
@@ -191,49 +196,49 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class GraphCounts:
-    """Shapes of steps that were recorded as CUDA graphs, and those that should have been and could not."""
+    """The number of step shapes that were recorded as CUDA graphs, and of those whose recording failed."""
 
     recorded: int = 0
     failed: int = 0
 
 
 class Backend(Protocol):
-    """One device with a loaded model. Called from one thread at a time, but for `Launch.collect`.
+    """One device with a loaded model. Called by one thread at a time, except for `Launch.collect`.
 
-    A backend may have a method `prepare() -> bool` besides, which is called while there is nothing to do: a few
-    milliseconds of what makes later steps faster, and whether more can be done before the next step. It may come before
+    A backend may also have a method `prepare() -> bool`, which is called while there is nothing to do. It does a few
+    milliseconds of work that makes later steps faster, and returns whether there is more to do. It may be called before
     the first `describe`.
     """
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Identity and measured memory; runs the profiling pass once per (block size, token budget)."""
+        """Identity and measured memory. Profiles a step once per (block size, token budget)."""
         ...
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> GraphCounts | None:
-        """Replaces the pools, after everything launched; old contents are gone. A backend with CUDA graphs records
-        them here, and tells how many. Raises MemoryError when the pools do not fit.
+        """Replaces the pools after all launched steps; old contents are gone. A backend with CUDA graphs records them
+        here and returns their counts. Raises MemoryError if the pools do not fit.
         """
         ...
 
     def copy_blocks(self, copies: BlockCopies) -> None:
-        """Copies whole blocks, after everything launched before and before everything launched later; ids are already
+        """Copies whole blocks after all steps launched before and before all steps launched later. The ids are
         checked.
         """
         ...
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """Computes every scheduled position, at least one, in one pass, or begins to; launches run in the order of
-        their calls. States may change once it returns. An UNKNOWN_TOKEN among the scheduled positions is the token that
+        """Computes all scheduled positions, at least one, in one pass, or begins to. Launches run in the order of their
+        calls. The states may change once it returns. An UNKNOWN_TOKEN at a scheduled position stands for the token that
         an earlier launch samples for that sequence.
         """
         ...
 
     def finish(self, states: list[SequenceState]) -> None:
-        """Ends these sequences, which are never scheduled again."""
+        """Drops the state of these sequences, which are never scheduled again."""
         ...
 
     def is_lost(self, error: Exception) -> bool:
-        """Whether this error, which a method or `Launch.collect` raised, left the device dead to this process, so that
-        every later call would fail. Called on the thread that the error was raised on.
+        """Whether the device is lost to this process after `error`, which a method or `Launch.collect` raised, so that
+        every later call would fail. Called on the thread on which the error was raised.
         """
         ...

@@ -1,8 +1,8 @@
-"""Chooses a token in NumPy: a pure function of (logits, seed, sequence index, position) and the tokens so far.
+"""Samples a token in NumPy: a pure function of (logits, seed, sequence index, position) and the tokens so far.
 
-Order: logit bias, ban until min_tokens, penalties, temperature, top-k, top-p (of what top-k left), min-p, one draw. The
-draw is one number of a counter-based hash, and looks the token up in the cumulative distribution **in order of token
-id**: logits that differ by rounding, as they do from one batch to another, then almost never change what is drawn.
+Order: logit bias, ban until min_tokens, penalties, temperature, top-k, top-p (of the tokens that top-k left), min-p,
+one draw. The draw takes one number from a counter-based hash and looks the token up in the cumulative distribution **in
+order of token id**. So logits that differ by rounding, as they do from batch to batch, almost never change the token.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ Float64s = npt.NDArray[np.float64]
 # Logits as a model gives them.
 Floats = npt.NDArray[np.float32 | np.float64]
 Ids = npt.NDArray[np.int64]
-# Sums of weights from the first on, each that of the one before and one weight, as `np.cumsum` gives them.
+# A cumulative sum, added in order, with the same bits as `np.cumsum`.
 Sums = Callable[[Float64s], Float64s]
-# A nucleus is nearly always found among so many of the largest weights.
+# A nucleus is nearly always among this many of the largest weights.
 FEW = 256
-# Weights are at most 1. Bins for them: each a 64th of a power of two wide, with one for all below 2^-64.
+# Bins for weights, which are at most 1: 64 bins for each power of two, and one bin for all weights below 2^-64.
 BIN_SHIFT = 52 - 6
 LEAST_BIN = (1023 - 64) << 6
-# Above 0.
+# The least number above 0.
 LEAST_WEIGHT = math.ulp(0.0)
 
 
 def sample_row(raw: Floats, state: SequenceState, sums: Sums = np.cumsum) -> Sampled:
-    """The next token of a sequence from its logits `[vocab_size]`, which are not changed; NOT_A_NUMBER where one of
-    them is NaN. A backend that samples all its rows so has every feature of sampling, and SAMPLER for its name. `sums`:
-    for one that has what is faster.
+    """The next token of a sequence from its logits `[vocab_size]`, which are not changed; NOT_A_NUMBER if one of them
+    is NaN. A backend that samples all rows with this function has every feature of sampling and may call its sampler
+    SAMPLER. `sums`: a faster cumulative sum, if the backend has one.
     """
-    # Of logits with NaN argmax finds the first NaN.
+    # If there are NaNs, argmax finds the first.
     if np.isnan(raw[raw.argmax()]):
         return NOT_A_NUMBER
     sampling = state.sampling
@@ -54,13 +54,13 @@ def sample_row(raw: Floats, state: SequenceState, sums: Sums = np.cumsum) -> Sam
 
 
 def adjust(raw: Floats, state: SequenceState) -> Float64s:
-    """Logits with bias, ban and penalties; a new array."""
+    """The logits with biases, bans and penalties, in a new array."""
     sampling, logits = state.sampling, raw.astype(np.float64)
     for token_id, bias in zip(sampling.bias_token_ids, sampling.biases, strict=True):
         logits[token_id] += bias
     logits[list(banned_tokens(state, len(logits)))] = -np.inf
-    # A token that is there twice is given the same value twice. To make sets of tokens, or count them in Python, takes
-    # milliseconds for a long text, in each step.
+    # A token that occurs twice gets the same value twice. Making a set of tokens, or counting them in Python, would
+    # take milliseconds in each step for a long text.
     if sampling.repetition_penalty != 1:
         seen = np.asarray(state.token_ids, np.int64)
         values = logits[seen]
@@ -73,8 +73,8 @@ def adjust(raw: Floats, state: SequenceState) -> Float64s:
 
 
 def candidates(logits: Floats, sampling: Sampling, sums: Sums = np.cumsum) -> tuple[Ids | None, Float64s]:
-    """Tokens that top-k, top-p and min-p keep at this temperature (above 0), in order of their ids, None for all; and
-    their unnormalised probabilities.
+    """The tokens that top-k, top-p and min-p keep at this temperature (above 0), in order of id, None for all tokens;
+    and their unnormalised probabilities.
 
     Of equally likely tokens, those with the lower ids are kept.
     """
@@ -82,7 +82,7 @@ def candidates(logits: Floats, sampling: Sampling, sums: Sums = np.cumsum) -> tu
     if 0 < sampling.top_k < len(logits):
         token_ids = np.sort(largest(logits, sampling.top_k))
         logits = logits[token_ids]
-    # In place, since a vocabulary takes a megabyte and more.
+    # In place, because an array over the vocabulary takes a megabyte or more.
     weights = _below(logits, peak)
     weights /= sampling.temperature
     np.exp(weights, out=weights)
@@ -99,9 +99,9 @@ def _only(kept: Ids, token_ids: Ids | None, weights: Float64s) -> tuple[Ids, Flo
 
 
 def _nucleus(weights: Float64s, top_p: float, sums: Sums) -> Ids:
-    """Where the fewest largest weights are whose sum is at least `top_p` of all, in order."""
+    """The indices, in order, of the fewest largest weights whose sum is at least `top_p` of the sum of all."""
     goal = top_p * float(sums(weights)[-1])
-    # At low temperatures fewer have any weight.
+    # LEAST_WEIGHT: at low temperatures fewer than FEW weights are above 0.
     held, places = 0.0, np.flatnonzero(weights >= max(_reached_by(weights, FEW), LEAST_WEIGHT))
     falling = np.sort(weights[places])[::-1]
     if falling.cumsum()[-1] < goal:
@@ -110,29 +110,29 @@ def _nucleus(weights: Float64s, top_p: float, sums: Sums) -> Ids:
     count = min(int(np.searchsorted(held + falling.cumsum(), goal)) + 1, len(falling))
     last = falling[count - 1]
     kept = weights > last
-    # The last of the nucleus may have equals, of which only the first belong to it.
+    # Several weights may equal the last one of the nucleus. Of these only the first belong to it.
     equals = places[weights[places] == last]
     kept[equals[: count - int((falling > last).sum())]] = True
     return np.flatnonzero(kept)
 
 
 def _border(weights: Float64s, goal: float) -> tuple[float, Ids]:
-    """The weights are put into bins by size, and added from the largest on: the sum of those bins before the one with
-    which the sum reaches the goal, and where the weights of this one are. Takes a tenth of the time of sorting them.
+    """Finds the bin of weights in which the sum, taken from the largest weight down, reaches the goal. Returns the sum
+    of the bins before it, and the indices of the weights in it. Takes a tenth of the time of sorting all weights.
     """
-    # Bits of numbers that are not negative order as these do.
+    # The bits of non-negative floats, read as integers, have the same order as the floats.
     bins = (weights.view(np.int64) >> BIN_SHIFT) - LEAST_BIN
     np.maximum(bins, 0, out=bins)
     totals = np.bincount(bins, weights)
     cumulative = totals[::-1].cumsum()
-    # Added in another order than the goal, they may not reach it.
+    # The bins are summed in another order than the goal was, so their sum may stay just below it.
     place = int(np.searchsorted(cumulative, min(goal, cumulative[-1])))
     held = float(cumulative[place - 1]) if place else 0.0
     return held, np.flatnonzero(bins == len(totals) - 1 - place)
 
 
 def draw(token_ids: Ids | None, weights: Float64s, number: float, sums: Sums = np.cumsum) -> int:
-    """The token at `number`, in [0, 1), of the distribution that `weights` of `token_ids` (None: of all) describe."""
+    """The token that `number`, in [0, 1), draws from the distribution `weights` over `token_ids` (None: all tokens)."""
     cumulative = sums(weights)
     place = int(np.searchsorted(cumulative, number * cumulative[-1], side="right"))
     if place == len(weights):
@@ -142,7 +142,7 @@ def draw(token_ids: Ids | None, weights: Float64s, number: float, sums: Sums = n
 
 
 def largest(values: Floats, count: int) -> Ids:
-    """Indices of the `count` largest values, largest first, of equals the lower index first."""
+    """Indices of the `count` largest values, largest first; of equal values the lower index comes first."""
     if count <= 0:
         return np.empty(0, dtype=np.int64)
     places = np.flatnonzero(values >= _reached_by(values, count))
@@ -150,10 +150,10 @@ def largest(values: Floats, count: int) -> Ids:
 
 
 def _reached_by(values: Floats, count: int) -> float:
-    """A number that at least `count` of the values reach, all where there are fewer, and seldom twice as many."""
+    """A bound that at least `count` of the values reach (all, if there are fewer), but seldom twice as many."""
     if count >= len(values):
         return float(values.min())
-    # The largest of each of twice as many groups, in a tenth of the time that partitioning all values takes.
+    # Partitions the largest values of 2 * count groups, in a tenth of the time that partitioning all values takes.
     groups = 2 * count
     rows = len(values) // groups
     if rows > 1:
@@ -162,15 +162,15 @@ def _reached_by(values: Floats, count: int) -> float:
 
 
 def logprobs(logits: Floats, token_ids: list[int]) -> list[float]:
-    """Natural-log probabilities of some tokens."""
+    """The natural logarithms of the probabilities of `token_ids`."""
     below = _below(logits, float(logits.max()))
     found: list[float] = (below[token_ids] - np.log(np.exp(below).sum())).tolist()
     return found
 
 
 def _below(logits: Floats, peak: float) -> Float64s:
-    """The logits less the largest, in a new array; of an infinite one, 0 for those that are as large and minus infinity
-    for others.
+    """The logits minus the largest, `peak`, in a new array. If that is infinite: 0 for logits that equal it, minus
+    infinity for the others.
     """
     if np.isinf(peak):
         return np.where(logits == peak, 0.0, -np.inf)

@@ -1,4 +1,4 @@
-"""Sampling as every backend does it: the number that is drawn, and which rules apply to a sequence."""
+"""The rules of sampling that all backends share: the random number, and which rules apply to a sequence."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ def uniform(seed: int, sequence_index: int, position: int) -> float:
 
 
 def is_plain(state: SequenceState) -> bool:
-    """Greedy, with logits as they are and no log-probabilities."""
+    """Whether the sequence is plain greedy: temperature 0, unchanged logits, no log-probabilities."""
     sampling = state.sampling
     return sampling.temperature == 0 and sampling.logprobs is None and not changes_logits(state)
 
 
 def changes_logits(state: SequenceState) -> bool:
-    """True when biases, a ban or penalties change the logits."""
+    """Whether biases, a ban or penalties change the logits."""
     sampling = state.sampling
     return bool(sampling.biases or is_penalised(sampling) or (sampling.banned_until_min and _is_banning(state)))
 
 
 def is_penalised(sampling: Sampling) -> bool:
-    """True when tokens so far change the logits."""
+    """Whether penalties for tokens so far change the logits."""
     return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
 
 
 def banned_tokens(state: SequenceState, vocab_size: int) -> tuple[int, ...]:
-    """The ids that must not come next. A ban of the whole vocabulary cannot be kept: empty then."""
+    """The token ids that must not come next. Empty if the ban covers the whole vocabulary, since some token must."""
     banned = state.sampling.banned_until_min
     return banned if banned and _is_banning(state) and len(set(banned)) < vocab_size else ()
 
