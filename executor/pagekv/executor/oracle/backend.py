@@ -1,12 +1,12 @@
-"""The oracle backend: no model and no torch, but every KV decision of the manager is judged.
+"""The oracle backend: it checks every KV decision of the manager, without a model and without torch.
 
-"Keys and values" are, per slot, a token id and a 64-bit digest of the sequence up to there. A step writes the slots of
-the positions it computes, then reads, through the block tables, every slot that attention would read, and fails when
-one holds anything but the prefix of its sequence. The next token is a function of the digests read.
+The "keys and values" of a slot are a token id and a 64-bit digest of the sequence up to that position. A step writes
+the slots of the positions that it computes. Then it reads, through the block tables, every slot that attention would
+read, and fails if a slot does not hold the prefix of its sequence. The next token is a function of the digests read.
 
-Full blocks that a sequence has found right once are not read again until a write to such a block, after which every
-sequence reads from its start. A write of that kind is an error of the manager, or brings back equal contents; so the
-time of a step grows with its sequences, not with their lengths.
+A sequence does not read its full blocks again once they were found right. If a step or copy writes to such a block, all
+sequences read again from their start. Such a write is either an error of the manager or restores equal contents. So the
+time of a step grows with the number of sequences, not with their lengths.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from pagekv.executor.oracle.reference import (
 )
 
 SLOT = np.dtype([("token", np.uint32), ("digest", np.uint64)])
-# Contents of an unwritten slot.
+# The content of an unwritten slot.
 POISON = np.array((0xFFFF_FFFF, 0x5EED_0FDE_ADBE_EF00), SLOT)
-# Its tokens come of digests, not of logits that a bias or a penalty could change.
+# Without LOGIT_BIAS and PENALTIES: tokens come from digests, and there are no logits to change.
 FEATURES = (BackendFeature.HOST_POOL, BackendFeature.LOGPROBS, BackendFeature.MIN_TOKENS)
 SAMPLER = "oracle-1"
 # The default pool: a million slots.
@@ -63,35 +63,35 @@ DEFAULT_KV_BYTES = SLOT.itemsize * 2**20
 
 
 def _is_narrow(sampling: Sampling) -> bool:
-    """Whether a filter may leave tokens out of a draw."""
+    """Whether top-k, top-p or min-p may exclude tokens."""
     return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
 class SlotError(Exception):
-    """A sequence would read a slot that does not hold the sequence's prefix."""
+    """A sequence would read a slot that does not hold its prefix."""
 
 
 @dataclass(frozen=True, slots=True)
 class OracleModel:
-    """The model in whose name the oracle answers. Without a model directory, `model_id` is empty."""
+    """The model that the oracle pretends to serve. Without a model directory, `model_id` is empty."""
 
     model_id: str = ""
     vocab_size: int = 512
     max_model_len: int = 4096
     eos_token_ids: tuple[int, ...] = (0,)
-    # Fingerprint of the model directory; any text without a directory.
+    # The fingerprint of the model directory; any text without a directory.
     fingerprint: str = ""
 
 
 @dataclass(slots=True)
 class _Reader:
-    """State of a live sequence."""
+    """The oracle's state of a live sequence."""
 
     state: SequenceState
-    # The tokens of all positions computed so far; and the one sampled last, which an UNKNOWN_TOKEN stands for.
+    # The tokens of all positions computed so far; and the token sampled last, for which UNKNOWN_TOKEN stands.
     tokens: array[int] = field(default_factory=lambda: array("I"))
     latest: int = UNKNOWN_TOKEN
-    # Leading positions, of full blocks, that were found right; the chain behind them, and the sum of their digests.
+    # The leading positions, in full blocks, that were found right; the hash chain after them; the sum of their digests.
     found: int = 0
     chain: int = FIRST
     sum: int = 0
@@ -102,7 +102,9 @@ class _Reader:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """The `Launch` of a step whose tokens are there already and that lasts until a time (perf_counter)."""
+    """The `Launch` of a step with a pretended duration: its tokens are known, and it lasts until `end`
+    (perf_counter).
+    """
 
     sampled: dict[int, Sampled]
     end: float
@@ -116,8 +118,8 @@ class _Due:
 
 
 class OracleBackend:
-    """A `Backend` that judges. With `step_time_s` steps take a device's time: each lasts for so long from when it was
-    launched, or from the end of the one before.
+    """A `Backend` that checks. With `step_time_s` steps take as long as on a device: each lasts for that time from its
+    launch or, if that is later, from the end of the step before.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class OracleBackend:
         failing: Container[int] = (),
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`kv_bytes` bounds the device pool, and the host pool by as much again. A sequence that would sample
-        after a `failing` token fails, as one does whose logits are not numbers.
+        """`kv_bytes`: the most bytes of the device pool, and of the host pool. `failing`: tokens after which a sequence
+        fails when it would sample, as if its logits were NaN.
         """
         self._model = model
         self._kv_bytes = kv_bytes
@@ -144,15 +146,15 @@ class OracleBackend:
         self._device = self._host = np.full((0, 1), POISON)
         # By seq_id.
         self._readers: dict[int, _Reader] = {}
-        # By device block: how many sequences have it in their `found`.
+        # For each device block: how many sequences count it in their `found`.
         self._num_found = np.zeros(0, np.int64)
-        # When the last step launched begins and ends, perf_counter.
+        # The begin and end of the step launched last, perf_counter.
         self._begin = self._end = 0.0
 
     def describe(self, block_size: int, token_budget: int) -> BackendDescription:
-        """Identity and bounds; nothing is measured, so the budget does not matter."""
+        """Identity and bounds. Nothing is measured, so the token budget does not matter."""
         model = self._model
-        # Another fingerprint than the model's: the oracle generates other tokens than the model would.
+        # Not the model's fingerprint, because the oracle generates other tokens than the model.
         identity = f"oracle {model.fingerprint} {model.vocab_size} {model.eos_token_ids}"
         return BackendDescription(
             model_id=model.model_id,
@@ -176,7 +178,7 @@ class OracleBackend:
         )
 
     def allocate(self, block_size: int, num_device_blocks: int, num_host_blocks: int) -> None:
-        """Replaces the pools by poisoned ones. Raises MemoryError beyond the bound."""
+        """Replaces the pools by poisoned ones. Raises MemoryError if a pool exceeds its bound."""
         most = self._kv_bytes // (block_size * SLOT.itemsize)
         if max(num_device_blocks, num_host_blocks) > most:
             raise MemoryError(f"a pool may have {most} blocks of {block_size} slots, asked for {num_device_blocks}")
@@ -194,8 +196,8 @@ class OracleBackend:
         destination[copies.destinations] = source[copies.sources]
 
     def launch(self, scheduled: list[Scheduled]) -> Launch:
-        """The step is judged at once. Where steps have a time, the result comes later, and the call returns when the
-        step before begins: at most one step waits behind the one that runs.
+        """Checks the step at once. If steps have a duration, the result comes later, and the call returns when the step
+        before begins: at most one step waits while another runs.
         """
         if not self._step_time_s:
             return Finished(self.execute(scheduled))
@@ -207,10 +209,10 @@ class OracleBackend:
         return _Due(sampled, self._end, self._sleep)
 
     def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
-        """Writes, then reads everything the step's positions depend on. Raises SlotError on a wrong slot.
+        """Writes the step's slots, then reads all slots that its positions depend on. Raises SlotError on a wrong slot.
 
-        All writes come before all reads, as every layer of a model writes the keys and values of the whole step before
-        it attends: a sequence may read what another one computes in the same step.
+        All writes come before all reads, because every layer of a model writes the keys and values of the whole step
+        before it attends: a sequence may read slots that another sequence computes in the same step.
         """
         readers = [self._reader(item) for item in scheduled]
         sums = self._write_and_read(readers, np.array([item.start for item in scheduled]))
@@ -218,7 +220,7 @@ class OracleBackend:
         return self._sample([readers[at] for at in sampling], sums[sampling]) if sampling else {}
 
     def finish(self, states: list[SequenceState]) -> None:
-        """Ends what is known of these sequences."""
+        """Drops the state of these sequences."""
         for state in states:
             reader = self._readers.pop(state.seq_id, None)
             if reader is not None:
@@ -229,14 +231,14 @@ class OracleBackend:
         return False
 
     def _reader(self, item: Scheduled) -> _Reader:
-        """The reader of a sequence, with the tokens that it computes."""
+        """The state of a sequence, with the tokens that this step computes added."""
         state = item.state
         reader = self._readers.get(state.seq_id)
         if reader is None or reader.state is not state:
             self.finish([state])
             reader = self._readers[state.seq_id] = _Reader(state)
         tokens = list(state.token_ids[len(reader.tokens) : item.start + item.count])
-        # Only the last can be unknown: those before were taken in when it was sampled.
+        # Only the last token can be unknown: earlier ones were added in earlier steps.
         if tokens[-1] == UNKNOWN_TOKEN:
             tokens[-1] = reader.latest
         reader.tokens.extend(tokens)
@@ -248,8 +250,8 @@ class OracleBackend:
             reader.found, reader.chain, reader.sum = 0, FIRST, 0
 
     def _write_and_read(self, readers: list[_Reader], starts: Numbers) -> Words:
-        """Writes the positions from `starts` on, then reads all that is not in `found`. Returns the sum of the digests
-        that each sequence reads, shape [len(readers)].
+        """Writes the positions from `starts` on, then reads all positions after `found`. Returns the sum of the digests
+        of all positions of each sequence, shape [len(readers)].
         """
         size, pool = self._block_size, self._device.reshape(-1)
         begins = np.array([reader.found for reader in readers])
@@ -306,7 +308,7 @@ class OracleBackend:
         likely: list[tuple[int, int]] = []
         narrow = [at for at in np.flatnonzero(drawing).tolist() if _is_narrow(states[at].sampling)]
         if narrow or any(state.sampling.logprobs is not None for state in states):
-            # Log-probabilities are of the prefix alone, whatever is drawn or banned.
+            # Log-probabilities depend on the prefix alone, not on draws or bans.
             greedy, drawn = self._choose(reads, states, np.zeros_like(drawing))
             likely = list(zip(greedy.tolist(), drawn.tolist(), strict=True))
         sampled, vocab_size = {}, self._model.vocab_size

@@ -1,4 +1,4 @@
-"""Sizes and end-of-sequence ids of a model directory, for the oracle. No weights are read."""
+"""Reads the sizes and end-of-sequence ids of a model directory for the oracle. No weights are loaded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def read_oracle_model(
     max_model_len: int = 0,
     eos_token_ids: tuple[int, ...] | None = None,
 ) -> OracleModel:
-    """The oracle's model: of a Hugging Face model directory, or without one the defaults of `OracleModel`; values
-    given (not 0, not None) win. Raises OSError or ValueError, which name the file or flag.
+    """The oracle's model, from a Hugging Face model directory, or with the defaults of `OracleModel` without one. The
+    arguments, if not 0 or None, override both. Raises OSError or ValueError, which name the file or flag.
     """
     found = OracleModel() if directory is None else _read_directory(directory, model_id)
     vocab = vocab_size or found.vocab_size
