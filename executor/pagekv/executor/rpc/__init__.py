@@ -1,1 +1,1 @@
-"""The gRPC face of the executor."""
+"""The executor's gRPC service."""

@@ -1,4 +1,4 @@
-"""The executor serves the manager that its flag names, and nobody else, where connections have to show certificates."""
+"""With mutual TLS, the executor serves only the manager that --manager-name names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagekv.common.server import Admit
 
 
 def only_manager(name: str) -> Admit:
-    """Lets in connections whose certificate bears `name`; health is open to all that have one."""
+    """Admits calls of peers whose certificate has the name `name`; health calls of every peer with a certificate."""
     health_calls = f"/{health.SERVICE_NAME}/"
 
     async def admit(method: str, context: Any) -> None:
@@ -25,8 +25,8 @@ def only_manager(name: str) -> Admit:
 
 
 def peer_names(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[str]:
-    """The names that a gRPC peer's certificate bears: the subject's common name and the alternative names, of DNS and
-    others. Empty without a certificate.
+    """The names in a gRPC peer's certificate: the subject's common name and all alternative names. Empty without a
+    certificate.
     """
     keys = ("x509_common_name", "x509_subject_alternative_name")
     return frozenset(name.decode(errors="replace") for key in keys for name in auth_context.get(key, ()))

@@ -1,4 +1,4 @@
-"""ExecutorService over a `Session`: messages in, messages out, nothing decided here."""
+"""ExecutorService over a `Session`: translates messages and makes no decisions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SERVICE_NAME = pb.DESCRIPTOR.services_by_name["ExecutorService"].full_name
 
 
 class ExecutorService(pb_grpc.ExecutorServiceServicer):
-    """The servicer; comments in executor_service.proto are the contract of each call. Errors are raised as
-    `PageKVError`; the server's interceptor makes statuses of them.
+    """The servicer. The comments in executor_service.proto are the contract of each call. Errors are raised as
+    `PageKVError`, and the server's interceptor turns them into statuses.
     """
 
     def __init__(self, session: Session) -> None:
@@ -50,26 +50,26 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
         self, request_iterator: AsyncIterator[bytes], context: Any
     ) -> AsyncIterator[pb.StepResult]:
         stream = self._session.open_stream(_named_epoch(context.invocation_metadata()))
-        # A client that goes away while a result is being written would keep the `finally` below from running soon.
+        # If the client goes away while a result is being written, the `finally` below runs late.
         context.add_done_callback(lambda _: self._session.close_stream(stream))
         reader = asyncio.create_task(self._read(request_iterator, stream), name="steps")
         try:
             async for report in stream.reports():
                 yield wire.step_result(report)
         finally:
-            # Before the call is over, which the reader would take for an error.
+            # Before the call ends, because the reader would report that as an error.
             reader.cancel()
             self._session.close_stream(stream)
 
     async def _read(self, requests: AsyncIterator[bytes], stream: StepStream) -> None:
-        """Takes steps in until there are no more; an error ends the stream."""
+        """Reads and submits steps until the client sends no more. An error ends the stream."""
         session = self._session
         try:
             async for data in requests:
                 if len(data) <= SMALL_BYTES:
                     step = wire.step(data)
                 else:
-                    await asyncio.sleep(0)  # gRPC has copied the message in this turn
+                    await asyncio.sleep(0)  # this turn of the event loop has copied the message
                     request = await wire.read_step(
                         data, session.limits, lambda epoch: session.check_epoch(stream, epoch)
                     )
@@ -90,10 +90,10 @@ class ExecutorService(pb_grpc.ExecutorServiceServicer):
 
 
 def _named_epoch(metadata: Iterable[tuple[str, str | bytes]] | None) -> int | None:
-    """The epoch that a Run call's metadata name (P3), None where they name none. Raises InvalidRequest."""
+    """The epoch in a Run call's metadata (P3); None if there is none. Raises InvalidRequest."""
     for key, value in metadata or ():
         if key == EPOCH_KEY:
-            # More digits than a uint64 has are no epoch either.
+            # A uint64 has at most 20 digits.
             if not re.fullmatch(r"[0-9]{1,20}", str(value)):
                 raise InvalidRequest(EPOCH_KEY, f"must be an epoch in 1 to 20 decimal digits, got {str(value)[:64]!r}")
             return int(value)

@@ -1,5 +1,5 @@
-"""Messages of executor_service.proto to and from the executor's own types. Checks only that it knows every field of a
-step (R35): `step_check` does the rest.
+"""Converts messages of executor_service.proto to and from the executor's own types. The only check here is that every
+field of a step is known (R35); `step_check` makes all others.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pagekv.executor.session.step_check import EpochLimits
 from pagekv.executor.session.step_stream import MAX_IN_FLIGHT
 from pagekv.steps.v1 import executor_service_pb2 as pb
 
-# Fields of a step at most, with those of the messages inside it, numbers in packed lists not counted: for each sequence
-# that enters, and for everything else, block copies above all.
+# The most fields of a step, including those of nested messages but not numbers in packed lists: SEQUENCE_FIELDS for
+# each new sequence, COPY_FIELDS for everything else, mostly block copies.
 SEQUENCE_FIELDS = 32
 COPY_FIELDS = 2**16
-# Token and block ids that are taken in at once, one of a block costing a little more than one of a token: about a
-# millisecond's work. A new sequence costs as much as so many ids, its sampling above all.
+# Token and block ids that are converted in one turn of the event loop, which takes about a millisecond. A new sequence,
+# mostly its sampling, costs as much as SEQUENCE_IDS ids.
 IDS_AT_ONCE, SEQUENCE_IDS = 2**16, 1024
 MANY_IDS = 256
 
@@ -41,15 +41,15 @@ def attach_order(message: pb.AttachRequest) -> AttachOrder:
 
 
 def step(data: bytes) -> Step:
-    """The step in the bytes of a message. Raises DecodeError, and InvalidRequest where a field of it is not known."""
+    """Decodes a step. Raises DecodeError, and InvalidRequest if a field is unknown."""
     message = pb.StepRequest.FromString(data)
     check_known(message, "R35")
     return _step(message, [_new_sequence(new) for new in message.new_seqs], data)
 
 
 async def large_step(message: pb.StepRequest, encoded: bytes) -> Step:
-    """The step that a message of `read_step` asks for, and the bytes that it came in, with turns of the event loop
-    between its new sequences.
+    """Converts a message of `read_step` into a step, with turns of the event loop between its new sequences.
+    `encoded`: the bytes of the message.
     """
     new_seqs: list[SequenceState] = []
     ids = 0
@@ -80,10 +80,12 @@ def _step(message: pb.StepRequest, new_seqs: list[SequenceState], encoded: bytes
 
 
 def _ids(numbers: Sequence[int]) -> list[int]:
-    """The numbers of a repeated uint32 field. NumPy reads many in a fraction of the time, and takes longer for few."""
+    """The numbers of a repeated uint32 field. NumPy reads many numbers in a fraction of the time, but takes longer for
+    few.
+    """
     if len(numbers) < MANY_IDS:
         return list(numbers)
-    # Not with the module, which the checks before a start import.
+    # Imported here, because the checks before a start import this module and need no NumPy.
     import numpy as np
 
     found: list[int] = np.asarray(numbers, np.uint32).tolist()
@@ -91,7 +93,7 @@ def _ids(numbers: Sequence[int]) -> list[int]:
 
 
 def _new_sequence(new: pb.NewSequence) -> SequenceState:
-    # Not with the module, which the checks before a start import.
+    # Imported here, because the checks before a start import this module and need no NumPy.
     import numpy as np
 
     # NumPy reads a repeated field in a fraction of the time that a list takes.
@@ -108,13 +110,13 @@ def _new_sequence(new: pb.NewSequence) -> SequenceState:
 
 
 async def read_step(data: bytes, limits: EpochLimits | None, check_epoch: Callable[[int], None]) -> pb.StepRequest:
-    """The message in the bytes of a large step, parsed with turns of the event loop. `limits` are those of the epoch
-    that is open, None for none. Raises what `check_epoch` does of the message's epoch, as soon as that is read,
-    InvalidRequest for a message with more in it than the epoch allows, and DecodeError.
+    """Parses the bytes of a large step, with turns of the event loop. `limits`: of the current epoch, None if there is
+    none. `check_epoch` is called with the message's epoch as soon as that is read, and its errors are raised. Also
+    raises InvalidRequest for a message with more fields or ids than the epoch allows, and DecodeError.
     """
     message = pb.StepRequest()
     for _ in parse_slices(message, data, _bounds(limits)):
-        # Libraries write fields in the order of their numbers, in which the epoch is the first.
+        # Libraries write fields in the order of their numbers, so the epoch comes first.
         if message.epoch:
             check_epoch(message.epoch)
         await asyncio.sleep(0)
