@@ -1,1 +1,1 @@
-"""The executor: owns device memory and does what each step says."""
+"""The executor: owns device memory and executes the manager's steps."""

@@ -1,5 +1,5 @@
-"""The backend that flags name, loaded, or a rank's share of it. Backends are imported here, so that the oracle starts
-without torch.
+"""Loads the backend that the flags name, or a rank's share of it. Backends are imported only when they are needed, so
+that the oracle starts without torch.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ log = Log(__name__)
 
 
 def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[str], None] = end_process) -> Backend:
-    """Loads what --backend and --model name, or the share of it that a rank of a group has; minutes for a large model.
-    `lost` is called with the reason when a rank cannot go on. Raises ModelNotFound, ImportError, OSError, ValueError or
-    MemoryError.
+    """Loads the backend of --backend with the model of --model, or a rank's share of it; takes minutes for a large
+    model. `lost` is called with the reason when a rank cannot continue. Raises ModelNotFound, ImportError, OSError,
+    ValueError or MemoryError.
     """
     log.info("loading", backend=config.backend, model=config.model or "none")
     if config.backend == "oracle":
         return _load_oracle(config)
-    # Before the model, which may have to be fetched, and before torch, whose import alone takes seconds.
+    # Checks the GPU before the model, which may have to be downloaded, and before torch, whose import takes seconds.
     gpu = _usable_gpu(config, world) if config.backend == "cuda" else None
     directory = resolve_model(config.model)
     check_model_files(directory)
@@ -68,7 +68,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
 
 
 def _shards(world: World, lost: Callable[[str], None]) -> Shards | None:
-    """The ranks of a split model; None where there is one. Imports torch."""
+    """The collectives of a split model; None if there is only one rank. Imports torch."""
     if world.size == 1:
         return None
     from pagekv.executor.model.shards import Shards
@@ -99,7 +99,7 @@ def _load_oracle(config: ExecutorConfig) -> Backend:
 
 
 def _torch_has_gpu() -> bool:
-    # Without CuPy the answer is known, and torch need not be asked.
+    # Without CuPy the answer is False, and torch need not be imported.
     if importlib.util.find_spec("cupy") is None:
         return False
     shorten_spinning()
@@ -152,7 +152,7 @@ def _load_cuda(config: ExecutorConfig, directory: Path, gpu: Gpu, world: World, 
     except GpuUnavailable as error:
         raise ValueError(f"--backend {config.backend}: the GPU cannot be used: {error}") from error
     except RuntimeError as error:
-        # The type of every error of torch, CuPy and the compiler. Most of them have many lines.
+        # All errors of torch, CuPy and the compiler have this type. Most messages have many lines.
         log.debug("the GPU cannot be used", exc_info=True)
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         raise ValueError(
@@ -167,6 +167,6 @@ def _pool_options(config: ExecutorConfig) -> dict[str, Any]:
 
 
 def model_id(name: str) -> str:
-    """The name under which managers find the model: an absolute directory, or the name as given."""
+    """The name under which managers find the model: the absolute path of a directory, or the name as given."""
     path = Path(name).expanduser()
     return str(path.resolve()) if name and name != "demo" and path.is_dir() else name

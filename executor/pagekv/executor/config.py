@@ -1,4 +1,4 @@
-"""The executor's flags: `pagekv-executor --help` and docs/flags.md are their documentation."""
+"""The executor's flags. `pagekv-executor --help` and docs/flags.md document them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pagekv.common.loopback import INSECURE_HELP, refuse_open
 from pagekv.common.tls_flags import TlsConfig, check_tls
 
 PROG = "pagekv-executor"
-# Flags that the manager has alone, for an answer to one that is given here.
+# Flags that only the manager has, so that the error about one of them here can say so.
 MANAGER_FLAGS = (
     "audit-log", "block-size", "cluster-secret", "eviction-policy", "executor", "executor-ca", "executor-cert",
     "executor-key", "fork-sharing", "gateway-api", "gateway-listen", "http-listen", "http-names", "identities",
@@ -47,7 +47,7 @@ def _eos(text: str) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class OracleConfig:
-    """The model that the oracle pretends, and how long its steps take."""
+    """The model that the oracle pretends to serve, and how long its steps take."""
 
     step_time_ms: float = flag(
         "oracle: milliseconds a step takes, 0 to 60000", default=0.0, type=number(0, 60_000), metavar="MS"
@@ -58,7 +58,7 @@ class OracleConfig:
     max_model_len: int = flag(
         "oracle: context; 0: as the model has, else 4096", default=0, type=integer(0, 2**31 - 1), metavar="TOKENS"
     )
-    # None: as the model says.
+    # None: from the model.
     eos_token_ids: tuple[int, ...] | None = flag(
         "oracle: end-of-sequence ids such as 0,7, or none; auto: as the model has, else 0",
         name="eos",
@@ -70,7 +70,7 @@ class OracleConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExecutorConfig:
-    """Checked values."""
+    """The checked values of the executor's flags."""
 
     listen: str = flag(
         "address to serve the manager on; port 0 takes a free one",
@@ -121,7 +121,7 @@ class ExecutorConfig:
         type=size_in_bytes(0, 2**50),
         metavar="SIZE",
     )
-    # None: as the backend thinks best.
+    # None: the backend's default.
     memory_share: float | None = flag(
         "share of the memory left after profiling, 0.05 to 0.9, for the KV pool; default: 0.4 (cpu), 0.9 (cuda)",
         default=None,
@@ -150,7 +150,7 @@ class ExecutorConfig:
     )
     log_level: str = flag("lowest level to log", default="info", choices=LOG_LEVELS)
     log_format: str = flag("form of the log", default="text", choices=LOG_FORMATS)
-    # Empty: none is written.
+    # Empty: no file is written.
     port_file: str = flag(
         "file to write one JSON line to: the address once the process listens, before that `phase` while a start "
         "takes long, or `cannot_start` with the reason",
@@ -168,7 +168,7 @@ class ExecutorConfig:
 
 
 def refuse_cuda_flags(config: ExecutorConfig) -> None:
-    """Raises ValueError for a flag that a backend other than cuda cannot follow."""
+    """Raises ValueError for a flag that only the cuda backend supports."""
     if config.kv_dtype != "auto":
         raise ValueError(f"--kv-dtype {config.kv_dtype} needs --backend cuda")
     if config.wgmma_prefill:
@@ -176,7 +176,9 @@ def refuse_cuda_flags(config: ExecutorConfig) -> None:
 
 
 def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | None = None) -> ExecutorConfig:
-    """Reads command line and environment; exits with status 2 and one line that names a bad flag and its bounds."""
+    """Reads command line and environment. For a bad flag, exits with status 2 and one line that names the flag and its
+    bounds.
+    """
     parser = FlagParser(
         PROG, "The executor: holds the model and the KV memory, and runs the steps that a KV-manager sends.", env=env
     )
@@ -185,7 +187,7 @@ def parse_config(argv: Sequence[str] | None = None, env: Mapping[str, str] | Non
     add_flags(parser, ExecutorConfig)
     config = from_args(ExecutorConfig, parser.parse(argv))
     check_tls(parser, config.tls)
-    # With mutual TLS nobody else than the manager can do anything here.
+    # With mutual TLS only the manager can use the executor, so any address may be served.
     if not config.insecure and not config.tls.tls_client_ca:
         refuse_open(parser, {"listen": config.listen})
     return config if config.model or config.backend == "oracle" else replace(config, model="demo")

@@ -1,8 +1,8 @@
-"""The executor comes back as a fresh process when its device is lost to this one.
+"""Replaces the executor by a fresh process when its device is lost to the present one.
 
-After a fault of a kernel (an illegal address, a failed launch) a CUDA context is dead for good, and every later call of
-the process fails. So the process replaces itself, by exec of its own command line with the address it has. The process
-id stays the same, so a supervisor (`pagekv up`, a container, a shell) need not know.
+After a kernel fault (an illegal address, a failed launch) a CUDA context is dead for good, and every later call of the
+process fails. So the process replaces itself: it execs its own command line with its present address. The process id
+stays the same, so a supervisor (`pagekv up`, a container, a shell) need not know.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from pagekv.common.logs import Log
 
 log = Log(__name__)
 
-# Tells the next process how many came before it in a row; no flag, hence the underscore.
+# The environment variable that tells the next process the number of faults in a row. Not a flag, hence the underscore.
 FAULTS = "_PAGEKV_DEVICE_FAULTS"
-# Seconds between two faults that have nothing to do with each other.
+# After this many seconds of serving, a fault counts as the first in a row again.
 STEADY_S = 600.0
-# The first fault is answered at once, further ones after pauses that are doubled from the first to the last: a fault at
-# every start must not keep machine and manager busy.
+# After the first fault there is no pause. Further faults lead to pauses that double from FIRST_PAUSE_S to LAST_PAUSE_S,
+# so that a fault at every start does not keep machine and manager busy.
 FIRST_PAUSE_S, LAST_PAUSE_S = 1.0, 60.0
 
 
 def faults_before() -> int:
-    """Faults in a row before this process; 0 for one that was not started by `start_anew`."""
+    """The number of faults in a row before this process; 0 if `start_anew` did not start it."""
     text = os.environ.get(FAULTS, "")
     return int(text) if text.isdecimal() else 0
 
 
 def pause_s(faults: int) -> float:
-    """Seconds to wait after so many faults in a row."""
+    """Seconds to wait after `faults` faults in a row."""
     return 0.0 if faults < 2 else min(FIRST_PAUSE_S * 2 ** min(faults - 2, 10), LAST_PAUSE_S)
 
 
 async def start_anew(stop: asyncio.Event, listen: str, reason: str, served_s: float) -> int:
-    """Replaces this process by one that listens on `listen`, after a pause. `served_s`: how long this one has served.
-    Returns, with the exit status, only when `stop` was set.
+    """After a pause, replaces this process by a new one that listens on `listen`. `served_s`: how long this process has
+    served. Returns, with the exit status, only if `stop` is set.
     """
     faults = 1 if served_s >= STEADY_S else faults_before() + 1
     pause = pause_s(faults)
@@ -59,9 +59,9 @@ async def start_anew(stop: asyncio.Event, listen: str, reason: str, served_s: fl
 
 
 def _leave_files_behind() -> None:
-    """No file of this process outlives it in the next: the device's would keep the dead context and its memory."""
+    """Closes the files of this process at exec: open files of the device would keep the dead context and its memory."""
     with suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
             if int(entry.name) > 2:
-                with suppress(OSError):  # that of the listing itself is closed by now
+                with suppress(OSError):  # the descriptor of this listing itself is closed by now
                     os.set_inheritable(int(entry.name), False)

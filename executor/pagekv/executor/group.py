@@ -1,4 +1,4 @@
-"""A rank of a group, from its flags to a loaded backend: rank 0, which serves the manager, or another one."""
+"""Starts a rank of a group, from its flags to a loaded backend: rank 0, which serves the manager, or another rank."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ if TYPE_CHECKING:
 
 log = Log(__name__)
 
-# Loads the share of a rank. Given what ends the rank, with the reason, when a collective has failed.
+# Loads the share of a rank. The argument is a function that ends the rank with a reason when a collective fails.
 Load = Callable[[Callable[[str], None]], Backend]
 
-# Packages of which all ranks need the same version, as far as a backend imports them.
+# Packages whose versions must be the same on all ranks, by backend.
 _MODEL_PACKAGES = ("numpy", "torch", "transformers", "accelerate")
 _PACKAGES = {"oracle": ("numpy",), "cpu": (*_MODEL_PACKAGES, "numba"), "cuda": _MODEL_PACKAGES}
-# With 5.17 plans have other styles, and two and four ranks of a Llama gave other tokens than one process.
+# The oldest transformers that ranks can use. In 5.17 plans have other styles, and two and four ranks of a Llama gave
+# other tokens than one process.
 _LEAST_TRANSFORMERS = (5, 23)
 
 
 def settled(config: ExecutorConfig, world: World) -> ExecutorConfig:
-    """The configuration of a rank, with a backend instead of `auto`: cuda where torch and CuPy can use a GPU for each
-    rank of this machine, else cpu.
+    """The configuration of a rank, with --backend auto resolved: cuda if torch and CuPy can use a GPU for each rank of
+    this machine, else cpu.
     """
     if config.backend != "auto":
         return config
@@ -80,7 +81,9 @@ def _has_gpus(count: int) -> bool:
 
 
 def check_group(config: ExecutorConfig, world: World) -> None:
-    """Raises ValueError for flags that a rank of a group cannot have, or a transformers that splits otherwise."""
+    """Raises ValueError for flags that a rank of a group cannot have, or a transformers version that splits models in
+    another way.
+    """
     if config.backend == "cuda" and world.local_rank is None:
         raise ValueError(
             f"LOCAL_RANK: must be from 0 to {world.local_size - 1} with --backend cuda, since it names the rank's GPU; "
@@ -104,8 +107,8 @@ def _check_transformers() -> None:
 
 
 def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
-    """Rank 0's backend, once all ranks are there and it has loaded its own by `load`. `config` is `settled`. Raises
-    CannotStart, or what may pass.
+    """Waits for all ranks, loads rank 0's share with `load` and returns the group's backend. `config` is `settled`.
+    Raises CannotStart, or an error that may be gone after another start (`can_pass`).
     """
     facts, joining, store, served = _prepared(config, world)
     with _start(world, served):
@@ -130,11 +133,11 @@ def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
 
 
 def follow(config: ExecutorConfig, world: World, load: Load) -> int:
-    """The life of another rank than rank 0; returns its exit status. Raises as `lead`."""
+    """Runs a rank other than rank 0 until it ends; returns the exit status. Raises as `lead`."""
     facts, joining, store, served = _prepared(config, world)
     with _start(world, served):
         link, meeting = join(lambda: find_leader(store, joining), world, facts, joining)
-    # Rank 0 finishes the step under way and ends the others; torchrun asks all of them at once.
+    # torchrun signals all ranks at once, but rank 0 ends the others after it has finished the step under way.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
     watch = RankWatch(
@@ -155,8 +158,9 @@ def follow(config: ExecutorConfig, world: World, load: Load) -> int:
 
 @contextmanager
 def _start(world: World, served: bool = False, tell: Callable[[str, Kind], None] = lambda *_: None) -> Iterator[None]:
-    """A part of a rank's start. An error within, which ends this rank, is told to the others. Raises CannotStart for
-    one that would come again, unless the group has served before: then what it lacks was there once.
+    """Runs a part of a rank's start. An error in it ends this rank, and the other ranks are told by `tell`. An error
+    that would come again at another start is raised as CannotStart. If the group has served before, it is raised as
+    NoGroup instead: whatever is missing was there once.
     """
     try:
         yield
@@ -177,13 +181,11 @@ def _start(world: World, served: bool = False, tell: Callable[[str, Kind], None]
 
 
 def _prepared(config: ExecutorConfig, world: World) -> tuple[dict[str, Any], JoinTime, Store, bool]:
-    """Facts of this rank, and the time and the store in which it meets the others; True where ranks of this store have
-    served before.
-    """
-    # Where ranks have run before, they may have served; only the store will tell.
+    """The facts of this rank, the time to join, the store, and whether ranks of this store have served before."""
+    # If ranks of this torchrun have run before, they may have served: until the store is read, assume that they have.
     with _start(world, world.anew):
         facts = _facts_or_failure(config, world)
-        # Before the time to join begins: it takes some ranks longer than others.
+        # Before the time to join begins, because the import takes longer on some ranks.
         _import_torch()
         joining = JoinTime(config.join_timeout_s)
         store = open_store(world, joining)
@@ -191,13 +193,13 @@ def _prepared(config: ExecutorConfig, world: World) -> tuple[dict[str, Any], Joi
 
 
 def _facts_or_failure(config: ExecutorConfig, world: World) -> dict[str, Any]:
-    """The facts of this rank, or why it cannot start, which all ranks will learn when they meet."""
+    """The facts of this rank, or the reason why it cannot start, which all ranks learn when they meet."""
     try:
         check_group(config, world)
         return rank_facts(config, world)
     except Exception as error:
-        # Where torchrun has all ranks on one machine, the others end with it. Of ranks that ran before the store tells
-        # whether they have served.
+        # Raised at once without torchrun's store; and on rank 0 if one torchrun has all ranks, which ends the others.
+        # But if ranks have run before, the store first has to tell whether they have served.
         if not world.has_store or (world.rank == 0 and world.local_size == world.size and not world.anew):
             raise
         return {FAILURE: words_of(error)}
@@ -210,7 +212,7 @@ def _import_torch() -> None:
 
 
 def _join_collectives(config: ExecutorConfig, store: Store, world: World, meeting: Meeting, joining: JoinTime) -> None:
-    # Oracles have no tensors to send.
+    # Oracles have no tensors to exchange.
     if config.backend == "oracle":
         return
     join_process_group(store, world, meeting, joining, gpus=config.backend == "cuda")
@@ -218,13 +220,13 @@ def _join_collectives(config: ExecutorConfig, store: Store, world: World, meetin
         assert world.local_rank is not None  # `check_group`
         with phase("connecting the GPUs"):
             connect_gpus(world.local_rank)
-    # Some ranks load longer than others.
+    # A long timeout, because some ranks take longer to load than others.
     limit_collectives(config.join_timeout_s)
 
 
 def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
-    """Facts that all ranks need alike, by the name that people know. `config` is `settled`. Raises ValueError for a
-    model that so many ranks cannot share.
+    """The facts that must be equal on all ranks, by a name for users. `config` is `settled`. Raises ValueError for a
+    model that cannot be split over this many ranks.
     """
     backend = config.backend
     facts: dict[str, Any] = {"PageKV": pagekv_version(), "python": platform.python_version(), "--backend": backend}
@@ -239,7 +241,7 @@ def rank_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
         facts |= {"--vocab-size": oracle.vocab_size, "--max-model-len": oracle.max_model_len}
         facts["--eos"] = None if oracle.eos_token_ids is None else list(oracle.eos_token_ids)
         return facts
-    # Norms and routers of experts, which each rank computes, have to be the same to the bit.
+    # Every rank computes the norms and the routers of experts, and the results must have the same bits.
     facts |= {"--dtype": config.dtype, "--fused": config.fused}
     return facts | (_gpu_facts(config, world) if backend == "cuda" else _cpu_facts(config, world))
 
@@ -255,14 +257,14 @@ def _cpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
 
 
 def _gpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
-    """Raises ValueError where this rank has no GPU."""
+    """The facts of the cuda backend. Raises ValueError if this rank has no GPU."""
     from pagekv.executor.cuda.preflight import UnusableGpu, cupy_version, find_gpu
 
     try:
         gpu = find_gpu(index=world.local_rank or 0)
     except UnusableGpu as error:
         raise ValueError(f"--backend {config.backend}: {error}") from error
-    # Graphs and steps that ranks record and measure together have these numbers in their shapes.
+    # The shapes of graphs and profiled steps, which ranks compute together, depend on these values.
     return {
         "--kv-dtype": config.kv_dtype,
         "--cuda-graphs": config.cuda_graphs,
@@ -275,7 +277,7 @@ def _gpu_facts(config: ExecutorConfig, world: World) -> dict[str, Any]:
 
 
 def rank_threads(config: ExecutorConfig, world: World) -> int:
-    """Compute threads of this rank: as the flag says, or its share of the cores."""
+    """The number of compute threads of this rank: the flag's value, or its share of the machine's cores."""
     return config.threads or max(1, usable_cores() // world.local_size)
 
 

@@ -1,4 +1,4 @@
-"""The host machine: memory and cores this process may have, settings of its C library and of OpenMP. No torch."""
+"""The host machine: the memory and cores that this process may use, and how long OpenMP threads spin. No torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-# How long a thread spins at a barrier before it sleeps: most of what a step does between two parallel loops takes less.
+# Seconds for which a thread spins at a barrier before it sleeps: most serial work between two parallel loops of a step
+# takes less.
 SPIN_S = 100e-6
-# The same in turns, where a turn cannot be measured.
+# The same as a number of turns of the spin loop, for machines where a turn cannot be measured.
 DEFAULT_SPINS = 4000
-# Turns in a round of measuring, and rounds: half a millisecond in all.
+# Turns in a round of the measurement, and rounds: half a millisecond in all.
 PAUSES, PAUSE_ROUNDS = 1000, 16
-# Of errors of torch where it gets no memory, which have no type of their own.
+# The messages of torch's errors for lack of memory, which have no type of their own.
 _NO_MEMORY = re.compile(r"can't allocate memory|not enough memory|unable to mmap")
 
 
 def shorten_spinning() -> None:
-    """Threads that wait for one another spin for microseconds, not milliseconds. Has no effect once torch is imported.
+    """Makes OpenMP threads that wait for one another spin for microseconds, not milliseconds. Has no effect once torch
+    is imported.
 
-    Threads spin at every barrier of every operator and hold the cores that the manager, or the thread they wait for,
-    needs: with both processes on two busy cores 43 output tokens/s were seen without this and 510 to 620 with it.
+    Threads spin at every barrier of every operator. Meanwhile they hold cores that the manager, or the thread that they
+    wait for, needs: with both processes on two busy cores 43 output tokens/s were seen without this and 510 to 620 with
+    it.
     """
     if "OMP_WAIT_POLICY" not in os.environ and "GOMP_SPINCOUNT" not in os.environ:
         pause = _pause_s()
@@ -36,11 +39,11 @@ def shorten_spinning() -> None:
 
 
 def _pause_s() -> float:
-    """Seconds of one turn of a loop that waits, 10 to 50 ns with the processor; 0 where it cannot be measured."""
+    """Seconds of one turn of a spin loop, 10 to 50 ns depending on the processor; 0 if it cannot be measured."""
     if platform.machine() != "x86_64":
         return 0.0
     try:
-        # Some hardened systems refuse memory that can be written and run.
+        # Some hardened systems refuse memory that is both writable and executable.
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError:
         return 0.0
@@ -53,25 +56,25 @@ def _pause_s() -> float:
         begin = time.perf_counter()
         loop(PAUSES)
         times.append(time.perf_counter() - begin)
-    # The call takes as long as some turns; other processes make a round longer and never shorter.
+    # The least round: other processes can only make a round longer. The call itself costs no more than some turns.
     return min(times) / PAUSES
 
 
 def available_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes this process can still get: MemAvailable of the kernel, or less where a control group or `ulimit -v` limits
-    it.
+    """Bytes that this process can still get: the kernel's MemAvailable, or less if a control group or `ulimit -v`
+    limits it.
     """
     found = kib_field(proc / "meminfo", "MemAvailable")
     return max(0, min([found, *_cgroup_rooms(proc, cgroups), *_address_room(proc)]))
 
 
 class TooLittleMemory(MemoryError):
-    """Some work needs more memory than there is; the message says for what, how much there is, and what to do."""
+    """Some work needs more memory than there is; the message names the work, the available memory and what to do."""
 
 
 @contextmanager
 def memory_for(work: str, remedy: str) -> Iterator[None]:
-    """Raises TooLittleMemory where what is done within gets no memory, from Python, numpy, torch or the kernel."""
+    """Raises TooLittleMemory if code within this context gets no memory from Python, NumPy, torch or the kernel."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -85,7 +88,9 @@ def memory_for(work: str, remedy: str) -> Iterator[None]:
 
 
 def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: those it may run on, or less where its control group has a quota, rounded up."""
+    """The cores that this process may use: those of its affinity, or fewer if its control group has a quota, rounded
+    up.
+    """
     cores = float(len(os.sched_getaffinity(0)))
     for level in _cgroup_levels(proc, cgroups, "cpu"):
         # "max 100000" or "150000 100000": microseconds of time in a period of microseconds.
@@ -99,26 +104,26 @@ def usable_cores(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgrou
 
 
 def _cgroup_rooms(proc: Path, cgroups: Path) -> list[int]:
-    """Bytes below the limit of the control group and of each of its ancestors."""
+    """Bytes left below the limit of the control group and of each of its ancestors."""
     rooms = []
     for level in _cgroup_levels(proc, cgroups, "memory"):
         limit = _read(level / "memory.max", level / "memory.limit_in_bytes").strip()
         usage = _read(level / "memory.current", level / "memory.usage_in_bytes").strip()
         if limit.isdecimal() and usage.isdecimal():
-            # Cached file pages count as usage and are given back under pressure.
+            # Cached file pages count as usage, but the kernel drops them under memory pressure.
             cached = re.findall(r"^(?:total_)?inactive_file (\d+)$", _read(level / "memory.stat"), re.MULTILINE)
             rooms.append(int(limit) - int(usage) + max(map(int, cached), default=0))
     return rooms
 
 
 def _address_room(proc: Path) -> list[int]:
-    """Bytes below the limit of the process's address space; none where it has none."""
+    """Bytes left below the limit of the process's address space; empty if there is no limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     return [] if limit == resource.RLIM_INFINITY else [limit - kib_field(proc / "self" / "status", "VmSize")]
 
 
 def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[Path]:
-    """Folders of the process's control groups, of either version, and of their ancestors."""
+    """The folders of the process's control groups, version 1 or 2, and of their ancestors."""
     levels = []
     for line in _read(proc / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -126,7 +131,7 @@ def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[Path]:
             continue
         # Version 1 lists its controllers and mounts each in a folder; version 2 does neither.
         root = cgroups / controller if controllers else cgroups
-        # Inside a container the path may be the host's; its own group is then the root of what it sees.
+        # Inside a container the path may be the host's. The container's own group is then the root that it sees.
         group = root / path.strip("/")
         for level in (group, *group.parents):
             levels.append(level)
@@ -136,7 +141,7 @@ def _cgroup_levels(proc: Path, cgroups: Path, controller: str) -> list[Path]:
 
 
 def kib_field(path: Path, name: str) -> int:
-    """The value of a line such as `VmRSS:   123 kB`, in bytes; raises OSError where there is none."""
+    """The value of a line such as `VmRSS:   123 kB`, in bytes. Raises OSError if there is no such line."""
     found = re.search(rf"^{name}:\s+(\d+) kB$", _read(path), re.MULTILINE)
     if found is None:
         raise OSError(f"{path} does not say {name}")
@@ -144,7 +149,7 @@ def kib_field(path: Path, name: str) -> int:
 
 
 def _read(*paths: Path) -> str:
-    """The text of the first of these files that can be read; empty where none can."""
+    """The text of the first of these files that can be read; empty if none can."""
     for path in paths:
         with suppress(OSError):
             return path.read_text()

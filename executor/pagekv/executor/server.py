@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-# gRPC's core writes lines of its own, with bytes of whoever connects in them and line ends too.
+# gRPC's core logs lines of its own, which may contain any bytes that a peer sent, line ends included.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.common.freed_memory import share_heaps
@@ -43,7 +43,7 @@ log = Log(__name__)
 
 # Seconds for the last messages of ended streams to reach the manager.
 LAST_WORDS_S = 2.0
-# How long a thread keeps the interpreter while another waits for it.
+# Seconds for which a thread keeps the interpreter while another thread waits for it.
 SWITCH_INTERVAL_S = 200e-6
 
 
@@ -60,13 +60,13 @@ class Executor:
     """One executor process. States: listening (NOT_SERVING) → serving → draining (NOT_SERVING) → over."""
 
     def __init__(self, config: ExecutorConfig, load: Callable[[], Backend], tls: Tls | None = None) -> None:
-        """`load` makes the backend, on the thread that calls it from then on. `tls`: what --tls-cert names."""
+        """`load` makes the backend, on the thread that uses it from then on. `tls`: the certificate of --tls-cert."""
         self._config = config
         self._load_backend = load
         self._compute = WorkerThread()
         self.session = Session(self._compute)
         self._tls = tls
-        # Of rank 0 of a group.
+        # Set on rank 0 of a group.
         self._leader: Leader | None = None
         self._watching: asyncio.Task[None] | None = None
         self._grpc = GrpcServer(
@@ -77,7 +77,7 @@ class Executor:
             admit=only_manager(config.manager_name) if config.tls.tls_client_ca else None,
         )
         ExecutorService(self.session).add_to(self._grpc.server)
-        # perf_counter when serving began.
+        # The time at which serving began (perf_counter).
         self.serving_since = math.inf
 
     @property
@@ -91,8 +91,8 @@ class Executor:
         return bound_address(listen, self._grpc.port) if self.listening else listen
 
     async def run(self, stop: asyncio.Event) -> int:
-        """Serves until `stop` is set or the device is lost; returns the exit status. Raises what loading the backend
-        does, and OSError when it cannot listen.
+        """Serves until `stop` is set or the device is lost; returns the exit status. Raises errors of loading the
+        backend, and OSError if it cannot listen.
         """
         config = self._config
         port = await self._grpc.start()
@@ -102,7 +102,7 @@ class Executor:
         if not is_local(config.listen) and not config.tls.tls_client_ca:
             log.warning("other machines can connect, without TLS or a login (--insecure)", listen=config.listen)
         if self._tls is not None:
-            # Held, since the event loop forgets tasks that nobody holds; it ends with the process.
+            # The reference keeps the task alive, since the event loop does not. The task ends with the process.
             self._watching = asyncio.create_task(self._tls.files.watch(), name="TLS files")
         stopped = asyncio.create_task(stop.wait(), name="stop signal")
         loading = asyncio.create_task(self._load(), name="load")
@@ -128,7 +128,9 @@ class Executor:
         return backend
 
     async def _shut_down(self, idle: bool) -> int:
-        """`idle`: the worker thread can be waited for, because it is not loading a model."""
+        """Shuts down and returns the exit status. `idle`: the worker thread is not loading a model, so it can be waited
+        for.
+        """
         grace_s = self._config.grace_s
         log.info("shutting down", grace_s=grace_s)
         self._grpc.set_serving(False)
@@ -143,21 +145,21 @@ class Executor:
             if idle and not self.session.lost_reason:
                 self._leader.stop()
             else:
-                # Others may wait for this rank in a collective.
+                # Other ranks may wait for this one in a collective.
                 self._leader.watch.end(self.session.lost_reason or "stopped in the middle of work")
         self._compute.stop()
         log.info("stopped")
         if not idle and not self.session.lost_reason:
-            # The thread may be deep in native code, which an orderly interpreter exit would wait for or crash in.
+            # The worker thread may be in native code: an orderly exit of the interpreter would wait for it or crash.
             logging.shutdown()
             os._exit(0)
         return 0
 
 
 async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: World = ALONE) -> int:
-    """Runs an executor of the backend that `load` makes, until SIGTERM or SIGINT; returns the exit status. When the
-    device is lost a new process takes the place of this one, but for a rank of a group, which torchrun starts anew. The
-    new process tries again on any error, since the one before could serve.
+    """Runs an executor with the backend that `load` makes until SIGTERM or SIGINT; returns the exit status. When the
+    device is lost, a new process replaces this one; a rank of a group ends instead, and torchrun starts it again. The
+    new process tries again after any error, because the process before it was able to serve.
     """
     stop = stop_event()
     try:
@@ -179,7 +181,7 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: Worl
             return EXIT_LOST
     except Exception as error:
         known = _say_why(error, config.port_file, listening=executor.listening)
-        # An address may still be held by a rank that was.
+        # Not after a restart of the ranks: a rank that is ending may still hold the address.
         if isinstance(error, CannotStart) or not (executor.listening or world.anew):
             end_torchrun(world)
         if not faults_before():
@@ -191,8 +193,8 @@ async def serve(config: ExecutorConfig, load: Callable[[], Backend], world: Worl
 
 
 def _say_why(error: Exception, port_file: str, *, listening: bool) -> bool:
-    """Logs one line for an error that keeps an executor from starting, and tells it in the port file, beside the
-    address where there is one; False, and neither, for an unexpected one.
+    """Logs one line for an expected error that keeps an executor from starting, and writes it to the port file, next to
+    the address if the executor is listening. For an unexpected error it does neither and returns False.
     """
     reason = expected_words(error)
     if not reason:
@@ -206,17 +208,18 @@ def _say_why(error: Exception, port_file: str, *, listening: bool) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point of `pagekv-executor`: an executor of one process, or a rank of a group where torchrun started it."""
+    """Entry point of `pagekv-executor`: an executor of one process, or a rank of a group if torchrun started it."""
     try:
         config = parse_config(argv)
     except SystemExit as end:
-        # Wrong flags of the ranks that torchrun starts are no better the next time.
+        # If torchrun starts ranks with wrong flags, they stay wrong at the next start.
         with suppress(ValueError):
             if end.code:
                 end_torchrun(read_world(os.environ))
         raise
     if config.backend in ("auto", "cpu"):
-        # The worker thread's buffers come and go: a heap of its own would give them back each time.
+        # One heap for all threads: a heap of the worker thread's own would give its buffers back to the kernel after
+        # each step.
         share_heaps(1)
     try:
         world = read_world(os.environ)
@@ -234,14 +237,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return choose_backend.load_backend(config, world, lost)
 
     status = _follow(config, world, load) if world.rank else _run(config, lambda: lead(config, world, load), world)
-    # Threads of gloo or of torch's store abort the interpreter in one of some ten ends, and connections of NCCL that
-    # graphs hold can keep it from ending (pytorch issue 115388).
+    # No orderly exit: threads of gloo or of torch's store abort the interpreter in about one of ten exits, and
+    # connections of NCCL that graphs hold can keep it from exiting (pytorch issue 115388).
     logging.shutdown()
     os._exit(status)
 
 
 def _follow(config: ExecutorConfig, world: World, load: Load) -> int:
-    """Another rank than rank 0: it has no port of its own, and no port file."""
+    """Runs a rank other than rank 0, without a port and without a port file; returns the exit status."""
     setup_logs(f"rank {world.rank}", config.log_level, config.log_format)
     try:
         return follow(config, world, load)
@@ -254,22 +257,22 @@ def _follow(config: ExecutorConfig, world: World, load: Load) -> int:
 
 
 def serve_backend(load: Callable[[], Backend], listen: str = "127.0.0.1:50052") -> int:
-    """Serves a backend of any kind as `pagekv-executor` serves its own, until SIGTERM or SIGINT; returns the exit
-    status. Called from the main thread.
+    """Serves any backend as `pagekv-executor` serves its own, until SIGTERM or SIGINT; returns the exit status. Call it
+    from the main thread.
 
-    `load` makes the backend, a class or a function, on the thread that calls its methods from then on. `listen` is
-    host:port; port 0 takes a free one, which the log names. Exits with status 2 when it is none, or one that other
-    machines can reach while PAGEKV_INSECURE is not set. Other flags are read from the environment, as docs/flags.md
-    says. When the backend says that its device `is_lost`, the process runs its own command line again, with `--listen`
-    and the address behind it.
+    `load`, a class or a function, makes the backend on the thread that calls its methods from then on. `listen` is
+    host:port; port 0 takes a free port, which the log names. Exits with status 2 if `listen` is no such address, or if
+    other machines can reach it while PAGEKV_INSECURE is not set. Other flags are read from the environment, as
+    docs/flags.md describes. When the backend's `is_lost` returns True, the process runs its own command line again,
+    with `--listen` and the address appended.
     """
     return _run(parse_config(["--listen", listen]), load)
 
 
 def _run(config: ExecutorConfig, load: Callable[[], Backend], world: World = ALONE) -> int:
     setup_logs("executor", config.log_level, config.log_format)
-    # Results are sent while the worker thread already runs Python code of the next step. With the default of 5 ms the
-    # event loop would wait so long, several times over, for the interpreter.
+    # Results are sent while the worker thread already runs Python code of the next step. With the default of 5 ms, the
+    # event loop would wait for the interpreter that long, several times for each result.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     return run_async(lambda: serve(config, load, world))
 

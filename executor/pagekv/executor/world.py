@@ -1,23 +1,23 @@
-"""The place of this process in its group of ranks, as torchrun's variables say it. No torch."""
+"""The place of this process in its group of ranks, read from torchrun's environment variables. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Ranks at most, as `pagekv plan --tp` has it.
+# The most ranks, as for `pagekv plan --tp`.
 MAX_RANKS = 1024
-# Seconds that the other ranks get to come to the end of a call, or to agree, once one has failed. A fault that all
-# find, or that they agree on, takes them none; in a collective they would wait for as long as it may take.
+# Seconds that the other ranks get to finish a call, or to agree, once one rank has failed. If all ranks meet the same
+# error, or agree on it, they need no such time; a rank that waits in a collective would wait until its timeout.
 OTHERS_S = 3.0
 _LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A rank of a group of `size`, of which `local_size` are on this machine. `address` and `port` are those of the
-    group's store; `has_store`: the process that started the ranks keeps it, else rank 0 does. `local_rank`: its number
-    among those on this machine, where it was told. `anew`: ranks of that process have run before.
+    """A rank of a group of `size` ranks, of which `local_size` are on this machine. `address` and `port`: of the
+    group's store. `has_store`: the process that started the ranks runs the store, otherwise rank 0 does. `local_rank`:
+    the rank's number on this machine, if known. `anew`: that process has started its ranks before.
     """
 
     rank: int = 0
@@ -34,7 +34,9 @@ ALONE = World()
 
 
 def read_world(env: Mapping[str, str]) -> World:
-    """The world of these variables; ALONE without WORLD_SIZE. Raises ValueError naming one that is missing or wrong."""
+    """The world that these environment variables describe; ALONE without WORLD_SIZE. Raises ValueError, naming a
+    variable that is missing or wrong.
+    """
     if not env.get("WORLD_SIZE"):
         return ALONE
     size = _number(env, "WORLD_SIZE", 1, MAX_RANKS)
