@@ -1,7 +1,7 @@
 """Chooses how steps are computed, by trying in this order:
 
-1. the compiled loops: the whole model if its family is known, else attention and linear layers within transformers'
-   model; they need a working Numba;
+1. with `fused`, the compiled loops: the whole model if its family is known, else attention and linear layers within
+   transformers' model; they need a working Numba;
 2. transformers' model with repacked linear layers;
 3. transformers' model as it is.
 
