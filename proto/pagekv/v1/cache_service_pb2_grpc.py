@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class CacheServiceStub(object):
-    """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
+    """Looks prompts up in the prefix cache and pins them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked up).
     """
 
     def __init__(self, channel):
@@ -65,48 +65,48 @@ class CacheServiceStub(object):
 
 
 class CacheServiceServicer(object):
-    """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
+    """Looks prompts up in the prefix cache and pins them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked up).
     """
 
     def LookupPrefix(self, request, context):
-        """How many tokens of a prompt are cached now. Touches nothing: the eviction order stays as it is.
+        """How many tokens of a prompt are cached now. The lookup does not change the eviction order.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ExplainPrefix(self, request, context):
-        """Block by block, whether a prompt would hit and if not, why not. Touches nothing either. Other namespaces are
-        never looked into, so that nobody can find out from here what they hold.
+        """Says for each block of a prompt whether it would hit and, if not, why not. Does not change the eviction order. Only
+        the request's own namespace is searched, so that nobody can find out what other namespaces hold.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def PinPrefix(self, request, context):
-        """Keeps the cached full blocks of a prompt from eviction for a limited time. Idempotent with a pin_id. Pins end
-        with their lease, with UnpinPrefix, when an executor is lost and its memory with it, and by a forced reset.
-        Errors: RESOURCE_EXHAUSTED (too many pins, or pinned blocks beyond --max-pinned-share or beyond what live
-        requests need to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin of the caller's tenant in
-        another namespace or of another adapter has this pin_id). A pin that could not be renewed stays as it was.
+        """Pins the cached full blocks of a prompt, so that they are not evicted, for a limited time. Idempotent with a
+        pin_id. A pin ends when its lease ends, with UnpinPrefix, by a forced reset, and when an executor is lost together
+        with its memory. Errors: RESOURCE_EXHAUSTED (too many pins; or more pinned blocks than --max-pinned-share allows or
+        than live requests can spare to finish; ErrorInfo.metadata has the numbers), ALREADY_EXISTS (a pin of the caller's
+        tenant in another namespace or of another adapter has this pin_id). If a renewal fails, the pin stays as it was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPins(self, request, context):
-        """The pins whose lease runs. Where callers have identities a pin is that of the tenant that the call was made for:
-        calls for other tenants do not list it, and to them its pin_id is unknown. An operator that acts for no tenant
-        lists, and ends, those of all. A server that asks for no identity has one caller, whose pins are everybody's.
+        """The pins whose lease has not ended. If callers have identities, a pin belongs to the tenant that it was made for.
+        Calls for other tenants do not list it, and its pin_id is unknown to them. An operator that acts for no tenant
+        lists and ends the pins of all tenants. On a server without identities, every caller lists and ends all pins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnpinPrefix(self, request, context):
-        """Ends a pin early; of an operator that acts for no tenant every pin of this id. Idempotent.
+        """Ends a pin early. An operator that acts for no tenant ends every pin of this id. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -149,9 +149,9 @@ def add_CacheServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CacheService(object):
-    """Looks prompts up in the prefix cache and keeps them there. Every answer is a snapshot between two steps. Errors of
+    """Looks prompts up in the prefix cache and pins them there. Every answer is a snapshot between two steps. Errors of
     every call: INVALID_ARGUMENT (a field, by name), NOT_FOUND (an adapter, by name), UNAVAILABLE before an executor is
-    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked at).
+    attached for the first time, RESOURCE_EXHAUSTED (too many prompts wait to be looked up).
     """
 
     @staticmethod

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo a stable
-    reason, RetryInfo when to come back.
+    """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo has a stable
+    reason, and RetryInfo says how long to wait before the next attempt.
     """
 
     def __init__(self, channel):
@@ -64,54 +64,61 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo a stable
-    reason, RetryInfo when to come back.
+    """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo has a stable
+    reason, and RetryInfo says how long to wait before the next attempt.
     """
 
     def Generate(self, request, context):
-        """Generates one or more continuations of a prompt and streams them. Cancelling the call, or its deadline passing,
-        aborts the request and frees its blocks. Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id
-        in use), NOT_FOUND (an adapter, by name), RESOURCE_EXHAUSTED (too much waits to be computed or read, with a retry
-        delay), UNAVAILABLE (shutting down, no executor attached yet, or the executor came back with another model; with
-        a retry delay), FAILED_PRECONDITION (model_fingerprint is of another model), INTERNAL (the request's step failed
-        again and again, or its logits are not numbers), DEADLINE_EXCEEDED. UNAVAILABLE may also end a stream that has
-        begun: with details (DRAINING) when the manager shuts down, without them, gRPC's own, when the connection is
-        lost, as when the manager was killed. Then send the same request again after the retry delay or a second, with
-        the token ids received so far in resumed_token_ids and the model_fingerprint that came with them, and longer
-        pauses if need be. Several sequences are not resumed but repeated: the same request with the same seed brings the
-        same tokens from the first on, and the caller leaves out those that it has. So does a beam search, without a
-        seed.
+        """Generates one or more continuations of a prompt and streams them. A call that is cancelled, or whose deadline
+        passes, aborts its request and frees the request's blocks.
+
+        Errors: INVALID_ARGUMENT (a field, by name), ALREADY_EXISTS (request_id is in use), NOT_FOUND (an adapter, by
+        name), RESOURCE_EXHAUSTED (the queue is full or too many answers are unread, with a retry delay; or pins and
+        limits leave too few blocks, with the numbers), UNAVAILABLE (shutting down, no executor attached yet, or the
+        executor came back with another model; with a retry delay), FAILED_PRECONDITION (model_fingerprint is that of
+        another model), INTERNAL (the request's step failed again and again, or its logits are not numbers),
+        DEADLINE_EXCEEDED.
+
+        UNAVAILABLE may also end a stream that has begun. It has details (DRAINING) if the manager shuts down. It comes
+        from gRPC itself, without details, if the connection is lost, for example because the manager was killed. In both
+        cases wait for the retry delay, or for a second if there is none. Then send the same request again, with the token
+        ids received so far in resumed_token_ids and with the model_fingerprint that came with them. If that fails too,
+        wait longer before each further attempt.
+
+        A request for several sequences cannot be resumed; repeat it instead. The same request with the same seed gives
+        the same tokens from the first one on, and the client skips those that it already has. A beam search is repeated
+        in the same way and needs no seed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests early; their streams close with finish_reason ABORT. Unknown ids are no error: they may just have
-        ended. Idempotent.
+        """Ends requests early; their streams close with finish_reason ABORT. An unknown id is no error, because its request
+        may just have ended. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """A prompt to token ids, exactly as Generate would, up to 1048576 of them; ids come back as they are. Errors:
-        INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
+        """Encodes a prompt to token ids exactly as Generate would, up to 1048576 of them. A prompt that is given as token ids
+        comes back unchanged. Errors: INVALID_ARGUMENT (no prompt; no tokenizer; an id beyond the vocabulary).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; no tokenizer).
+        """Decodes token ids to text. Errors: INVALID_ARGUMENT (an id beyond the vocabulary; no tokenizer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until the executor is
-        attached; ErrorInfo.metadata `server_version` has the version then, too.
+        """The model that is served, its limits, and the server's version. Errors: UNAVAILABLE until an executor is attached;
+        ErrorInfo.metadata of this error has the server's version as `server_version`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -154,8 +161,8 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo a stable
-    reason, RetryInfo when to come back.
+    """Generates text. Errors carry google.rpc details: BadRequest names the field and its bounds, ErrorInfo has a stable
+    reason, and RetryInfo says how long to wait before the next attempt.
     """
 
     @staticmethod

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class OperatorServiceStub(object):
-    """Reads and steers pool, prefix cache and requests of all callers. Every answer is a snapshot between two steps.
-    Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first
-    time.
+    """Reads and controls the pool, the prefix cache and the requests of all callers. Every answer is a snapshot between two
+    steps. Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the
+    first time.
     """
 
     def __init__(self, channel):
@@ -75,9 +75,9 @@ class OperatorServiceStub(object):
 
 
 class OperatorServiceServicer(object):
-    """Reads and steers pool, prefix cache and requests of all callers. Every answer is a snapshot between two steps.
-    Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first
-    time.
+    """Reads and controls the pool, the prefix cache and the requests of all callers. Every answer is a snapshot between two
+    steps. Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the
+    first time.
     """
 
     def GetStats(self, request, context):
@@ -88,7 +88,7 @@ class OperatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRequests(self, request, context):
-        """The live requests, those that run before those that wait, each in order of arrival.
+        """The live requests: running ones first, then waiting ones, each group in order of arrival.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -116,19 +116,21 @@ class OperatorServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WatchEvents(self, request, context):
-        """The prefix tables of both tiers as they change, of all namespaces: first a snapshot, then a batch at every step
-        boundary with changes. A reader that applies each batch holds exactly the manager's tables at that boundary. What
-        comes and goes between two boundaries is left out, and a slow reader gets the changes of several boundaries as
-        one batch. A reader that was cut off goes on with start_revision and needs no snapshot while the changes are
-        still held. Errors: OUT_OF_RANGE (they are not: watch again from a snapshot), ABORTED (the reader fell too far
-        behind: the same), RESOURCE_EXHAUSTED (too many watchers), UNAVAILABLE (the manager is shutting down).
+        """The changes of the prefix tables of both tiers, for all namespaces: first a snapshot, then one batch at every step
+        boundary with changes. A reader that applies each batch holds exactly the manager's tables at that boundary. Blocks
+        that enter and leave a table between two boundaries are left out, and a slow reader gets the changes of several
+        boundaries as one batch. A reader whose stream broke continues with start_revision; it needs no snapshot as long as
+        the manager keeps the changes after that revision. Errors: OUT_OF_RANGE (the changes are no longer kept: watch
+        again from a snapshot), ABORTED (the reader fell too far behind: watch again from a snapshot), RESOURCE_EXHAUSTED
+        (too many watchers), UNAVAILABLE (the manager is shutting down).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListTenants(self, request, context):
-        """The tenants that are named or have come since the manager started: limits, use now and what each took, by name.
+        """Every tenant that the file of tenants names or that has called since the manager started, by name: its limits, its
+        use now and its totals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -181,9 +183,9 @@ def add_OperatorServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class OperatorService(object):
-    """Reads and steers pool, prefix cache and requests of all callers. Every answer is a snapshot between two steps.
-    Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the first
-    time.
+    """Reads and controls the pool, the prefix cache and the requests of all callers. Every answer is a snapshot between two
+    steps. Errors of every call: INVALID_ARGUMENT (a field, by name), UNAVAILABLE before an executor is attached for the
+    first time.
     """
 
     @staticmethod

@@ -3,11 +3,11 @@
 isort:skip_file
 Messages that more than one PageKV service uses.
 
-Conventions of this package. Every field of a request that the server does not know is refused with
-INVALID_ARGUMENT by its number; readers of answers skip what they do not know. Token ids and block ids are uint32.
-Counts are cumulative over the life of the sequence unless a comment says otherwise. A field without `optional`
-whose value is zero or empty means what its comment says of zero; an `optional` field that is absent means "the
-server's default", which is named.
+Conventions of this package. The server refuses a request with a field that it does not know: INVALID_ARGUMENT, with
+the field's number. Readers of answers skip fields that they do not know. Token ids and block ids are uint32. Counts
+are cumulative over the life of the sequence unless a comment says otherwise. The comment of a field without
+`optional` says what zero or empty means. An `optional` field that is absent means the server's default, which the
+comment names.
 """
 
 import builtins
@@ -33,25 +33,25 @@ class _FinishReason:
 class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
-    """Not ended, or unknown to the reader's version of this file."""
+    """The sequence has not ended, or the reader's version of this file does not know the reason."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
     """End-of-sequence token, stop token or stop string."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens reached, or the model's context is full."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
-    """Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead: they can be resumed."""
+    """Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead; such calls can be resumed."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sequence ended."""
 
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
-"""Not ended, or unknown to the reader's version of this file."""
+"""The sequence has not ended, or the reader's version of this file does not know the reason."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
 """End-of-sequence token, stop token or stop string."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens reached, or the model's context is full."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
-"""Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead: they can be resumed."""
+"""Ended by Abort. A server that shuts down ends calls with UNAVAILABLE (DRAINING) instead; such calls can be resumed."""
 global___FinishReason = FinishReason
 
 class _Tier:
@@ -68,7 +68,7 @@ class _TierEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeW
     """The executor's host pool."""
 
 class Tier(_Tier, metaclass=_TierEnumTypeWrapper):
-    """The pool in which a block's keys and values are."""
+    """The pool that holds a block's keys and values."""
 
 TIER_UNSPECIFIED: Tier.ValueType  # 0
 """Unknown to the reader's version of this file."""
@@ -87,23 +87,25 @@ class _SequenceStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     SEQUENCE_STATE_UNSPECIFIED: _SequenceState.ValueType  # 0
     """Unknown to the reader's version of this file."""
     SEQUENCE_STATE_WAITING: _SequenceState.ValueType  # 1
-    """Waits for admission and holds no blocks."""
+    """Waits to be admitted, for the first time or again, and holds no blocks."""
     SEQUENCE_STATE_RUNNING: _SequenceState.ValueType  # 2
     """Takes part in steps and holds device blocks."""
     SEQUENCE_STATE_SWAPPED: _SequenceState.ValueType  # 3
-    """Was preempted and waits for its return; holds blocks of the host pool."""
+    """Was preempted by swap and waits to be admitted again; holds blocks of the host pool."""
 
 class SequenceState(_SequenceState, metaclass=_SequenceStateEnumTypeWrapper):
-    """Where a sequence stands; a request stands where the most advanced of its sequences does."""
+    """The state of a sequence. A request is in the most advanced state of its sequences: RUNNING, then SWAPPED, then
+    WAITING.
+    """
 
 SEQUENCE_STATE_UNSPECIFIED: SequenceState.ValueType  # 0
 """Unknown to the reader's version of this file."""
 SEQUENCE_STATE_WAITING: SequenceState.ValueType  # 1
-"""Waits for admission and holds no blocks."""
+"""Waits to be admitted, for the first time or again, and holds no blocks."""
 SEQUENCE_STATE_RUNNING: SequenceState.ValueType  # 2
 """Takes part in steps and holds device blocks."""
 SEQUENCE_STATE_SWAPPED: SequenceState.ValueType  # 3
-"""Was preempted and waits for its return; holds blocks of the host pool."""
+"""Was preempted by swap and waits to be admitted again; holds blocks of the host pool."""
 global___SequenceState = SequenceState
 
 class _ErrorReason:
@@ -115,108 +117,114 @@ class _ErrorReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     ERROR_REASON_UNSPECIFIED: _ErrorReason.ValueType  # 0
     """Not used."""
     INVALID_FIELD: _ErrorReason.ValueType  # 1
-    """INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
-    there are more.
+    """INVALID_ARGUMENT. A field is out of its bounds. BadRequest has the field and its bounds, for one field even if
+    several are wrong.
     """
     ALREADY_EXISTS: _ErrorReason.ValueType  # 2
-    """ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name."""
+    """ALREADY_EXISTS. The name is in use; BadRequest has the field, and ResourceInfo has the name."""
     NOT_FOUND: _ErrorReason.ValueType  # 3
     """NOT_FOUND. ResourceInfo has the kind and the name."""
     QUEUE_FULL: _ErrorReason.ValueType  # 4
-    """RESOURCE_EXHAUSTED. Too much waits to be computed or to be read, of all or of the caller's tenant, or the tenant
-    took more than its rate, or has as many calls open as it may; RetryInfo has when to come back,
-    ErrorInfo.metadata `limit` and the `flag` that sets it.
+    """RESOURCE_EXHAUSTED. A bounded queue is full: too many requests wait or too many answers are unread, of all callers
+    or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls as it may. RetryInfo has the
+    delay before the next attempt; ErrorInfo.metadata has the `limit` and the `flag` that sets it.
     """
     LIMIT_EXCEEDED: _ErrorReason.ValueType  # 5
-    """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant; ErrorInfo.metadata has those that apply of
-    `needed_blocks`, `available_blocks`, `pinned_blocks`, `limit` and `flag`.
+    """RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant does not allow the call now.
+    ErrorInfo.metadata has those of `needed_blocks`, `available_blocks`, `pinned_blocks`, `limit` and `flag` that
+    apply.
     """
     OUT_OF_MEMORY: _ErrorReason.ValueType  # 6
-    """RESOURCE_EXHAUSTED. The executor's pools do not fit."""
+    """RESOURCE_EXHAUSTED. The executor has too little memory for the pools."""
     NOT_SERVING: _ErrorReason.ValueType  # 7
-    """UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back."""
+    """UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has the delay before the next attempt."""
     DRAINING: _ErrorReason.ValueType  # 8
-    """UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
-    RetryInfo has when.
+    """UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that replaces it, after
+    the delay in RetryInfo.
     """
     FAILED_PRECONDITION: _ErrorReason.ValueType  # 9
-    """FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way."""
+    """FAILED_PRECONDITION. Refused in the present state; PreconditionFailure names the condition that is not met."""
     STALE_EPOCH: _ErrorReason.ValueType  # 10
     """ABORTED. The step belongs to an epoch that is over."""
     FELL_BEHIND: _ErrorReason.ValueType  # 11
-    """ABORTED. The reader of a stream took too little for too long."""
+    """ABORTED. The reader of a stream was too slow, so the stream ended."""
     REVISION_GONE: _ErrorReason.ValueType  # 12
-    """OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot."""
+    """OUT_OF_RANGE. The changes after start_revision are no longer kept: watch again from a snapshot."""
     COMPUTATION_FAILED: _ErrorReason.ValueType  # 13
     """INTERNAL. The request's step failed again and again."""
     SEQUENCE_FAILED: _ErrorReason.ValueType  # 14
-    """INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers."""
+    """INTERNAL. The executor reported that the sequence cannot continue, for example because its logits are not numbers."""
     NOT_IMPLEMENTED: _ErrorReason.ValueType  # 15
-    """UNIMPLEMENTED. The call is declared and not served by this version."""
+    """UNIMPLEMENTED. The call is part of the contract, but this version does not serve it."""
     UNAUTHENTICATED: _ErrorReason.ValueType  # 16
-    """UNAUTHENTICATED. The caller proved no identity that this process knows."""
+    """UNAUTHENTICATED. The caller has not proved an identity that this process knows."""
     PERMISSION_DENIED: _ErrorReason.ValueType  # 17
-    """PERMISSION_DENIED. The caller is known and has not the role that the call needs."""
+    """PERMISSION_DENIED. The caller is known, but the role, or a permission of its tenant, that the call needs is
+    missing.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
-    """Why a call failed: ErrorInfo.reason of a status is one of these names, ErrorInfo.domain is "pagekv.v1". Names are
-    added, never changed; a reader that does not know one goes by the status code. They bear no prefix because they are
-    the reasons themselves.
+    """Why a call failed: ErrorInfo.reason of a status is one of these names, and ErrorInfo.domain is "pagekv.v1". Names may
+    be added but never change; a reader that does not know a name uses the status code. The names have no prefix because
+    they are sent as they are.
     buf:lint:ignore ENUM_VALUE_PREFIX
     """
 
 ERROR_REASON_UNSPECIFIED: ErrorReason.ValueType  # 0
 """Not used."""
 INVALID_FIELD: ErrorReason.ValueType  # 1
-"""INVALID_ARGUMENT. A field is out of its bounds; BadRequest has the field and the bounds, one violation even where
-there are more.
+"""INVALID_ARGUMENT. A field is out of its bounds. BadRequest has the field and its bounds, for one field even if
+several are wrong.
 """
 ALREADY_EXISTS: ErrorReason.ValueType  # 2
-"""ALREADY_EXISTS. The name is in use; BadRequest has the field, ResourceInfo the name."""
+"""ALREADY_EXISTS. The name is in use; BadRequest has the field, and ResourceInfo has the name."""
 NOT_FOUND: ErrorReason.ValueType  # 3
 """NOT_FOUND. ResourceInfo has the kind and the name."""
 QUEUE_FULL: ErrorReason.ValueType  # 4
-"""RESOURCE_EXHAUSTED. Too much waits to be computed or to be read, of all or of the caller's tenant, or the tenant
-took more than its rate, or has as many calls open as it may; RetryInfo has when to come back,
-ErrorInfo.metadata `limit` and the `flag` that sets it.
+"""RESOURCE_EXHAUSTED. A bounded queue is full: too many requests wait or too many answers are unread, of all callers
+or of the caller's tenant; or the tenant exceeded a rate, or has as many open calls as it may. RetryInfo has the
+delay before the next attempt; ErrorInfo.metadata has the `limit` and the `flag` that sets it.
 """
 LIMIT_EXCEEDED: ErrorReason.ValueType  # 5
-"""RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant; ErrorInfo.metadata has those that apply of
-`needed_blocks`, `available_blocks`, `pinned_blocks`, `limit` and `flag`.
+"""RESOURCE_EXHAUSTED. A limit of the deployment or of the caller's tenant does not allow the call now.
+ErrorInfo.metadata has those of `needed_blocks`, `available_blocks`, `pinned_blocks`, `limit` and `flag` that
+apply.
 """
 OUT_OF_MEMORY: ErrorReason.ValueType  # 6
-"""RESOURCE_EXHAUSTED. The executor's pools do not fit."""
+"""RESOURCE_EXHAUSTED. The executor has too little memory for the pools."""
 NOT_SERVING: ErrorReason.ValueType  # 7
-"""UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has when to come back."""
+"""UNAVAILABLE. No executor is attached, or the process is starting; RetryInfo has the delay before the next attempt."""
 DRAINING: ErrorReason.ValueType  # 8
-"""UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that follows it;
-RetryInfo has when.
+"""UNAVAILABLE. The process shuts down. A stream that ends so can be resumed at the process that replaces it, after
+the delay in RetryInfo.
 """
 FAILED_PRECONDITION: ErrorReason.ValueType  # 9
-"""FAILED_PRECONDITION. Refused in the present state; PreconditionFailure has what stands in the way."""
+"""FAILED_PRECONDITION. Refused in the present state; PreconditionFailure names the condition that is not met."""
 STALE_EPOCH: ErrorReason.ValueType  # 10
 """ABORTED. The step belongs to an epoch that is over."""
 FELL_BEHIND: ErrorReason.ValueType  # 11
-"""ABORTED. The reader of a stream took too little for too long."""
+"""ABORTED. The reader of a stream was too slow, so the stream ended."""
 REVISION_GONE: ErrorReason.ValueType  # 12
-"""OUT_OF_RANGE. The changes after start_revision are no longer held: watch again from a snapshot."""
+"""OUT_OF_RANGE. The changes after start_revision are no longer kept: watch again from a snapshot."""
 COMPUTATION_FAILED: ErrorReason.ValueType  # 13
 """INTERNAL. The request's step failed again and again."""
 SEQUENCE_FAILED: ErrorReason.ValueType  # 14
-"""INTERNAL. The executor said that this sequence cannot go on, as when its logits are not numbers."""
+"""INTERNAL. The executor reported that the sequence cannot continue, for example because its logits are not numbers."""
 NOT_IMPLEMENTED: ErrorReason.ValueType  # 15
-"""UNIMPLEMENTED. The call is declared and not served by this version."""
+"""UNIMPLEMENTED. The call is part of the contract, but this version does not serve it."""
 UNAUTHENTICATED: ErrorReason.ValueType  # 16
-"""UNAUTHENTICATED. The caller proved no identity that this process knows."""
+"""UNAUTHENTICATED. The caller has not proved an identity that this process knows."""
 PERMISSION_DENIED: ErrorReason.ValueType  # 17
-"""PERMISSION_DENIED. The caller is known and has not the role that the call needs."""
+"""PERMISSION_DENIED. The caller is known, but the role, or a permission of its tenant, that the call needs is
+missing.
+"""
 global___ErrorReason = ErrorReason
 
 @typing.final
 class SamplingParams(google.protobuf.message.Message):
-    """How the next token is chosen from the model's logits. Every field may be left out; a value outside its bounds is
-    refused with INVALID_ARGUMENT naming the field. Sampling is a pure function of (logits, seed, sequence index,
-    position), so preemption, recomputation or another batch never change what a seed produces.
+    """How the next token is chosen from the model's logits. Every field may be left out. A value outside its bounds is
+    refused with INVALID_ARGUMENT, which names the field. Sampling is a pure function of (logits, seed, sequence index,
+    position), so preemption, recomputation or another batch never change the tokens of a seed.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -257,72 +265,78 @@ class SamplingParams(google.protobuf.message.Message):
     LENGTH_PENALTY_FIELD_NUMBER: builtins.int
     EARLY_STOPPING_FIELD_NUMBER: builtins.int
     temperature: builtins.float
-    """Softmax temperature, 0 to 100. 0 means greedy: the most likely token, seed unused. Absent: 1.0."""
+    """Softmax temperature, 0 to 100. 0 means greedy: the likeliest token is taken and the seed is not used. Absent: 1.0."""
     top_p: builtins.float
-    """Nucleus: the smallest set of tokens with at least this probability, above 0 and up to 1. Absent: 1.0 (off)."""
+    """Nucleus sampling: tokens are drawn from the smallest set of likeliest tokens whose probabilities sum to at least
+    this value; above 0 and up to 1. Absent: 1.0 (off).
+    """
     top_k: builtins.int
-    """Only the k most likely tokens, 0 to the vocabulary size. 0 or absent: off."""
+    """Tokens are drawn from the k likeliest ones; 0 to the vocabulary size. 0 or absent: off."""
     min_p: builtins.float
-    """Only tokens at least this share as likely as the likeliest, 0 to 1. 0 or absent: off."""
+    """Tokens are drawn from those whose probability is at least this share of the likeliest token's, 0 to 1. 0 or absent:
+    off.
+    """
     max_tokens: builtins.int
-    """Tokens to generate at most, 1 to what context and pool leave. Absent: 16 for a text or token prompt, or what they
-    leave if that is less; what they leave for chat.
+    """Most tokens to generate; from 1 to the room that context and pool leave behind the prompt. Absent: 16 for a prompt
+    of text or token ids, or the room if that is less; all of the room for a conversation.
     """
     min_tokens: builtins.int
-    """Tokens to generate before end-of-sequence, stop strings or stop_token_ids may end the sequence, 0 to
-    max_tokens. Absent: 0.
+    """Tokens to generate before an end-of-sequence token, a stop string or one of stop_token_ids may end the sequence; 0
+    to max_tokens. Absent: 0.
     """
     n: builtins.int
-    """Independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width: how
-    many of the best hypotheses to return, 1 to beam_width. Absent: 1.
+    """Number of independent continuations of the prompt, 1 to 64; each is a sequence with its own index. With beam_width:
+    number of best hypotheses to return, 1 to beam_width. Absent: 1.
     """
     seed: builtins.int
-    """Seed of the random choices. Absent: drawn by the server, so the output differs from call to call."""
+    """Seed of the random draws. Absent: the server draws a seed, so the output differs from call to call."""
     ignore_eos: builtins.bool
     """True: the model's end-of-sequence token does not end the sequence. Absent: false."""
     repetition_penalty: builtins.float
-    """Divides the logit of tokens already in prompt or output if positive, multiplies it if negative; 0.001 to 10.
-    Absent: 1.0 (off).
+    """The logit of a token that is already in prompt or output is divided by this value if the logit is positive, and
+    multiplied by it if not; 0.001 to 10. Absent: 1.0 (off).
     """
     presence_penalty: builtins.float
-    """Subtracted once from the logit of every token already generated, -2 to 2. Absent: 0."""
+    """Subtracted once from the logit of every token that was already generated, -2 to 2. Absent: 0."""
     frequency_penalty: builtins.float
-    """Subtracted from the logit once per earlier occurrence among generated tokens, -2 to 2. Absent: 0."""
+    """Subtracted from the logit of a token once for each time that it was already generated, -2 to 2. Absent: 0."""
     logprobs: builtins.int
-    """Log-probabilities to return per generated token: that of the token itself and of this many likeliest, 0 to 20.
-    They are of the raw logits, before temperature, penalties and filters. Absent: none at all.
+    """For each generated token, return its log-probability and those of this many likeliest tokens, 0 to 20. All are
+    computed from the raw logits, before temperature, penalties and filters. Absent: no log-probabilities.
     """
     beam_width: builtins.int
-    """Beam search with this many hypotheses at once, 1 to 32, less where end-of-sequence ids and stop_token_ids are
-    many: it and they are at most 128 together, and at most the vocabulary. 0 or absent: off. The n best hypotheses
-    are returned, best first, by one GenerateComplete each when all are known; no chunks are streamed. max_tokens,
-    min_tokens, stop_token_ids and ignore_eos apply. Hypotheses are judged by the raw logits and nothing is drawn, so
-    what would have no effect is refused: a temperature other than 0, seed, stop, logprobs and resumed_token_ids, and
-    top_p, top_k, min_p, penalties and logit_bias unless they are off.
+    """Beam search that keeps this many hypotheses, 1 to 32. The width and the number of ids that end a sequence
+    (end-of-sequence ids and stop_token_ids) are together at most 128 and at most the vocabulary size. 0 or absent:
+    off. The n best hypotheses are returned, best first, with one GenerateComplete each, when the search is over; no
+    chunks are streamed. max_tokens, min_tokens, stop_token_ids and ignore_eos apply. Hypotheses are compared by the
+    raw logits and nothing is drawn, so parameters that would have no effect are refused: a temperature other than 0,
+    seed, stop, logprobs and resumed_token_ids; and top_p, top_k, min_p, penalties and logit_bias unless they are off.
     """
     length_penalty: builtins.float
-    """Beam search compares the hypotheses that have ended by cumulative_logprob / tokens ^ length_penalty: above 0
-    longer ones gain, below 0 shorter ones. -10 to 10; another than 1 only with beam_width. Absent: 1.0.
+    """Beam search compares finished hypotheses by cumulative_logprob / tokens ^ length_penalty: a value above 0 favours
+    longer ones, a value below 0 shorter ones. -10 to 10; a value other than 1 only with beam_width. Absent: 1.0.
     """
     early_stopping: builtins.bool
-    """When beam search is over. True: once beam_width hypotheses have ended. False: not before the best one that goes
-    on would, if it ended now, be no better than the worst of those. True only with beam_width. Absent: false.
+    """When beam search ends. True: as soon as beam_width hypotheses are finished. False: as soon as beam_width hypotheses
+    are finished and the best unfinished one, if it ended now, would be no better than the worst of them. True only
+    with beam_width. Absent: false.
     """
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Strings that end the sequence; the text stops before the string, and the token that completed it is the last one
-        reported. Of several, the one that is complete first counts. At most 16, each 1 to 256 characters.
+        """Strings that end the sequence. The text stops before the string, and the token that completes it is the last token
+        reported. If there are several strings, the first one to be complete ends the sequence. At most 16, each of 1 to
+        256 characters.
         """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Token ids that end the sequence besides the model's own end-of-sequence ids. The token is part of token_ids
-        and not of the text. At most 64, each below the vocabulary size.
+        """Token ids that end the sequence, in addition to the model's end-of-sequence ids. The token is part of token_ids but
+        not of the text. At most 64, each below the vocabulary size.
         """
 
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Added to the logit of single tokens, by token id, -100 to 100 each; at most 1024 entries."""
+        """By token id: a value that is added to the token's logit, -100 to 100 each; at most 1024 entries."""
 
     def __init__(
         self,
@@ -395,7 +409,7 @@ class TokenLogprob(google.protobuf.message.Message):
     token_id: builtins.int
     """The token."""
     logprob: builtins.float
-    """Its natural-log probability under the raw logits; 0 means certain."""
+    """Its natural-log probability, computed from the raw logits; 0 means certain."""
     def __init__(
         self,
         *,
@@ -420,7 +434,7 @@ class PositionLogprobs(google.protobuf.message.Message):
 
     @property
     def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprob]:
-        """The likeliest tokens, best first; as many as `logprobs` asked for, empty when it asked for 0."""
+        """The likeliest tokens, best first; as many as `logprobs` asked for, so empty for 0."""
 
     def __init__(
         self,
@@ -443,16 +457,16 @@ class Prompt(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     CHAT_FIELD_NUMBER: builtins.int
     text: builtins.str
-    """As text, encoded with the model's tokenizer and its special tokens. At least one token; at most 4 MB, and 32
-    bytes for each token that a prompt may have.
+    """Text, which the server encodes with the model's tokenizer and its special tokens. At least one token; at most 4
+    MB, and at most 32 bytes for each token that a prompt may have.
     """
     @property
     def token_ids(self) -> global___TokenIds:
-        """As token ids."""
+        """Token ids."""
 
     @property
     def chat(self) -> global___Chat:
-        """As a conversation."""
+        """A conversation."""
 
     def __init__(
         self,
@@ -489,8 +503,8 @@ global___TokenIds = TokenIds
 
 @typing.final
 class Chat(google.protobuf.message.Message):
-    """A prompt as a conversation, rendered with the model's own chat template, which may take 2 seconds of a processor and
-    512 MiB.
+    """A prompt as a conversation. The server renders it with the model's own chat template, which may use 2 seconds of CPU
+    time and 512 MiB of memory.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -498,8 +512,8 @@ class Chat(google.protobuf.message.Message):
     MESSAGES_FIELD_NUMBER: builtins.int
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ChatMessage]:
-        """The messages, oldest first, 1 to 4096. Their text, and what the chat template makes of it, has at most as many bytes
-        as a text may have.
+        """The messages, oldest first, 1 to 4096 of them. The text of all messages, and the text that the chat template
+        renders, are each bounded as Prompt.text is.
         """
 
     def __init__(
@@ -520,9 +534,9 @@ class ChatMessage(google.protobuf.message.Message):
     ROLE_FIELD_NUMBER: builtins.int
     CONTENT_FIELD_NUMBER: builtins.int
     role: builtins.str
-    """The speaker, as the model's chat template knows it: "system", "user", "assistant". Required."""
+    """The speaker, by a name that the model's chat template knows, such as "system", "user" or "assistant". Required."""
     content: builtins.str
-    """The words. May be empty."""
+    """The text of the message. May be empty."""
     def __init__(
         self,
         *,
@@ -535,7 +549,7 @@ global___ChatMessage = ChatMessage
 
 @typing.final
 class CacheControls(google.protobuf.message.Message):
-    """Which cached blocks a request may share, and whether it takes part in prefix caching."""
+    """Which cached blocks a request may reuse, and whether it takes part in prefix caching."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -550,11 +564,11 @@ class CacheControls(google.protobuf.message.Message):
     read: builtins.bool
     """False: this request reuses no cached block. Absent: true."""
     write: builtins.bool
-    """False: this request leaves no cached block behind. Absent: true."""
+    """False: this request adds no block to the prefix cache. Absent: true."""
     @property
     def media_hashes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___MediaHash]:
-        """Media whose content stands behind placeholder tokens, so that equal placeholders do not share blocks. Must be
-        empty, else INVALID_ARGUMENT: no model takes media yet.
+        """Digests of media (images, say) that placeholder tokens stand for, so that equal placeholders of different media do
+        not share blocks. Must be empty, else INVALID_ARGUMENT: no model takes media yet.
         """
 
     def __init__(
@@ -576,7 +590,7 @@ global___CacheControls = CacheControls
 
 @typing.final
 class MediaHash(google.protobuf.message.Message):
-    """Content identity of one medium in the prompt."""
+    """The digest of one medium in the prompt."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -586,7 +600,7 @@ class MediaHash(google.protobuf.message.Message):
     position: builtins.int
     """First prompt position (token index, from 0) that stands for the medium."""
     length: builtins.int
-    """How many positions it covers, at least 1."""
+    """Number of positions that stand for the medium, at least 1."""
     hash: builtins.str
     """A digest of its content, as text; 1 to 128 characters."""
     def __init__(
