@@ -1,8 +1,8 @@
-"""gRPC's asyncio server, without a way in which a caller can end it.
+"""gRPC's asyncio server, without a defect of grpcio by which any caller can end it.
 
-grpcio 1.84 and 1.85 decode the name of a method that no service has registered in the task that takes all calls. A name
-that is not UTF-8, in one frame of whoever can connect, ends that task and with it the server and every call on it, or
-the process. Calls of such methods are answered here, before anything looks at their names.
+grpcio 1.84 and 1.85 accept all calls in one task, which also decodes the names of unregistered methods. A name that is
+not UTF-8 ends this task, and with it the server and every call on it, or the process. One frame of anybody who can
+connect is enough. The server here answers calls of unregistered methods without looking at their names.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pagekv.common.logs import Log
 
 log = Log(__name__)
 
-# Names of grpcio's inside that the server below needs besides its own methods.
+# Private names of grpcio that the class below uses, besides its own methods.
 _INSIDE = ("_MethodResolver", "_handle_rpc", "_schedule_rpc_coro")
 
 
 class _AioServer(cygrpc.AioServer):  # type: ignore[misc]  # no stubs
-    """Takes calls of methods that are not registered in a task of its own."""
+    """Accepts calls of unregistered methods in a separate task."""
 
     def _make_request_call_future(self, method: bytes | None) -> Any:
         if method is not None:
             return super()._make_request_call_future(method)
-        # Ends when no more calls come, with the error that gRPC's task expects then.
+        # The task ends when the server accepts no more calls, with the error that gRPC's own task expects then.
         return asyncio.get_running_loop().create_task(self._refuse_unregistered())
 
     async def _refuse_unregistered(self) -> None:
@@ -37,7 +37,7 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]  # no stubs
         answering = set[asyncio.Task[None]]()
         while True:
             call = await self._request_call()
-            # UNIMPLEMENTED, for nothing has this name.
+            # The answer is UNIMPLEMENTED, because no handler has the empty name.
             answer = cygrpc._handle_rpc("", nothing, (), call, loop, False)
             task = loop.create_task(cygrpc._schedule_rpc_coro(answer, call, loop, ""))
             answering.add(task)
@@ -47,11 +47,11 @@ class _AioServer(cygrpc.AioServer):  # type: ignore[misc]  # no stubs
 def aio_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]
 ) -> grpc.aio.Server:
-    """A server that serves the methods that are registered, as generated code does; the handlers of
-    `add_generic_rpc_handlers` alone are not found by releases of grpcio that have the defect.
+    """A server for registered methods; generated code registers them. With releases of grpcio that have the defect, a
+    handler that was added by `add_generic_rpc_handlers` alone is not found.
     """
     plain = cygrpc.AioServer
-    # Releases without registered methods decode within each call.
+    # Releases without registered methods decode a name in the task of its call, where an error harms no other call.
     if hasattr(plain, "_make_request_call_future"):
         if missing := [name for name in _INSIDE if not hasattr(cygrpc, name)]:
             words = "grpcio is newer than this PageKV: it may end on a method's name that is not UTF-8"

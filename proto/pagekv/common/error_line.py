@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-# Of the codes that are no name of a gRPC status: the command line is wrong; the command itself failed.
+# The two codes that are not names of gRPC statuses: the command line is wrong; the command itself failed.
 USAGE = "USAGE"
 FAILED = "FAILED"
 

@@ -1,30 +1,30 @@
-"""Every error that crosses the wire: one exception class each, and nothing of gRPC.
+"""The errors that cross the wire, one exception class each, independent of gRPC.
 
-A backend or a benchmark that raises or catches errors imports this module alone, and runs where neither gRPC nor
-google.rpc is installed. `pagekv.common.statuses` has each error's gRPC status.
+A backend or a benchmark that raises or catches errors imports only this module, so it runs where neither gRPC nor
+google.rpc is installed. `pagekv.common.statuses` has the gRPC status of each class.
 """
 
 from __future__ import annotations
 
-# Attributes of errors that are facts for programs, where an error has them and they are set.
+# Attributes that go into ErrorInfo.metadata, if an error has them and they are set.
 FACTS = ("rule", "limit", "flag", "needed_blocks", "available_blocks", "pinned_blocks", "server_version")
 
 
 class PageKVError(Exception):
-    """Base of every error with a place in the status table."""
+    """Base of all errors in the status table."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
 
     @property
     def metadata(self) -> dict[str, str]:
-        """Facts for programs, by name: ErrorInfo.metadata of the status."""
+        """The attributes in FACTS that are set, as text by name: ErrorInfo.metadata of the status."""
         return {name: str(fact) for name in FACTS if (fact := getattr(self, name, None)) not in (None, "")}
 
 
 class InvalidRequest(PageKVError):
-    """A field is out of its bounds. `field` is the proto path, "" where it is not known; `description` says the bounds
-    and the value; `rule` is the rule of the step contract that it breaks, "" for other calls.
+    """A field is out of its bounds. `field` is its proto path, "" if that is not known. `description` has the bounds
+    and the value. `rule` is the rule of the step contract that is broken, "" for other calls.
     """
 
     def __init__(self, field: str, description: str, rule: str = "") -> None:
@@ -36,7 +36,7 @@ class InvalidRequest(PageKVError):
 
 
 class AlreadyExists(InvalidRequest):
-    """The value of `field` is taken: there is a `kind` of this `name`."""
+    """The value of `field` is in use: a `kind` of this `name` exists."""
 
     def __init__(self, field: str, description: str, kind: str = "", name: str = "") -> None:
         super().__init__(field, description)
@@ -45,7 +45,7 @@ class AlreadyExists(InvalidRequest):
 
 
 class NotFound(PageKVError):
-    """There is no `kind` ("request", say) of this `name`."""
+    """No `kind` (such as "request") of this `name` exists."""
 
     def __init__(self, message: str, kind: str = "", name: str = "") -> None:
         super().__init__(message)
@@ -54,8 +54,8 @@ class NotFound(PageKVError):
 
 
 class Overloaded(PageKVError):
-    """A bounded queue is full: it holds `limit`, which `flag` sets; or a tenant took more than its rate, or has as many
-    calls open as it may, `limit`. Come back in `retry_delay_s` seconds.
+    """A bounded queue is full, or a tenant exceeded a rate or has as many open calls as it may. `limit` is the bound,
+    and `flag` the flag that sets it. The caller may try again after `retry_delay_s` seconds.
     """
 
     def __init__(self, message: str, retry_delay_s: float, limit: int | None = None, flag: str = "") -> None:
@@ -68,8 +68,8 @@ class Overloaded(PageKVError):
 class LimitExceeded(PageKVError):
     """A limit of the deployment, or of the tenant, does not allow a call now. Numbers that do not apply are None.
 
-    `needed_blocks`: blocks that the call needs; `available_blocks`: those that there are for it; `pinned_blocks`: those
-    that pins hold; `limit`: the limit itself; `flag`: the flag that sets it, "" where none does.
+    `needed_blocks`: blocks that the call needs; `available_blocks`: blocks that it could get; `pinned_blocks`: blocks
+    that pins hold; `limit`: the limit itself; `flag`: the flag that sets it, "" if no flag does.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class LimitExceeded(PageKVError):
 
 
 class OutOfMemory(PageKVError):
-    """The pools asked for do not fit."""
+    """The requested pools do not fit into memory."""
 
 
 class Unavailable(PageKVError):
-    """The process does not serve now (starting, executor lost); come back in `retry_delay_s` seconds. `server_version`:
-    of the process, "" where it does not say.
+    """The process does not serve now (it is starting, or its executor is lost). The caller may try again after
+    `retry_delay_s` seconds. `server_version`: the version of the process, "" if it is not given.
     """
 
     def __init__(self, message: str, retry_delay_s: float = 1.0, server_version: str = "") -> None:
@@ -106,7 +106,7 @@ class Unavailable(PageKVError):
 
 
 class Draining(Unavailable):
-    """The process shuts down. A stream that ends so can be resumed at the process that follows."""
+    """The process shuts down. A stream that ends with this error can be resumed at the process that replaces it."""
 
 
 class FailedPrecondition(PageKVError):
@@ -123,11 +123,11 @@ class StaleEpoch(PageKVError):
 
 
 class FellBehind(PageKVError):
-    """The reader of a stream took too little for too long; start again from the beginning."""
+    """The reader of a stream was too slow; it has to start again from the beginning."""
 
 
 class RevisionGone(PageKVError):
-    """The changes after the revision asked for are no longer held; start again from the beginning."""
+    """The changes after the requested revision are no longer kept; the reader has to start again from the beginning."""
 
 
 class ComputationFailed(PageKVError):
@@ -135,7 +135,7 @@ class ComputationFailed(PageKVError):
 
 
 class SequenceFailed(PageKVError):
-    """The executor said that a sequence cannot go on, as when its logits are not numbers."""
+    """The executor reported that a sequence cannot continue, for example because its logits are not numbers."""
 
 
 class Unauthenticated(PageKVError):
@@ -147,4 +147,4 @@ class PermissionDenied(PageKVError):
 
 
 class NotImplementedYet(PageKVError):
-    """The RPC is declared and not served by this version."""
+    """The RPC is part of the contract, but this version does not serve it."""

@@ -1,5 +1,5 @@
-"""Modules that the extras of the package bring. The bare package is the client alone; a server that starts without its
-extra says what is missing and how to get it.
+"""The modules that each extra of the package installs. Without extras the package is only the client; a server that is
+started without its extra names the missing modules and the command that installs them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ MODULES = {
 
 
 def missing_modules(*extras: str) -> list[str]:
-    """Modules of these extras that are not installed; nothing is imported."""
+    """Modules of these extras that are not installed; found without importing any."""
     modules = dict.fromkeys(name for extra in extras for name in MODULES[extra])
     return [name for name in modules if find_spec(name) is None]
 
 
 def missing_words(extra_to_install: str, missing: list[str]) -> str:
-    """A sentence without a full stop: what is missing, and the command that brings it."""
+    """A sentence without a full stop: the missing modules, and the command that installs them."""
     return f"not installed: {', '.join(missing)}; pip install 'pagekv[{extra_to_install}]' brings all it needs"
 
 
 def refuse_without(prog: str, extra: str) -> None:
-    """Ends the process with status 1, and one line on standard error, where something of `extra` is missing."""
+    """Ends the process with status 1 and one line on standard error if a module of `extra` is missing."""
     if missing := missing_modules(extra):
         sys.exit(f"{prog}: {missing_words(extra, missing)}")

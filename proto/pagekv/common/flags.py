@@ -1,4 +1,5 @@
-"""Command line flags that are environment variables too: `--max-queue 8` is `PAGEKV_MAX_QUEUE=8`; the flag wins.
+"""Command line flags that can also be set by environment variables: `--max-queue 8` or `PAGEKV_MAX_QUEUE=8`. The flag
+wins if both are given.
 
 A process declares its flags once, as fields of the dataclass that holds their values:
 
@@ -6,8 +7,8 @@ A process declares its flags once, as fields of the dataclass that holds their v
     class EngineConfig:
         max_queue: int = flag("most sequences that may wait", default=1024, type=integer(1, 10**6))
 
-`add_flags` adds them to a parser, `from_args` makes the dataclass of what was parsed, and docs/flags.md is written from
-`declarations`.
+`add_flags` adds the flags to a parser, `from_args` makes the dataclass from the parsed values, and docs/flags.md is
+generated from `declarations`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from pagekv.common.loopback import ip_address
 from pagekv.common.version import pagekv_version
 
 ENV_PREFIX = "PAGEKV_"
-# How like a known flag, of 1, an unknown one has to be for a question after it: --block-size and --vocab-size are 0.7.
+# Least similarity, up to 1, at which the refusal of an unknown flag asks whether a known one was meant. --block-size
+# and --vocab-size have a similarity of 0.7.
 _ALIKE = 0.75
 
 
@@ -48,17 +50,17 @@ class FlagParser(argparse.ArgumentParser):
             epilog=f"Every flag can be set as an environment variable: --a-flag is {ENV_PREFIX}A_FLAG. "
             "A flag on the command line wins.",
         )
-        # Types without bounds, which a server may have: refusals in the words of those with bounds.
+        # For flags whose type is a plain int or float: values are refused in the same words as by types with bounds.
         self.register("type", int, _bounded(int, -math.inf, math.inf, "a whole number"))
         self.register("type", float, _any_number)
-        # Whether a refusal is one line of JSON.
+        # Whether errors are written as one line of JSON.
         self.as_json = False
         self._env = os.environ if env is None else env
-        # Flags whose last value was that of their variable, and the variable.
+        # By flag whose value came from its environment variable: the name of the variable.
         self._from_env: dict[str, str] = {}
-        # Names of flags that other programs have, by program, for the refusal of one that stands in the wrong place.
+        # By program: the names of its flags. The refusal of an unknown flag names the program that has it.
         self.elsewhere: Mapping[str, Collection[str]] = {}
-        # Flags that do something only where another one is set, and that one's name.
+        # By flag that has an effect only if another flag is set: the name of that flag.
         self._needs: dict[str, str] = {}
 
     def flag(
@@ -73,8 +75,8 @@ class FlagParser(argparse.ArgumentParser):
         **kwargs: Any,
     ) -> None:
         """Adds `--name`, to `group` if there is one; with a default of True or False also `--no-name`. The help text
-        ends with the default unless that is None, empty or a switch's. A flag that `needs` another is refused on a
-        command line where the flag of that name is not set.
+        ends with the default unless that is None, empty or a switch's. `needs` is the name of another flag: if that is
+        not set, this flag is refused on the command line.
         """
         if needs is not None:
             self._needs[name] = needs
@@ -98,7 +100,7 @@ class FlagParser(argparse.ArgumentParser):
         (group or self).add_argument(f"--{name}", default=default, help=help, **kwargs)
 
     def _noting_source(self, flag: str, variable: str, convert: Callable[[str], Any]) -> Callable[[str], Any]:
-        """The type, with a note whether it is given the variable's value or the command line's."""
+        """`convert`, which also notes in `_from_env` whether the flag's value came from the variable."""
 
         @wraps(convert, updated=())
         def converted(text: str) -> Any:
@@ -117,7 +119,9 @@ class FlagParser(argparse.ArgumentParser):
         return args
 
     def _refuse_idle_flags(self, args: argparse.Namespace, argv: Sequence[str] | None) -> None:
-        """Judges the command line alone: a variable may be set for many commands, and some have no use for it."""
+        """Refuses a flag on the command line whose needed flag is not set. Variables are not checked, because one may
+        be set for many commands, of which some have no use for it.
+        """
         # A flag that is not on the command line keeps this value.
         before = argparse.Namespace(**{action.dest: _NOT_GIVEN for action in self._actions})
         given = vars(self.parse_args(argv, before))
@@ -126,8 +130,8 @@ class FlagParser(argparse.ArgumentParser):
                 self.error(f"argument --{name}: has no effect without --{other}")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Refuses what is unknown itself: argparse leaves the flags of a subcommand to the parser above it, which knows
-        neither names like them nor where their help is.
+        """Refuses unknown arguments itself. argparse would leave those of a subcommand to the parser above it, which
+        knows neither the flags with similar names nor where their help is.
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
@@ -135,15 +139,13 @@ class FlagParser(argparse.ArgumentParser):
         return found, unknown
 
     def _nearest(self, name: str) -> str:
-        """The program that has such a flag, or a question after the one that is abbreviated or misspelt so, or
-        nothing.
-        """
+        """The end of a refusal: the program that has the flag, or a question that names a similar flag, or ""."""
         for program, names in self.elsewhere.items():
             if name.removeprefix("--").removeprefix("no-") in names:
                 return f"; {name} is a flag of {program}"
         flags = [each for action in self._actions for each in action.option_strings if each.startswith("--")]
         begun = [each for each in flags if name.startswith("--") and each.startswith(name)]
-        # Without the dashes, which make any two flags alike.
+        # Without the dashes, which would make any two flags more similar.
         alike = difflib.get_close_matches(name.lstrip("-"), [each.lstrip("-") for each in flags], n=1, cutoff=_ALIKE)
         near = begun or [f"--{each}" for each in alike]
         return f"; did you mean {near[0]}?" if near else ""
@@ -158,7 +160,7 @@ class FlagParser(argparse.ArgumentParser):
 
 
 def help_width() -> int:
-    """Columns of a help text: 100, or what the terminal or the variable COLUMNS leaves; never below 40."""
+    """Columns of a help text: 100, or fewer if the terminal or the variable COLUMNS has fewer; never below 40."""
     return max(40, min(100, shutil.get_terminal_size((102, 24)).columns - 2))
 
 
@@ -174,14 +176,14 @@ class Declaration:
     group: str
     help: str
     default: Any
-    # From what was parsed to the field's value.
+    # Turns the parsed value into the field's value; None: the field has the parsed value.
     make: Callable[[Any], Any] | None
     arguments: Mapping[str, Any]
 
 
 def flag(help: str, *, default: Any, **arguments: Any) -> Any:
-    """A field of a configuration dataclass that the flag of its name sets; arguments as of `flag_metadata`. The field's
-    default is the flag's, as `type` makes it of a string.
+    """A field of a configuration dataclass that is set by the flag of its name; arguments as of `flag_metadata`. The
+    field has the flag's default; `type` converts a default that is a string.
     """
     made = arguments.get("type", str)(default) if isinstance(default, str) else default
     return field(default=made, metadata=flag_metadata(help, default=default, **arguments))
@@ -190,14 +192,14 @@ def flag(help: str, *, default: Any, **arguments: Any) -> Any:
 def flag_metadata(
     help: str, *, default: Any, name: str = "", make: Callable[[Any], Any] | None = None, **arguments: Any
 ) -> dict[str, Any]:
-    """Metadata of a field that a flag sets. `name` is the flag's where the field has another one, `make` turns what was
-    parsed into the field's value; other arguments are those of `FlagParser.flag`.
+    """Metadata of a field that is set by a flag. `name`: the flag's name, if it is not the field's. `make` turns the
+    parsed value into the field's value. Other arguments are those of `FlagParser.flag`.
     """
     return {_FLAG: Declaration(name, "", help, default, make, arguments)}
 
 
 def flag_group(title: str) -> dict[str, str]:
-    """Metadata of a field whose `default_factory` is a configuration dataclass, its flags a group of this title."""
+    """Metadata of a field whose `default_factory` is a configuration dataclass, with its flags as a group."""
     return {_GROUP: title}
 
 
@@ -226,7 +228,7 @@ def add_flags(parser: FlagParser, config: type[Any], group: str = "") -> None:
 
 
 def from_args(config: type[T], args: argparse.Namespace, **values: Any) -> T:
-    """A `config` of what was parsed; fields without a flag have the value given here, or their default."""
+    """A `config` made from the parsed values. Fields without a flag have their value in `values`, or their default."""
     for each in fields(cast("Any", config)):
         if _FLAG in each.metadata:
             declared = each.metadata[_FLAG]
@@ -319,7 +321,7 @@ def size_in_bytes(low: int, high: int) -> Callable[[str], int]:
 
 
 def address(text: str) -> str:
-    """A type for `host:port`, or `unix:/path`. Port 0 takes a free one; an IPv6 address stands in brackets."""
+    """A type for `host:port`, or `unix:/path`. Port 0 means a free port; an IPv6 address stands in brackets."""
     if text.startswith("unix:") and len(text) > 5:
         return text
     host, colon, port = text.rpartition(":")
@@ -339,7 +341,7 @@ def optional_address(text: str) -> str:
 
 
 def listening_host(text: str) -> str:
-    """A type for a name or an IP address, without a port. One of IPv6 gets the brackets that it has before a port."""
+    """A type for a name or an IP address, without a port. An IPv6 address gets brackets, as before a port."""
     found = ip_address(text[1:-1] if text.startswith("[") and text.endswith("]") else text)
     if found is not None:
         return f"[{found}]" if found.version == 6 else str(found)

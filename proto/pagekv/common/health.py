@@ -1,7 +1,7 @@
 """`grpc.health.v1`: whether a process, or one of its services, serves.
 
-grpcio's own service writes to a watcher under the lock that every change needs: a watcher whose connection takes
-nothing would keep a process from saying that it serves, or that it stops, for as long as the watcher likes.
+grpcio's own service is not used, because it writes to a watcher while it holds the lock that every change of the status
+needs. A watcher that stops reading could keep a process from reporting that it serves, or that it stops.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class HealthService(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # published without types
-    """The servicer, for one event loop. A change waits for nobody: each watcher reads the latest status when it can."""
+    """The servicer, for one event loop. A change waits for no watcher: each reads the latest status when it can."""
 
     def __init__(self, names: Iterable[str]) -> None:
-        """`names`: the services that are known, all NOT_SERVING; "" is the whole process."""
+        """`names`: the known services, all NOT_SERVING at first; "" is the whole process."""
         self._status = dict.fromkeys(names, health_pb2.HealthCheckResponse.NOT_SERVING)
-        # Set at the next change, and another one from then on.
+        # Set at the next change of the status, and then replaced by a new event.
         self._changed = asyncio.Event()
 
     def set_serving(self, serving: bool) -> None:

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def quiet_interrupts() -> Iterator[None]:
-    """SIGINT ends the process at once and without a traceback, as it ends one that is not written in Python. For the
-    main thread. A process whose caller has it ignore SIGINT goes on ignoring it.
+    """Within the context SIGINT ends the process at once, without a traceback. For the main thread. A process that was
+    started with SIGINT ignored goes on ignoring it.
     """
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield

@@ -1,9 +1,9 @@
-"""Large messages: counted before they are parsed, and parsed in slices.
+"""Parses large messages in slices, after counting what is in them.
 
-A message of 4 MiB can have two million empty entries, which a parser turns into hundreds of megabytes in a second
-during which the event loop does nothing else. So fields and numbers are counted while a message is walked through,
-and the walk ends at the first entry too many. Long lists of numbers are given to the parser piece by piece: protobuf
-appends what comes in pieces (https://protobuf.dev/programming-guides/encoding/#last-one-wins).
+A message of 4 MiB can have two million empty entries. A parser turns them into hundreds of megabytes and takes a
+second, in which the event loop does nothing else. So one walk over the bytes counts fields and numbers, and ends at the
+first entry beyond a bound. Long lists of numbers are given to the parser in pieces: protobuf appends the pieces of a
+list (https://protobuf.dev/programming-guides/encoding/#last-one-wins).
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.common.unknown_fields import unknown_field
 from pagekv.common.varint import varint
 
-# Messages up to this size are parsed whole, in less than a millisecond whatever they have.
+# Messages up to this size are parsed whole, in less than a millisecond whatever they contain.
 SMALL_BYTES = 4 * 2**10
 # Bytes given to the parser, bytes counted and fields walked through between two turns of the event loop.
 SLICE_BYTES = 16 * 2**10
 COUNTED_BYTES = 256 * 2**10
 SLICE_FIELDS = 512
-# Fields that a message may have, with those of the messages inside it; every entry of a list counts, unless it is a
-# number. A conversation of 4096 messages beside as many biases and stops as there may be has 15,500.
+# Most fields of a message, including those of messages inside it. Every entry of a list counts, unless it is a number.
+# A conversation of 4096 messages, with as many biases and stop strings as are allowed, has 15,500.
 MAX_FIELDS = 16 * 2**10
-# Numbers that the lists of a message may have; the parser takes 16 MiB for them.
+# Most numbers in the lists of a message; the parser needs 16 MiB for them.
 MAX_NUMBERS = 2 * 2**20
-# Bytes of one text, which leave room for the rest of its message: the parser makes two copies at once. No field may
-# have more than a prompt.
+# Most bytes of one text: the bound of a prompt, which leaves room for the other fields of its message. The parser makes
+# two copies of a text at once.
 MAX_TEXT_BYTES = 4_000_000
-# Messages inside messages, as the parsers of protobuf have it.
+# Most levels of messages inside messages, the bound of protobuf's own parsers.
 MAX_DEPTH = 100
 
 _VARINT, _LENGTH = 0, 2
@@ -44,7 +44,7 @@ _VARINT, _LENGTH = 0, 2
 _FIXED = {1: 8, 5: 4}
 _FIXED_KINDS = {0: _VARINT} | {size: kind for kind, size in _FIXED.items()}
 _VARINT_BYTES = 10
-# Bytes behind which a varint goes on.
+# Bytes of a varint that are not its last byte.
 _CONTINUED = bytes(range(0x80, 0x100))
 _NO_NUMBERS = (
     FieldDescriptor.TYPE_STRING,
@@ -64,14 +64,14 @@ _FIXED_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Bounds of a message: fields in all, and numbers in all lists but those of `lists`, which have a bound each,
-    by the full name of the field and with the rule of the step contract that it belongs to.
+    """Bounds of a message. `fields`: most fields in all. `lists`: by the full name of a list of numbers, its own bound
+    and the rule of the step contract that sets it. `numbers`: most numbers in all other lists together.
     """
 
     fields: int = MAX_FIELDS
     numbers: int = MAX_NUMBERS
     lists: Mapping[str, tuple[int, str]] = field(default_factory=dict)
-    # The rule that a field breaks which is not known here.
+    # The rule of the step contract that an unknown field breaks.
     unknown_rule: str = ""
 
 
@@ -79,18 +79,18 @@ class _Field(NamedTuple):
     name: str
     full_name: str
     repeated: bool
-    # Of a field of messages, entries of maps among them.
+    # The type of the messages, or of a map's entries; None for other fields.
     message: Descriptor | None
     is_map: bool
     # Whether the value is a message or a list of numbers; and the bytes of each number, 0 for varints.
     inside: bool
     number_bytes: int
-    # Wire types that the parser takes for it.
+    # Wire types that the parser accepts for the field.
     kinds: tuple[int, ...]
 
 
 class _Path(NamedTuple):
-    """Where a message stands: in an entry of a field of another. Made into words for errors alone."""
+    """The place of a message: an entry of a field of the message around it. Written out only for errors."""
 
     outer: _Path | None
     field: _Field | None
@@ -98,7 +98,7 @@ class _Path(NamedTuple):
     depth: int
 
     def prefix(self) -> str:
-        """Path of the message, with the full stop that a field's name follows; "" for the outermost."""
+        """Path of the message, with a dot at its end, before a field's name; "" for the outermost message."""
         if self.outer is None or self.field is None:
             return ""
         entry = f"[{self.entry}]" if self.field.repeated else ""
@@ -129,18 +129,16 @@ def _fields(descriptor: Descriptor) -> dict[int, _Field]:
 
 
 async def read_large(message: Message, data: bytes, bounds: Bounds) -> None:
-    """Parses `data` into the empty `message`, with a turn of the event loop behind each slice. Raises what
-    `parse_slices` does.
-    """
-    # gRPC has copied the message in this turn.
+    """Parses `data` into the empty `message`, the event loop having turns. Raises as `parse_slices` does."""
+    # gRPC has already copied the message in this turn of the loop.
     await asyncio.sleep(0)
     for _ in parse_slices(message, data, bounds):
         await asyncio.sleep(0)
 
 
 def parse_slices(message: Message, data: bytes, bounds: Bounds) -> Iterator[None]:
-    """Parses `data` into the empty `message`, yielding behind each slice. At the first yield the message has the fields
-    that stand first in `data`. Raises InvalidRequest beyond a bound or where a field is not known, and DecodeError for
+    """Parses `data` into the empty `message` and yields after each slice. At the first yield the message has the fields
+    at the beginning of `data`. Raises InvalidRequest if a bound is exceeded or a field is unknown, and DecodeError for
     bytes that are no message.
     """
     # Any: the type stubs know two classes of descriptors.
@@ -161,15 +159,15 @@ class _Walk:
     def records(
         self, into: Message | None, descriptor: Descriptor, path: _Path, start: int, end: int
     ) -> Iterator[None]:
-        """Walks through the fields of one message, which stand from `start` to `end`, and parses them `into` a message;
-        None: they are only counted, and parsed with what is around them.
+        """Walks over the fields of one message, the bytes from `start` to `end`, and parses them into `into`. If that
+        is None, the fields are only counted, because they are parsed together with the bytes around them.
         """
         data, known, most = self._data, _fields(descriptor), self._bounds.fields
         entries: dict[str, int] = {}
         parsed = pos = start
         while pos < end:
             begin = pos
-            # Most tags and lengths are of one byte.
+            # Most tags and lengths have one byte.
             tag = data[pos]
             pos += 1
             if tag > 0x7F:
@@ -243,7 +241,7 @@ class _Walk:
         data = self._data
         while start < end:
             stop = min(end, start + (SLICE_BYTES // 8 * 8))
-            # Not within a varint. One that is too long is left to the parser, which refuses it.
+            # No cut within a varint. A varint that is too long is left to the parser, which refuses it.
             while not number_bytes and stop < end and data[stop - 1] & 0x80 and stop > start + _VARINT_BYTES:
                 stop -= 1
             into.MergeFromString(varint(tag) + varint(stop - start) + data[start:stop])
@@ -251,7 +249,7 @@ class _Walk:
             yield
 
     def _varint(self, pos: int, end: int) -> tuple[int, int]:
-        """A number, and the position behind it."""
+        """The varint at a position, and the position after it."""
         value = shift = 0
         for at in range(pos, min(end, pos + _VARINT_BYTES)):
             byte = self._data[at]

@@ -12,12 +12,12 @@ from typing import Any
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# The begin of an error's line, in either format.
+# The beginning of an error's first line, in either format.
 _ERROR = re.compile(r'\S+Z (error|critical) |\{"time": "[^"]*", "level": "(error|critical)"')
 
 
 def is_error(line: str) -> bool:
-    """Whether a line of a process's log begins an error."""
+    """Whether a line of a process's log is the first line of an error."""
     return _ERROR.match(line) is not None
 
 
@@ -46,21 +46,21 @@ def _quote(value: Any) -> str:
 
 
 class _QuietStreamHandler(logging.StreamHandler[Any]):
-    """A full disk or a closed pipe behind standard error must never stop serving: such lines are lost."""
+    """Loses lines that cannot be written: a full disk or a closed pipe behind standard error must not stop serving."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 def setup_logs(service: str, level: str, fmt: str) -> None:
-    """Sends the process's logs to standard error. `level` of LOG_LEVELS, `fmt` of LOG_FORMATS."""
+    """Sends the process's logs to standard error. `level` is one of LOG_LEVELS, `fmt` one of LOG_FORMATS."""
     handler = _QuietStreamHandler(sys.stderr)
     handler.setFormatter(_Formatter(service, fmt == "json"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Errors of handlers are logged by the server's interceptor. gRPC itself logs a traceback for every client that goes
-    # away while a message is written to it, and that is no error of the server.
+    # The server's interceptor logs errors of handlers. gRPC itself would also log a traceback for every client that
+    # disconnects while a message is written to it, which is no error of the server.
     logging.getLogger("grpc._cython.cygrpc").setLevel(logging.CRITICAL)
 
 

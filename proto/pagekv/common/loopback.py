@@ -1,5 +1,5 @@
-"""Addresses at which nobody but this machine can connect, and the refusal to listen at others without TLS and a login,
-since everybody who reaches a port may then use all of it.
+"""Addresses that only this machine can reach, and the refusal to listen at any other address without TLS and a login,
+because everybody who reaches such a port could use all of it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ INSECURE_HELP = (
 
 
 def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a host is written as; None for a name."""
+    """`host` as an IP address; None if it is a name."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
@@ -27,22 +27,22 @@ def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this name or address, without brackets, means this machine and no other. Names other than localhost are
-    not looked up: what they mean may be another address by the time it is used.
+    """Whether this name or address, without brackets, can only mean this machine. Names other than localhost are not
+    looked up, because they may have another address by the time they are used.
     """
     address = ip_address(host)
     return host.lower() == "localhost" or (address is not None and address.is_loopback)
 
 
 def is_local(address: str) -> bool:
-    """Whether host:port, tcp://host:port, unix:/path or ipc://path is of loopback or a Unix socket."""
+    """Whether an address (host:port, tcp://host:port, unix:/path or ipc://path) is on loopback or a Unix socket."""
     if address.startswith(("unix:", "ipc://")):
         return True
     return is_loopback(address.removeprefix("tcp://").rpartition(":")[0].strip("[]"))
 
 
 def open_to_others(listeners: Mapping[str, str]) -> dict[str, str]:
-    """The addresses, by the names of their flags, at which other machines can connect; empty ones are none."""
+    """The listeners that other machines can reach: addresses by the names of their flags. An empty address is none."""
     return {name: address for name, address in listeners.items() if address and not is_local(address)}
 
 
@@ -55,6 +55,6 @@ def open_words(address: str) -> str:
 
 
 def refuse_open(parser: FlagParser, listeners: Mapping[str, str]) -> None:
-    """Ends the process with status 2, and one line that names the flag, where others can reach one of the addresses."""
+    """Ends the process with status 2, and one line that names the flag, if other machines can reach a listener."""
     for name, address in open_to_others(listeners).items():
         parser.error(f"argument --{name}: {open_words(address)}")

@@ -1,4 +1,4 @@
-"""Where a model is: `demo`, a local directory, or a Hugging Face hub id; and whether its files are all there."""
+"""Finds a model by name (`demo`, a local directory, or a Hugging Face hub id) and checks that its files are there."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ CONFIG, WEIGHTS, WEIGHTS_INDEX, TOKENIZER = (
     "model.safetensors.index.json",
     "tokenizer.json",
 )
-# The beginning of a file that git fetched without its content.
+# The first bytes of a Git LFS pointer: a file that git fetched without its content.
 _LFS_POINTER = b"version https://git-lfs"
-# Names of the hub client's errors, and of those below it, that mean one thing to a user.
+# Names of errors of the hub client and of the libraries below it, grouped by what they mean to a user.
 _NOT_THERE = ("RepositoryNotFoundError", "RevisionNotFoundError")
 _GATED = ("GatedRepoError",)
 _UNREACHABLE = ("LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout", "ConnectionError")
@@ -39,7 +39,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
     """
     if name == DEMO:
         return _demo_directory()
-    # Not by the methods of Path, which raise where nobody may look, as in another user's home, or the user is unknown.
+    # os.path, because methods of Path raise for an unknown user or a directory without access, as another user's home.
     path = Path(os.path.expanduser(name))
     if name and os.path.isdir(path):
         _check_text(path)
@@ -50,7 +50,7 @@ def resolve_model(name: str, *, weights: bool = True) -> Path:
 
 
 def _check_text(directory: Path) -> None:
-    """Raises ModelNotFound where the path cannot be said in a message, as an executor says it to its manager."""
+    """Raises ModelNotFound if the path is not UTF-8, because an executor sends it to its manager as text."""
     path = str(directory.resolve())
     try:
         path.encode()
@@ -62,9 +62,9 @@ def _check_text(directory: Path) -> None:
 
 
 def check_model_files(directory: Path, *, weights: bool = True) -> None:
-    """Reads names, and beginnings of files, to find in milliseconds what would end a start after many seconds: no
-    config.json, or one that is no JSON object; with `weights` none, some that the index names and that are not there,
-    or pointers of Git LFS in their place. Raises ModelNotFound, naming the file and what to do.
+    """Finds faults in milliseconds that would otherwise end a start after many seconds: config.json is missing or is no
+    JSON object; with `weights`, weights are missing, completely or in part by their index, or are pointers of Git LFS.
+    Raises ModelNotFound, which names the file and says what to do.
     """
     if not any(directory.iterdir()):
         raise ModelNotFound(f"{directory} is empty: it should hold a model's config.json, weights and tokenizer")
@@ -80,7 +80,7 @@ def check_model_files(directory: Path, *, weights: bool = True) -> None:
 
 
 def _below(directory: Path) -> str:
-    """The directories right below that look like models, as the end of a sentence."""
+    """The end of a sentence that names subdirectories which look like models."""
     found = sorted(path.parent.name for path in directory.glob(f"*/{CONFIG}"))[:3]
     return f", such as {' or '.join(str(directory / name) for name in found)}" if found else ""
 
@@ -146,7 +146,7 @@ def _from_hub(name: str, weights: bool) -> Path:
 
 
 def _bar_of(fetching: Phase) -> type:
-    """A class of the hub client's progress bars that draws none and tells the phase."""
+    """A progress bar class for the hub client that draws nothing and reports to the phase."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]  # of a library without types
@@ -164,7 +164,7 @@ def _bar_of(fetching: Phase) -> type:
 
 
 def _hub_words(name: str, error: BaseException) -> str:
-    """Why the hub did not give the model, and what to do, in words that leave the libraries out."""
+    """Why the hub did not deliver the model and what to do, in words for users who do not know the libraries."""
     names = {type(each).__name__ for each in _chain(error)}
     if names.intersection(_GATED):
         return f"the hub's model {name!r} asks for consent: give it at https://huggingface.co/{name}, and set HF_TOKEN"
@@ -177,7 +177,7 @@ def _hub_words(name: str, error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error, what it was raised from, and so on."""
+    """An error, the error that it was raised from, and so on."""
     found: list[BaseException] = []
     while error is not None and error not in found:
         found.append(error)

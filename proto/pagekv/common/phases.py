@@ -13,7 +13,7 @@ from pagekv.common.port_file import add_to_port_file
 
 log = Log(__name__)
 
-# Seconds between two log lines of one phase, and between two calls of a listener, at least.
+# Least seconds between two log lines of one phase, and between two calls of a listener.
 LOG_EVERY_S, TELL_EVERY_S = 5.0, 0.2
 
 
@@ -22,18 +22,18 @@ class Phase:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        # None: nobody counts.
+        # None: progress is not measured.
         self.percent: int | None = None
         self._begun = self._logged = time.monotonic()
         self._told = 0.0
 
     @property
     def seconds(self) -> float:
-        """Since it began."""
+        """Seconds since the phase began."""
         return time.monotonic() - self._begun
 
     def progress(self, done: float, total: float) -> None:
-        """So much of it is done, in any unit; from any thread. Logged and told now and then."""
+        """Reports that `done` of `total`, in any unit, is done; from any thread. Logged and told now and then."""
         if total <= 0:
             return
         now, self.percent = time.monotonic(), min(100, int(100 * done / total))
@@ -45,13 +45,13 @@ class Phase:
             _tell(self)
 
 
-# Called on the threads that work: with the phase under way whenever it changes, and with None when it is over.
+# Called on the working thread: with the current phase whenever it changes, and with None when it is over.
 _listeners: list[Callable[[Phase | None], None]] = []
 
 
 @contextmanager
 def phase(name: str) -> Iterator[Phase]:
-    """Logs that the work inside begins and, when it has ended well, how long it took."""
+    """Logs that the work inside begins and, if it ends without an exception, how long it took."""
     current = Phase(name)
     log.info(f"{name} ...")
     _tell(current)
@@ -69,7 +69,7 @@ def _tell(current: Phase | None) -> None:
 
 @contextmanager
 def phases_told(port_file: str) -> Iterator[None]:
-    """Keeps the phase under way in the file of --port-file, for the one that waits for this process; nothing where
+    """Writes the current phase to the file of --port-file, for the process that waits for this one. Does nothing if
     `port_file` is empty.
     """
 

@@ -1,14 +1,14 @@
-"""The file of --port-file: one JSON line that says where a process listens, written once that is so, and how its start
-goes on.
+"""The file of --port-file: one JSON line that says where a process listens, written when it listens, and how its start
+proceeds.
 
     {"listen": "127.0.0.1:50051", "http": "127.0.0.1:8080", "kv_events": {"endpoint": "tcp://127.0.0.1:5557",
      "replay_endpoint": ""}, "recordings": ["/tmp/requests.jsonl"]}
 
-Ports are those that were bound, where a flag asks for port 0. `listen` is there once the process listens and may be
-unix:/path; `gateway`, an address too, `http`, `kv_events` and `recordings` are the manager's, each there only where its
-flag turns it on. Two more are there for a while: `phase`, `{"name": "loading the weights", "percent": 34}` (null where
-nobody counts), while a start takes long; and `cannot_start`, the reason in words, when the process ends because of it,
-which is all there is where that was before it listened.
+If a flag asks for port 0, the line has the port that was bound. `listen` (host:port or unix:/path) is there as soon as
+the process listens. `gateway` (an address), `http`, `kv_events` and `recordings` are only a manager's, and only if
+their flag turns them on. Two fields are there for a while. `phase` is `{"name": "loading the weights", "percent": 34}`
+during a long start, with null for progress that is not measured. `cannot_start` is the reason, in words, for which the
+process ends; if it ends before it listens, the line has no other field.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ def read_port_file(path: Path) -> dict[str, Any]:
 
 
 def add_to_port_file(path: str, **facts: Any) -> None:
-    """Adds facts to the line, and leaves out those that are None; nothing where there is no file, which says that the
-    process listens. From any thread, and never an error: the work that is told of is more important.
+    """Adds `facts` to the line, and removes those that are None. Does nothing if there is no file, because a file means
+    that the process listens. From any thread, and never an error: the reported work is more important.
     """
     with _writing, suppress(OSError, ValueError):
         if told := read_port_file(Path(path)):
@@ -60,7 +60,7 @@ def add_to_port_file(path: str, **facts: Any) -> None:
 
 
 def tell_cannot_start(path: str, reason: str) -> None:
-    """Says in the file why a process that does not listen cannot start; nothing without a path, and never an error."""
+    """Writes to the file why a process that does not listen cannot start. Does nothing without a path; never raises."""
     with suppress(OSError):
         if path:
             write_port_file(Path(path), {"cannot_start": reason})

@@ -3,8 +3,8 @@
 Exit status 0: serving. 1: not serving, or no answer in time (the reason is on standard error). 2: wrong usage.
 Container health checks run it, so it needs no more than the light client's dependencies.
 
-Health needs no identity, but a server with mutual TLS takes no connection without a certificate: any that its authority
-signed will do.
+Health needs no identity. But a server with mutual TLS accepts no connection without a certificate; any certificate that
+its authority signed will do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pagekv.common.flags import FlagParser, address, number, variable_of
 
-# Flags of TLS, whose variables are those of every other client.
+# Flags of TLS; their environment variables are the same for every client.
 _FILES = ("ca", "client-cert", "client-key")
 
 
@@ -36,7 +36,7 @@ def check(
     `server_name`: the name that the server's certificate has to bear, where that is not the host of `target`. Raises
     grpc.RpcError.
     """
-    # A proxy configured for the internet cannot reach a server of the local network.
+    # A proxy that is configured for the internet cannot reach a server of the local network.
     options: list[tuple[str, Any]] = [("grpc.enable_http_proxy", 0)]
     if server_name:
         options.append(("grpc.ssl_target_name_override", server_name))
@@ -51,8 +51,8 @@ def check(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the reason where the server does not serve; returns the exit status, see the top of this module."""
-    # A variable that is empty is none.
+    """Prints the reason if the server does not serve; returns the exit status, see the top of this module."""
+    # An empty variable counts as not set.
     env = {name: text for name in map(variable_of, _FILES) if (text := os.environ.get(name))}
     parser = FlagParser("python -m pagekv.common.probe", "Asks a gRPC server for its health.", env=env)
     variables = ", ".join(map(variable_of, _FILES))
@@ -82,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _credentials(parser: FlagParser, given: Mapping[str, Any]) -> grpc.ChannelCredentials | None:
-    """None without files. Ends the process with status 2 for a file that cannot be read, or lacks the other one."""
+    """Credentials from the files that the flags name; None without files. Ends the process with status 2 if a file
+    cannot be read, or if only one of certificate and key is given.
+    """
     pem: dict[str, bytes] = {}
     for name in _FILES:
         path = given[name.replace("-", "_")]

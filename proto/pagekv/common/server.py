@@ -1,4 +1,4 @@
-"""The gRPC server shell of both processes: limits, health, reflection, error statuses, SIGTERM."""
+"""The parts of a gRPC server that both processes share: limits, health, reflection, error statuses, SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,24 +27,26 @@ from pagekv.common.unknown_fields import check_known
 
 log = Log(__name__)
 
-# In the metadata of Run: the epoch that its steps are of (P3).
+# Metadata key of Run: the epoch of its steps (P3).
 EPOCH_KEY = "pagekv-epoch"
-# Connections to a port at most, and the file descriptors kept for everything else: the link between the processes, the
-# HTTP port, files. Where descriptors are few, connections get half of them at least.
+# Most connections to a port, and the file descriptors that are kept for everything else: the link between the
+# processes, the HTTP port, files. If descriptors are few, connections get at least half of them.
 MAX_CONNECTIONS = 4096
 KEPT_DESCRIPTORS = 256
-# Milliseconds until a connection is closed that does not speak HTTP/2, and one without a call, and until a call ends
-# without its request. Clients connect again by themselves with their next call.
+# Milliseconds after which a connection that does not speak HTTP/2 is closed; and after which a connection without calls
+# is closed, or a call without a request is ended. Clients connect again by themselves for their next call.
 HANDSHAKE_MS = 10_000
 IDLE_MS = 60_000
-# Freed memory that a process keeps for its next messages, and what it begins with: six copies of the largest one.
+# Freed memory that a process keeps for its next messages, and the part that it has from the start: six copies of the
+# largest message.
 KEPT_BYTES = 128 * 2**20
 TOUCHED_BYTES = 6 * MAX_RECEIVE_BYTES
-# Collections of the middle generation before one of everything; CPython has 10. A call that waits or streams has some
-# 110 objects, most of them gRPC's, so 1,200 stop the process for 50 ms; one that has ended leaves 4 KB in cycles.
+# Garbage collections of the middle generation before a full one; CPython's default is 10. A call that waits or streams
+# has some 110 objects, most of them gRPC's, so with 1,200 calls a full collection stops the process for 50 ms. A call
+# that has ended leaves 4 KB in reference cycles.
 MIDDLE_COLLECTIONS = 100
-# Calls that have come and that nothing has taken yet: beyond a thousand gRPC would end some at random, with CANCELLED,
-# whosever they are. So many are those of two connections.
+# Most calls that have arrived and are not accepted yet, as many as two connections can have. gRPC's default is a
+# thousand; beyond it gRPC ends calls at random with CANCELLED, no matter which caller has so many.
 MAX_PENDING_CALLS = 8192
 SERVER_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.max_concurrent_streams", 4096),
@@ -58,29 +60,29 @@ SERVER_OPTIONS: list[tuple[str, Any]] = [
 ]
 
 
-# Called with the full name of a method and the context of a call to it, before anything of the call is looked at.
-# Raises Unauthenticated, PermissionDenied or InvalidRequest.
+# Called with the full name of a method and the context of a call to it, before the call's request is read. Raises
+# Unauthenticated, PermissionDenied or InvalidRequest.
 Admit = Callable[[str, Any], Awaitable[None]]
-# Called with the same, and the error with which a call ends that was refused or could not be answered.
+# Called with the method, the context and the error of a call that was refused or could not be answered.
 Refused = Callable[[str, Any, PageKVError], None]
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns `PageKVError` from any handler into its status, and anything else into INTERNAL with a logged traceback.
-    Refuses requests whose bytes are no message, or which have too many fields or such as are not known here; a handler
-    of several requests gets them as bytes and does so by itself. Of health and reflection, whose messages are gRPC's
-    own, unknown fields are ignored, and a handler of several requests gets messages.
+    """Turns a `PageKVError` of any handler into its status, and any other exception into INTERNAL with a logged
+    traceback. Refuses a request whose bytes are no message, that has too many fields or that has an unknown field. A
+    handler with a stream of requests gets them as bytes and does these checks itself. The messages of health and
+    reflection are gRPC's own: their unknown fields are ignored, and handlers with a stream of requests get messages.
 
-    To gRPC every method is one of several requests, for those are called once their headers are there: so a call is
-    admitted, and counted, though its request never comes, and ends when that takes too long.
+    gRPC sees every method as one with a stream of requests, because it calls the handlers of such methods as soon as
+    the headers are there. So a call is admitted and counted even if its request never comes, and is ended if that takes
+    too long.
 
-    A handler of streams is an async generator of messages or, where every microsecond counts, a coroutine that calls
-    `context.write` by itself, with messages that are serialised already. The answer of other handlers is a message or
-    the bytes of one.
+    A handler with a stream of answers is an async generator of messages or, where every microsecond counts, a coroutine
+    that calls `context.write` itself, with serialised messages. Other handlers return a message or its bytes.
     """
 
     def __init__(self, admit: Admit | None = None, refused: Refused | None = None) -> None:
-        """`admit` decides about every call; without it all are let in. `refused` is told of errors."""
+        """`admit` decides about every call; without it all calls are admitted. `refused` is called with each error."""
         self._admit = admit
         self._refused = refused
 
@@ -119,7 +121,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
                 yield await read(data)
 
         async def begun(requests: AsyncIterator[bytes], context: Any) -> Any:
-            """The argument of the handler: the request of a method that has one, or else all of them."""
+            """The argument of the handler: the one request of its call, or the stream of requests."""
             if self._admit is not None:
                 await self._admit(method, context)
             if handler.request_streaming:
@@ -169,10 +171,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 async def _only_request(context: Any) -> bytes:
-    """The request of a call that has one. Raises InvalidRequest where none comes."""
+    """The request of a call with one request. Raises InvalidRequest if none comes."""
     try:
         async with asyncio.timeout(IDLE_MS / 1000):
-            # Not by the iterator of requests: asyncio would end that in a task for every call.
+            # Not with the iterator of requests, because asyncio would close it in a task of its own for every call.
             request = await context.read()
     except TimeoutError:
         raise InvalidRequest("", f"no request came within {IDLE_MS / 1000:g} s of the call") from None
@@ -196,10 +198,10 @@ class GrpcServer:
         refused: Refused | None = None,
         connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """`listen` is host:port or unix:/path; `services` the full names served, for health and reflection.
+        """`listen`: host:port or unix:/path. `services`: full names of the services, for health and reflection.
         `credentials`: for TLS. `admit` decides who may call what; without it everybody may call everything. `refused`
-        is told of calls that end with an error.
-        `connections`: taken at most, or fewer where file descriptors are few.
+        is called for each call that ends with an error. `connections`: most connections, or fewer if file descriptors
+        are few.
         """
         self._listen = listen
         self._credentials = credentials
@@ -246,21 +248,21 @@ class GrpcServer:
 
 
 def connection_limit() -> int:
-    """Connections that a port takes at most, by the file descriptors that this process may have."""
+    """Most connections to a port, by the number of file descriptors that this process may have."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return min(MAX_CONNECTIONS, max(descriptors // 2, descriptors - KEPT_DESCRIPTORS))
 
 
 def raise_descriptor_limit() -> None:
-    """Lets this process have as many file descriptors as it could need and may have: shells and containers often give
-    1024, and only a process that asks gets more.
+    """Raises this process's limit of file descriptors to the number that it may need, as far as it is allowed to.
+    Shells and containers often set 1024, which a process can raise only by itself.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 4 * MAX_CONNECTIONS)), hard))
 
 
 def stop_event() -> asyncio.Event:
-    """An event that SIGTERM and SIGINT set, and the end of a parent that asked for it."""
+    """An event that is set by SIGTERM, by SIGINT, and by the end of a parent that asked for it."""
     event = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
@@ -270,9 +272,9 @@ def stop_event() -> asyncio.Event:
 
 
 def prepare_to_serve() -> None:
-    """Hides all objects made so far (modules, pools, models) from the garbage collector: a full collection over them
-    stops the process for as long as a step or several. Objects of calls are looked through seldom. Takes memory for
-    the first messages. To be called once, before serving.
+    """Hides all objects made so far (modules, pools, models) from the garbage collector, because a full collection over
+    them would stop the process for as long as one or more steps. Makes full collections over later objects rare.
+    Touches memory for the first messages. To be called once, before serving.
     """
     gc.collect()
     gc.freeze()

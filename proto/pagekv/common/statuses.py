@@ -1,7 +1,7 @@
-"""From errors to gRPC statuses: the one table, and google.rpc details.
+"""The table from errors to gRPC statuses, and the statuses' google.rpc details.
 
-Servers raise `pagekv.common.errors` anywhere below a handler; `pagekv.common.server.ErrorInterceptor` turns them into a
-status with this table. Clients map statuses back with the same one (`pagekv.client.errors`).
+Servers raise `pagekv.common.errors` anywhere below a handler, and `pagekv.common.server.ErrorInterceptor` turns them
+into statuses with this table. Clients use the same table to turn statuses into errors (`pagekv.client.errors`).
 """
 
 from __future__ import annotations
@@ -16,23 +16,22 @@ from google.rpc import code_pb2, error_details_pb2, status_pb2
 
 from pagekv.common import errors
 
-# With a reason, unique among all that errors may pass through.
+# ErrorInfo.domain: domain and reason together are unique among the errors of all services on a call's way.
 ERROR_DOMAIN = "pagekv.v1"
 # Trailing metadata key that gRPC reserves for a serialised google.rpc.Status.
 STATUS_DETAILS_KEY = "grpc-status-details-bin"
-# Of each text in a status.
+# Most characters of each text in a status.
 MAX_CHARACTERS = 1024
 
 
 class StatusRow(NamedTuple):
-    """How one exception class looks on the wire."""
+    """Status code and reason of one exception class."""
 
     code: grpc.StatusCode
     reason: str
 
 
-# The one table. Reasons are the names of `ErrorReason` in types.proto. Subclasses stand before their bases: the first
-# match wins.
+# Reasons are the names of `ErrorReason` in types.proto. Subclasses stand before their bases: the first match wins.
 STATUS_TABLE: dict[type[errors.PageKVError], StatusRow] = {
     errors.AlreadyExists: StatusRow(grpc.StatusCode.ALREADY_EXISTS, "ALREADY_EXISTS"),
     errors.InvalidRequest: StatusRow(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
@@ -60,7 +59,7 @@ def status_row(error: errors.PageKVError) -> StatusRow:
 
 
 def status_proto(error: errors.PageKVError) -> status_pb2.Status:
-    """google.rpc.Status with ErrorInfo, and the details of google.rpc that the kind of error has besides."""
+    """google.rpc.Status with ErrorInfo and the other google.rpc details that this kind of error has."""
     row = status_row(error)
     # Descriptions are clipped: they may quote what a client sent, and trailing metadata is limited to 8 KiB.
     message = str(error)[:MAX_CHARACTERS]

@@ -1,7 +1,7 @@
-"""TLS of a process: its certificate, the authorities it trusts, and their reload when files change.
+"""TLS of a process: its certificate, the authorities that it trusts, and their reload when files change.
 
-New connections get what the files say now; those that are open go on with what they began with, so that nothing breaks
-when certificates are rotated.
+New connections use the present content of the files. Open connections keep the certificates that they began with, so
+that nothing breaks when certificates are rotated.
 """
 
 from __future__ import annotations
@@ -23,34 +23,35 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 from pagekv.common.tls_flags import TlsConfig
 from pagekv.common.watched_files import WatchedFiles
 
-# Bytes of a file at most.
+# Most bytes of a file.
 MAX_FILE_BYTES = 2**20
-# A handshake takes the certificate within microseconds of asking, or once its thread gets a core again.
+# Seconds before gRPC gets a new certificate. A handshake takes the certificate microseconds after asking, or later if
+# its thread has to wait for a core.
 BEFORE_CHANGE_S = 0.1
 
 
 class TlsError(ValueError):
-    """A file of TLS cannot be used; the message is one line that names the flag, the file and the reason."""
+    """A TLS file cannot be used; the message is one line that names the flag, the file and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Material:
-    """The content of the files, each PEM; empty where there is no such file."""
+    """The content of the files, in PEM; empty for a file that is not given."""
 
     chain: bytes
     key: bytes
     client_ca: bytes
     peer_ca: bytes
-    # Of this process as a client.
+    # Certificate and key that this process shows as a client.
     peer_chain: bytes
     peer_key: bytes
-    # When the first of the process's certificates ends.
+    # Earliest expiry of the process's own certificates; None without one.
     not_after: datetime | None
 
 
 @dataclass(frozen=True, slots=True)
 class PairFiles:
-    """A certificate and its key, by the flags, without dashes, that name the files."""
+    """The files of a certificate and its key, with the flags, without dashes, that name them."""
 
     cert_flag: str
     cert: str
@@ -59,7 +60,7 @@ class PairFiles:
 
 
 class Tls:
-    """The files of one process."""
+    """The TLS files of one process."""
 
     def __init__(
         self, config: TlsConfig, peer_ca: tuple[str, str] = ("", ""), peer_pair: PairFiles | None = None
@@ -84,7 +85,7 @@ class Tls:
             pairs, roots = [(material.key, material.chain)], material.client_ca or None
             grpc_latest = grpc.ssl_server_certificate_configuration(pairs, roots)
             http_latest = self._context(material)
-        # All of it or nothing, since each of the lines above may raise.
+        # All of it or nothing: each of the lines above may raise.
         self._material, self._grpc_latest, self._http_latest = material, grpc_latest, http_latest
 
     @property
@@ -94,11 +95,11 @@ class Tls:
 
     @property
     def not_after(self) -> datetime | None:
-        """When the first of the process's certificates ends; None without one."""
+        """Earliest expiry of the process's own certificates; None without one."""
         return self._material.not_after
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """For a port of gRPC, which asks at each handshake whether there is another certificate. Call when `serves`."""
+        """Credentials for a gRPC port, which asks at each handshake for a new certificate. Call if `serves`."""
         given = self._grpc_latest
         assert given is not None, "only a process with a certificate serves TLS"
 
@@ -108,8 +109,9 @@ class Tls:
             latest = self._grpc_latest
             if latest is given:
                 return None
-            # gRPC frees the former certificate when it gets another one, which a handshake that asked a moment ago on
-            # another thread may be about to take: the process would end. While this one waits, no other asks.
+            # gRPC frees the old certificate when it gets a new one. A handshake on another thread that asked a moment
+            # ago may be about to take the old one, which would crash the process. No other handshake asks during this
+            # wait.
             time.sleep(BEFORE_CHANGE_S)
             given = latest
             return latest
@@ -117,8 +119,8 @@ class Tls:
         return grpc.dynamic_ssl_server_credentials(given, changed, bool(self._material.client_ca))
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """For one connection to the server whose authority `peer_ca` is, with this process's certificate as the
-        client's; None where there is no such authority, and nothing is encrypted.
+        """Credentials for one connection to the server whose certificate `peer_ca` signs, with this process's
+        certificate as the client's. None without `peer_ca`: the connection is not encrypted.
         """
         now = self._material
         if not now.peer_ca:
@@ -126,8 +128,9 @@ class Tls:
         return grpc.ssl_channel_credentials(now.peer_ca, now.peer_key or None, now.peer_chain or None)
 
     def http_context(self) -> ssl.SSLContext:
-        """For a port of HTTP. This context's own files are used for no connection: authorities that a context was
-        given once cannot be taken from it again, so each handshake takes the context of the latest files.
+        """The context for an HTTP port. Each handshake replaces it by a context of the latest files, because
+        authorities cannot be removed from a context once they were added. So no connection uses this context's own
+        files.
         """
         front = self._context(self._material)
 
@@ -139,15 +142,15 @@ class Tls:
         return front
 
     def _context(self, material: _Material) -> ssl.SSLContext:
-        """Raises TlsError where the files have changed since they were read."""
+        """A server context. Raises TlsError if OpenSSL cannot use the files, as when they have changed meanwhile."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         if material.client_ca:
-            # A session that is resumed is not verified anew: a client whose authority was taken away could come back
-            # with one. Sessions of TLS 1.2 cannot be turned off here.
+            # A resumed session is not verified again, so a client whose authority was removed could come back with one.
+            # Sessions of TLS 1.2 cannot be turned off here.
             context.minimum_version = ssl.TLSVersion.TLSv1_3
             context.num_tickets = 0
         try:
-            # By their paths, for OpenSSL takes no key from memory.
+            # By their paths, because Python's ssl module cannot load a key from memory.
             context.load_cert_chain(self._config.tls_cert, self._config.tls_key)
             if material.client_ca:
                 context.verify_mode = ssl.CERT_REQUIRED
@@ -177,14 +180,14 @@ def _read_all(config: TlsConfig, peer_ca: tuple[str, str], peer_pair: PairFiles 
 
 def _read(flag: str, path: str, *, secret: bool = False) -> bytes:
     try:
-        # Without O_NONBLOCK a named pipe would hold up the process here.
+        # Without O_NONBLOCK, opening a named pipe would block the process.
         with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
-            # Of the file that was opened: the one at this path may be another a moment later.
+            # The mode of the open file: a moment later the path may name another file.
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
                 raise TlsError(f"--{flag} {path}: must be a regular file")
             if secret and mode & 0o037:
-                # A group may read: secrets are mounted into containers so.
+                # The group may read it, because secrets are mounted into containers with such a mode.
                 words = f"others can read or change this private key (mode {mode & 0o777:o}): chmod 600 {path}"
                 raise TlsError(f"--{flag} {path}: {words}")
             data = file.read(MAX_FILE_BYTES + 1)
@@ -203,7 +206,7 @@ def _certificates(flag: str, path: str, data: bytes) -> list[x509.Certificate]:
 
 
 def _read_pair(files: PairFiles) -> tuple[bytes, bytes, datetime]:
-    """Certificate, key, and the certificate's end. Raises TlsError unless it is valid now and that is its key."""
+    """Certificate, key and expiry. Raises TlsError unless the certificate is valid now and has this key."""
     chain = _read(files.cert_flag, files.cert)
     key = _read(files.key_flag, files.key, secret=True)
     certificate = _certificates(files.cert_flag, files.cert, chain)[0]

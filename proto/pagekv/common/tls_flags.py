@@ -25,7 +25,7 @@ class TlsConfig:
 
 
 def check_tls(parser: FlagParser, config: TlsConfig) -> None:
-    """Ends the process with status 2, and one line, where a flag is missing that another needs."""
+    """Ends the process with status 2, and one line, if a flag that another one needs is missing."""
     if bool(config.tls_cert) != bool(config.tls_key):
         there, missing = ("tls-cert", "tls-key") if config.tls_cert else ("tls-key", "tls-cert")
         parser.error(f"argument --{there}: needs --{missing}, too")

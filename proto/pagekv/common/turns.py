@@ -6,8 +6,8 @@ import asyncio
 
 
 async def let_others_run() -> None:
-    """Two turns: what is due is seen in the first and runs in the second. With one, a timer that became due in a piece
-    of work waits for the next piece too.
+    """Gives the event loop two turns. A timer that became due during a piece of work is noticed in the first turn and
+    runs in the second; after a single turn it would wait for the next piece of work, too.
     """
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Refusing what a message has and this version of the contract does not: a field that is ignored changes an answer."""
+"""Refuses fields that this version of the contract does not know, because ignoring a field could change the answer."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pagekv.common.errors import InvalidRequest
 
 
 def check_known(message: Message, rule: str = "") -> None:
-    """Raises InvalidRequest, of this rule, where the message or one inside has a field that is not known here. `field`
-    is its path, with its number for the name: "sampling_params.42".
+    """Raises InvalidRequest, with this rule, if the message or a message inside it has an unknown field. The error's
+    `field` is the path, with the field's number as its name: "sampling_params.42".
     """
     found = _unknown(message, _parts(message.DESCRIPTOR))
     if found is not None:
@@ -22,13 +22,13 @@ def check_known(message: Message, rule: str = "") -> None:
 
 
 def unknown_field(path: str, number: int, name: str, rule: str) -> InvalidRequest:
-    """The refusal of a field of the message called `name`, which stands at `path`."""
+    """The error for the unknown field `number` of a message; `name` is the message's type, `path` its place."""
     what = f"this version of the contract has no field {number} of {name}"
     return InvalidRequest(f"{path}{number}", f"must be absent: {what}", rule)
 
 
 class _Part(NamedTuple):
-    """A field that is a message, or several."""
+    """A field whose value is a message or a list of messages."""
 
     name: str
     repeated: bool

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-# Of a checkout that is run as it is, with nothing installed.
+# The version of a checkout that runs without being installed.
 UNINSTALLED = "0+checkout"
 
 
 def pagekv_version() -> str:
-    """Such as "0.1.0"."""
+    """The version, such as "0.1.0"; UNINSTALLED in a checkout that is not installed."""
     # Imported here: this module comes before all others, and importing metadata takes 50 ms.
     from importlib.metadata import PackageNotFoundError, version
 

@@ -11,7 +11,7 @@ from pagekv.common.logs import Log
 
 log = Log(__name__)
 
-# Seconds between two looks at the files: a rotation need not be noticed sooner.
+# Seconds between two checks of the files: a rotation need not be noticed sooner.
 INTERVAL_S = 1.0
 
 _State = tuple[tuple[int, ...] | None, ...]
@@ -23,9 +23,9 @@ class WatchedFiles:
     def __init__(self, what: str, paths: Iterable[Path], reload: Callable[[], Callable[[], None] | None]) -> None:
         """To be made before the files are read for the first time, so that no change is missed.
 
-        `what` names the configuration in logs and metrics. `reload` reads the files and takes what they say; it raises
-        ValueError or OSError, and changes nothing, where they cannot be used. It is called on another thread; a
-        function that it returns is called on the event loop, and may raise and do the same.
+        `what` names the configuration in logs and metrics. `reload` reads the files and applies them. If they cannot be
+        used, it raises ValueError or OSError and changes nothing. It is called on another thread. It may return a
+        function that does the rest on the event loop, and that may raise in the same way.
         """
         self.what = what
         self.failures = 0
@@ -34,9 +34,9 @@ class WatchedFiles:
         self._read = self._state()
 
     async def watch(self, interval_s: float = INTERVAL_S) -> None:
-        """Looks every `interval_s` seconds, for ever, and reloads the files once they have changed and stayed the same
-        for as long, since a certificate and its key are not replaced at the same moment. Where they cannot be used
-        what was read before stays, and the error is logged and counted.
+        """Checks the files every `interval_s` seconds, for ever. Files that have changed are reloaded when they have
+        stayed the same for one interval, because a certificate and its key are not replaced at the same moment. If they
+        cannot be used, the former content stays in use, and the error is logged and counted.
         """
         seen = self._read
         while True:
@@ -49,7 +49,7 @@ class WatchedFiles:
                     if apply is not None:
                         apply()
                 except Exception as error:
-                    # Of any kind: a watch that ended would go on with old keys and certificates for ever.
+                    # Errors of any kind: if the watch ended, old keys and certificates would stay in use for ever.
                     self.failures += 1
                     known = isinstance(error, (OSError, ValueError))
                     words = "files have changed and cannot be used; what was read before stays"
@@ -63,9 +63,7 @@ class WatchedFiles:
 
 
 def _state_of(path: Path) -> tuple[int, ...] | None:
-    """Numbers of which one changes when the file does, or who may read it, or a link to it; None where there is no
-    file.
-    """
+    """Numbers that change with the file's content, permissions, or a link to it; None if there is no file."""
     try:
         found = os.stat(path)
     except OSError:
