@@ -1,4 +1,4 @@
-"""pagekv.v1.CacheService: what is cached of a prompt, and pins."""
+"""pagekv.v1.CacheService: lookups of prompts in the prefix cache, and pins."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pagekv.v1 import cache_service_pb2_grpc as pb_grpc
 class CacheService(pb_grpc.CacheServiceServicer):
     """Every answer is a snapshot between two steps. Errors are raised as `PageKVError`.
 
-    Numbers of blocks and of steps depend on what others do, so a tenant is not told them.
+    Block ids and step counts depend on other tenants' requests, so answers to a tenant leave them out.
     """
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:

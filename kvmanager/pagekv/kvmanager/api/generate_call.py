@@ -19,7 +19,7 @@ from pagekv.v1 import types_pb2
 
 
 class GenerateCall:
-    """States: built → running → closed. `close` is to be called on every way out and aborts what still runs."""
+    """States: built → running → closed. `close` has to be called however the call ends; it aborts a running request."""
 
     def __init__(
         self,
@@ -42,17 +42,18 @@ class GenerateCall:
         self._at_ends = self._only_complete and not stops
         prepared = StopStrings(stops)
         self._outputs = [OutputProcessor(command, prepared, served.tokenizer) for _ in range(command.n)]
-        # How often a sequence is preempted depends on what other tenants do.
+        # Preemptions depend on other tenants' requests, so a tenant is not told their number.
         self._tells_preemptions = sees_all()
         # Sequences that the engine is still generating for this call.
         self._open: set[int] = set()
         self._stream: RequestStream | None = None
 
     async def run(self, write: Callable[[pb.GenerateResponse], Awaitable[None]]) -> None:
-        """Writes the messages in order. Raises what `OutputProcessor.resume` and `EngineLoop.queue` raise, and what the
-        engine fails the stream with.
+        """Writes the messages in order. Raises as `OutputProcessor.resume` and `EngineLoop.queue` do, and the error
+        with which the engine fails the stream.
 
-        `write` instead of asynchronous generators: three layers of them took 8 of the 45 microseconds of a message.
+        Messages go through `write` and not through asynchronous generators, because three layers of generators took 8
+        of the 45 microseconds of a message.
         """
         first = self._outputs[0]
         for _ in first.resume():
@@ -65,16 +66,16 @@ class GenerateCall:
         self._open = set(range(self._command.n))
         while self._open and (deltas := await stream.take(at_ends=self._at_ends)):
             for delta in deltas:
-                # A reader that was slow may find hundreds of thousands of tokens.
+                # Hundreds of thousands of tokens may wait for a slow reader.
                 for part in delta.parts():
                     if delta.index not in self._open:
-                        break  # tokens behind a stop string
+                        break  # the rest are tokens after a stop string
                     await self._report(part, write)
                     if part is not delta:
                         await asyncio.sleep(0)
 
     async def _report(self, delta: SequenceDelta, write: Callable[[pb.GenerateResponse], Awaitable[None]]) -> None:
-        """Writes the messages of a delta. Each is made after the one before it is written: the last may be large."""
+        """Writes the messages of a delta. The last may be large, so it is made after the one before is written."""
         output = self._outputs[delta.index]
         news = output.take(delta)
         if news.finish is not None:
@@ -91,13 +92,13 @@ class GenerateCall:
         self._open.clear()
         if self._stream is not None:
             self._engine.release(self._stream)
-        # gRPC keeps its done callbacks in a reference cycle: all this would stay until the garbage collector comes.
+        # gRPC keeps done callbacks in a reference cycle, so these objects would live until the next garbage collection.
         self._stream = None
         self._outputs.clear()
         self._command = replace(self._command, prompt_ids=[])
 
     def _chunk(self, delta: SequenceDelta, output: OutputProcessor, news: TextDelta) -> pb.GenerateResponse:
-        # Field by field: built from keywords it takes 1.5 times as long, and this is done for every token.
+        # Field by field, because keywords take 1.5 times as long, and this runs for every token.
         response = pb.GenerateResponse(request_id=self._command.request_id)
         self._say_fingerprint(response)
         chunk = response.chunk
@@ -134,7 +135,7 @@ class GenerateCall:
             complete.stop_string = news.stop_string
         response = pb.GenerateResponse(request_id=self._command.request_id, complete=complete)
         self._say_fingerprint(response)
-        # Here and not above, so that they are not copied.
+        # Added here and not in the constructor above, which would copy them.
         async for some in in_turns(output.logprobs):
             response.complete.logprobs.extend(map(_position_logprobs, some))
         return response

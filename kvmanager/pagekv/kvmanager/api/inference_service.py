@@ -18,11 +18,11 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import inference_service_pb2_grpc as pb_grpc
 
-# Token ids that Tokenize answers with and Detokenize takes at most.
+# Most token ids in an answer of Tokenize and in a request to Detokenize.
 MAX_CODEC_TOKENS = 2**20
-# Stands before the length of the text in Detokenize's answer.
+# The tag of Detokenize's text field, which stands before the length of the text.
 _TEXT_TAG = varint(pb.DetokenizeResponse.TEXT_FIELD_NUMBER << 3 | 2)
-# Ids of Tokenize's answer that are written between two turns of the event loop.
+# Ids of Tokenize's answer that are serialised between two turns of the event loop.
 ANSWERED_AT_ONCE = 16 * 2**10
 
 
@@ -39,7 +39,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         served = self._served_model.served()
         command, stops = await read_generate(request, served, trace_parent_of(context))
         call = GenerateCall(self._engine, served, command, stops, only_complete=request.only_complete)
-        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
+        # The callback runs even if the call is cancelled while a message is being written; a `finally` here would not.
         context.add_done_callback(lambda _: call.close())
         await call.run(lambda message: context.write(message.SerializeToString()))
 
@@ -57,11 +57,11 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
         count_text(request.prompt, served.asking)
         prompt = await reader.read(request.prompt)
         parts = []
-        # Serialised messages one behind the other are one message; the event loop turns between them.
+        # Serialised messages, concatenated, are one message. The event loop has a turn between them.
         for start in range(0, len(prompt), ANSWERED_AT_ONCE):
             if start:
                 await asyncio.sleep(0)
-            # A list fills a field in half the time of an array.
+            # A list fills a field in half the time that an array takes.
             part = pb.TokenizeResponse(token_ids=prompt[start : start + ANSWERED_AT_ONCE].tolist())
             parts.append(part.SerializeToString())
         return b"".join(parts)
@@ -80,7 +80,7 @@ class InferenceService(pb_grpc.InferenceServiceServicer):
             return b""
         check_token_ids("token_ids", ids, served.model.vocab_size)
         text = await decode(tokenizer, ids)
-        # Megabytes: to make a str of them, a field and then bytes again would copy each four times.
+        # Written as bytes: a str, a message field and its serialisation would copy megabytes of text four times.
         return _TEXT_TAG + varint(len(text)) + text
 
     async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:

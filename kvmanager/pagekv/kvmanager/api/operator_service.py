@@ -18,12 +18,14 @@ from pagekv.v1 import operator_service_pb2_grpc as pb_grpc
 
 
 class OperatorService(pb_grpc.OperatorServiceServicer):
-    """Every answer is a snapshot between two steps, of many blocks one a slice. Errors are raised as `PageKVError`."""
+    """Every answer is a snapshot between two steps; a long list is made in slices, each a snapshot of its own. Errors
+    are raised as `PageKVError`.
+    """
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel) -> None:
         self._queries, self._snapshots, self._statistics = engine.queries, engine.snapshots, engine.statistics
         self._served_model = served_model
-        # Held by the watch that copies the tables, or makes a piece of its snapshot.
+        # Held by a watch while it copies the tables or makes a piece of its snapshot.
         self._snapshot_turns = asyncio.Lock()
 
     async def GetStats(self, request: pb.GetStatsRequest, context: Any) -> pb.GetStatsResponse:

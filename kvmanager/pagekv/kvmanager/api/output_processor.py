@@ -13,15 +13,15 @@ from pagekv.kvmanager.text.detokenizer import Detokenizer
 from pagekv.kvmanager.text.stop_strings import StopMatcher, StopStrings
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 
-# Resumed tokens that are taken in at once: one takes 1 to 10 microseconds, the first time that it is seen.
+# Resumed tokens that are processed at once. A token takes 1 to 10 microseconds the first time that it is seen.
 SLICE_TOKENS = 256
-# Tokens before the output that are looked at for the last one with text, on which a leading space depends.
+# Tokens before the output among which the last one with text is searched; a leading space of the output depends on it.
 CONTEXT_TOKENS = 1024
 
 
 @dataclass(slots=True)
 class TextDelta:
-    """The client's view of a SequenceDelta. Tokens behind the one that completed a stop string are left out."""
+    """A SequenceDelta as the client gets it: with text, and cut after the token that completed a stop string."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -32,10 +32,10 @@ class TextDelta:
 
 
 class OutputProcessor:
-    """Tokens to text for one sequence, and its output so far. Without a tokenizer the text stays empty."""
+    """Turns the tokens of one sequence into text and keeps its output. Without a tokenizer the text stays empty."""
 
     def __init__(self, command: GenerateCommand, stops: StopStrings, tokenizer: Tokenizer | None) -> None:
-        """`resume` is to be run through before anything else is called."""
+        """`resume` has to be exhausted before any other method is called."""
         num_prompt = len(command.prompt_ids) - command.resumed_tokens
         self._resumed = command.prompt_ids[num_prompt:]
         context = command.prompt_ids[max(0, num_prompt - CONTEXT_TOKENS) : num_prompt]
@@ -45,14 +45,14 @@ class OutputProcessor:
         self._resumed_match: str | None = None
         # Tokens generated, resumed ones included.
         self.num_tokens = 0
-        # The whole output so far without them, which goes into GenerateComplete.
+        # The whole output so far, without resumed tokens; it goes into GenerateComplete.
         self.token_ids: list[int] = []
         self.texts: list[str] = []
         self.logprobs = PackedLogprobs()
 
     def resume(self) -> Iterator[None]:
-        """Takes in resumed tokens, SLICE_TOKENS before each item: text held back at their end comes with the first new
-        tokens. Raises InvalidRequest where a stop string ends the output before the last of them.
+        """Processes resumed tokens and yields after every SLICE_TOKENS of them. Text that is held back at their end
+        comes with the first new tokens. Raises InvalidRequest if a stop string ends the output before the last of them.
         """
         if self._detokenizer is None:
             self.num_tokens = len(self._resumed)
@@ -67,9 +67,10 @@ class OutputProcessor:
                 yield
 
     def end_of_resumed(self, eos_token_ids: Collection[int]) -> TextDelta | None:
-        """The end to report at once when the resumed tokens are a whole output already; None: more is to come.
+        """The end to report at once if the resumed tokens are a finished output already; None: generation continues.
 
-        A stream may break between its last token and its end. The message with the last token had the last of the text.
+        This happens if a stream broke between its last token and its end. The message with the last token already had
+        the last text.
         """
         if not self._resumed:
             return None
@@ -84,9 +85,10 @@ class OutputProcessor:
         return None
 
     def take(self, delta: SequenceDelta) -> TextDelta:
-        """The client's view of the next delta. Must not be called again after a result with `finish` set.
+        """The next delta as the client gets it. Must not be called again after a result with `finish` set.
 
-        A `finish` where the engine's delta has none means that a stop string was found: the engine must be told.
+        If the result has a `finish` and the engine's delta has none, a stop string was found, and the caller has to end
+        the sequence in the engine.
         """
         token_ids = delta.token_ids
         out = TextDelta(token_ids, "", delta.logprobs, delta.finish, delta.stop_token_id)

@@ -1,7 +1,8 @@
-"""Turns a prompt (text, token ids or a conversation) into checked token ids, off the event loop if long.
+"""Turns a prompt (text, token ids or a conversation) into checked token ids, outside the event loop if it is long.
 
-Text is measured before it is encoded. A short one is encoded at once; a longer one in one of two threads, a long one in
-a process of its own, one after the other, since encoding takes hundreds of bytes of memory for each token.
+The length of a text is checked before it is encoded. A short text is encoded at once, a longer one in one of two
+threads. Long texts are encoded one after the other in a separate process, because encoding needs hundreds of bytes of
+memory for each token.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from pagekv.kvmanager.text.worker_process import WorkerStopped
 if TYPE_CHECKING:
     from pagekv.v1 import types_pb2
 
-# The field that refusals name, by kind of prompt.
+# By kind of prompt: the field that refusals name.
 PROMPT_FIELDS = {"text": "prompt.text", "token_ids": "prompt.token_ids.ids", "chat": "prompt.chat.messages"}
-# Bytes of text for each token that a prompt may have: no text has so many in a token all the way through, except one
-# of white space or the like.
+# A text may have this many bytes for each token that a prompt may have. Only texts of white space and the like have so
+# many bytes per token on average.
 BYTES_PER_TOKEN = 32
 MAX_CHAT_MESSAGES = 4096
 # Texts longer than this are encoded in a thread: 4096 characters take about a millisecond.
 INLINE_CHARACTERS = 4096
-# Texts longer than this are encoded in a process of its own, lists of ids longer than this decoded there.
+# Texts longer than this are encoded in the worker process.
 THREAD_CHARACTERS = 64 * 2**10
+# Lists of token ids that are longer are decoded in a thread, or in the worker process.
 INLINE_IDS, THREAD_IDS = 1024, 16 * 2**10
 # Messages of a conversation that are read between two turns of the event loop.
 MESSAGES_AT_ONCE = 512
-# Token ids that are copied in the turn in which they are found.
+# A list of more token ids is copied and checked in separate turns of the event loop.
 COPIED_AT_ONCE = 64 * 2**10
 
 _NUM_THREADS = 2
 _threads = ThreadPoolExecutor(_NUM_THREADS, "text")
-# Of one tenant no more is given to the threads than they do at once, so that the texts of others need not wait for all.
+# Each tenant has at most as many texts at the threads as there are threads, so that other tenants' texts need not wait
+# for all of them.
 _turns = TenantTurns(_NUM_THREADS)
 _Done = TypeVar("_Done")
 
@@ -109,7 +112,7 @@ class PromptReader:
         if not ids:
             raise InvalidRequest(field, "must have at least one token id")
         self._check_count(field, len(ids))
-        # Copies of a million ids take milliseconds: each is made in a turn of its own.
+        # A copy of a million ids takes milliseconds, so each copy has its own turn of the event loop.
         long = len(ids) > COPIED_AT_ONCE
         if long:
             await let_others_run()
@@ -131,7 +134,7 @@ class PromptReader:
             elif len(text) <= THREAD_CHARACTERS:
                 ids = await _in_thread(work)
             else:
-                # Each copy of 4 MB takes a millisecond: the next one is made in a turn of its own.
+                # A copy of 4 MB takes a millisecond, so the next copy has its own turn of the event loop.
                 await asyncio.sleep(0)
                 ids = await tokenizer.encode_long(text, special_tokens=special_tokens, limit=self._max_tokens)
         except TooManyTokens as error:
@@ -165,19 +168,19 @@ class PromptReader:
 
 
 def _num_bytes(text: str) -> int:
-    """Bytes of UTF-8, without a copy where each character is one."""
+    """Bytes of the text in UTF-8; an ASCII text is not copied for it."""
     return len(text) if text.isascii() else len(text.encode())
 
 
 def token_array(ids: Sequence[int]) -> array[int]:
-    """Token ids of a message, uint32. NumPy reads a repeated field in a hundredth of the time that a list takes."""
+    """Token ids of a message, uint32. NumPy reads a repeated field in a hundredth of the time of building a list."""
     found = array("I")
     found.frombytes(np.asarray(ids, np.uint32).data.cast("B"))
     return found
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises InvalidRequest naming the first id, of one at least, that is not below the vocabulary size."""
+    """Raises InvalidRequest, naming the first id that is not below the vocabulary size. Needs at least one id."""
     ids = np.asarray(token_ids)
     if ids.max() >= vocab_size:
         index = int((ids >= vocab_size).argmax())

@@ -1,4 +1,4 @@
-"""The attached model and its tokenizer, which services need to take a request, or the reason why there is none yet."""
+"""The attached model and its tokenizer, which services need to read a request, or the error that says why not yet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that requests can be read for."""
+    """Everything that is needed to read a request: model, tokenizer and the caller's tenant."""
 
     model: EngineInfo
     tokenizer: Tokenizer | None
-    # For whom the call is.
+    # The tenant that the call is for.
     asking: Asking = field(default_factory=Asking)
 
 
@@ -31,13 +31,13 @@ class ServedModel:
         self._fingerprint: str | None = None
 
     def open(self, fingerprint: str, tokenizer: Tokenizer | None) -> None:
-        """Opens for requests to the model of this fingerprint, read with `tokenizer`; None: token ids only."""
+        """Accepts requests to the model of this fingerprint. `tokenizer` reads them; None: token ids only."""
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
 
     def served(self) -> Served:
         """The model and its tokenizer, for the present call. Raises Unavailable until both are known, and
-        PermissionDenied where the call is for a tenant that is not.
+        PermissionDenied if the call's tenant is not known.
         """
         asking = self.asking()
         model = self._engine.model
@@ -48,6 +48,6 @@ class ServedModel:
         return Served(model, self._tokenizer, asking)
 
     def asking(self) -> Asking:
-        """The tenant of the present call. Raises PermissionDenied where it is not known."""
+        """The tenant of the present call. Raises PermissionDenied if it is not known."""
         accounts, name = self._engine.accounts, tenant_of_call()
         return Asking(accounts.tenant(name), accounts.of(name), accounts.file.namespaces)

@@ -1,4 +1,4 @@
-"""GenerateRequest to GenerateCommand: every field is checked here, once, and refused by name with its bounds."""
+"""Turns a GenerateRequest into a GenerateCommand and checks every field; a refusal names field and bounds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ MAX_NAME_BYTES = 256
 MAX_BEAM_WIDTH = 32
 MAX_LENGTH_PENALTY = 10
 DEFAULT_MAX_TOKENS = 16
-# Bounds of numbers that depend on nothing else. A logit divided by a repetition penalty stays finite in float32.
+# Bounds of numbers that do not depend on other fields or the model. With these bounds a logit that is divided by a
+# repetition penalty stays finite in float32.
 _BOUNDS: dict[str, tuple[float, float]] = {
     "beam_width": (0, MAX_BEAM_WIDTH),
     "temperature": (0, 100),
@@ -51,9 +52,10 @@ _BOUNDS: dict[str, tuple[float, float]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "length_penalty": (-MAX_LENGTH_PENALTY, MAX_LENGTH_PENALTY),
 }
-# Of these the lower bound is outside.
+# Parameters whose lower bound itself is not allowed.
 _ABOVE = ("top_p",)
-# Parameters without use for beam search, which must be as here or absent; and those that must be absent.
+# Parameters that have no effect in beam search: those of _BEAM_NEUTRAL must be absent or have the value of _GREEDY,
+# those of _BEAM_ABSENT must be absent.
 _GREEDY = SamplingParams(temperature=0.0)
 _BEAM_NEUTRAL = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -65,10 +67,10 @@ async def read_generate(
     request: inference_service_pb2.GenerateRequest, served: Served, trace_parent: str
 ) -> tuple[GenerateCommand, list[str]]:
     """The command for the engine, and the stop strings, which the API layer looks for. `trace_parent` as in
-    `GenerateCommand`. Raises InvalidRequest, NotFound for an adapter, or FailedPrecondition when the request is for
-    another model; PermissionDenied and Overloaded where the tenant may not ask for it, or not so much.
+    `GenerateCommand`. Raises InvalidRequest, NotFound for an adapter, FailedPrecondition if the request is for another
+    model, PermissionDenied if the tenant may not ask for this, and Overloaded if it has sent too much text.
 
-    Cheap checks come first: a request that is wrong elsewhere is refused before its text is encoded.
+    Cheap checks come first, so that a request with a wrong field is refused before its text is encoded.
     """
     model, tokenizer, asking = served.model, served.tokenizer, served.asking
     if request.model_fingerprint not in ("", model.model_fingerprint):
@@ -91,7 +93,7 @@ async def read_generate(
     identity = _read_identity(request, asking)
 
     count_text(request.prompt, asking)
-    # A prompt leaves room for one token of output at least.
+    # A prompt has to leave room for at least one output token.
     limit = model.max_model_len - 1
     prompt = await PromptReader(tokenizer, model.vocab_size, limit, _context(model)).read(request.prompt)
     max_tokens = _read_max_tokens(request, len(prompt), model)
@@ -105,7 +107,7 @@ async def read_generate(
         raise InvalidRequest(
             "sampling_params.min_tokens", f"must be from 0 to max_tokens ({max_tokens}), got {params.min_tokens}"
         )
-    # In place: to copy a million ids takes milliseconds.
+    # In place, because copying a million ids takes milliseconds.
     prompt.extend(resumed)
     command = GenerateCommand(
         request_id=request_id,
@@ -123,7 +125,7 @@ async def read_generate(
 
 
 def _read_max_tokens(request: inference_service_pb2.GenerateRequest, num_prompt: int, model: EngineInfo) -> int:
-    """Tokens of output at most, behind a prompt of so many tokens, which has to leave room for one."""
+    """Most output tokens after a prompt of `num_prompt` tokens, which has to leave room for at least one."""
     kind, params = request.prompt.WhichOneof("kind"), request.sampling_params
     assert kind is not None, "a request without a prompt was refused"
     check_prompt_fits(PROMPT_FIELDS[kind], num_prompt, params.beam_width, model)
@@ -143,11 +145,13 @@ def _read_max_tokens(request: inference_service_pb2.GenerateRequest, num_prompt:
 async def read_lookup(
     request: LookupPrefixRequest | ExplainPrefixRequest | PinPrefixRequest, served: Served
 ) -> tuple[array[int], CacheIdentity]:
-    """Token ids and cache identity of a question. Raises InvalidRequest, NotFound, PermissionDenied, Overloaded."""
+    """Token ids and cache identity of a lookup's or a pin's prompt. Raises InvalidRequest, NotFound, PermissionDenied,
+    Overloaded.
+    """
     for field in ("read", "write"):
         if request.cache.HasField(field):
             raise InvalidRequest(f"cache.{field}", "must be absent: only Generate reads and writes the cache")
-    # Questions are about blocks that the caller may read.
+    # Lookups are about blocks that the caller may read.
     identity, model = _read_identity(request, served.asking, read=True), served.model
     count_text(request.prompt, served.asking)
     prompt = await PromptReader(served.tokenizer, model.vocab_size, model.max_model_len, _context(model)).read(
@@ -157,13 +161,13 @@ async def read_lookup(
 
 
 def count_text(prompt: types_pb2.Prompt, asking: Asking) -> None:
-    """Counts what is to be tokenised of a prompt. Raises Overloaded where the tenant has sent too much."""
+    """Counts the bytes of a prompt that has to be tokenised. Raises Overloaded if the tenant has sent too many."""
     if prompt.WhichOneof("kind") in ("text", "chat"):
         asking.check_text(prompt.ByteSize())
 
 
 def check_request_id(field: str, request_id: str) -> None:
-    """Raises InvalidRequest unless `request_id` is one that Generate takes, which names of pins must be too."""
+    """Raises InvalidRequest unless `request_id` has the form of a request id, which names of pins have, too."""
     if not REQUEST_ID.fullmatch(request_id):
         raise InvalidRequest(field, f"must be 1 to 128 characters of [A-Za-z0-9._:-], got {_quote(request_id)}")
 
@@ -198,7 +202,7 @@ def _read_sampling(params: types_pb2.SamplingParams, vocab_size: int) -> Samplin
 
 
 def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model: EngineInfo) -> array[int]:
-    """The tokens that were generated before. Once more their number is checked when max_tokens is known."""
+    """The resumed tokens. Their number is checked a second time when max_tokens is known."""
     field = "resumed_token_ids"
     if given and (n != 1 or sampling.beam_width):
         name, value = ("beam_width", sampling.beam_width) if sampling.beam_width else ("n", n)
@@ -211,13 +215,13 @@ def _read_resumed(given: Sequence[int], sampling: SamplingParams, n: int, model:
 
 
 def _first_end(token_ids: array[int], start: int, ends: Collection[int]) -> int:
-    """The first position from `start` on with one of these tokens, -1 for none; fast, since they may be many."""
+    """The first position from `start` on with one of the tokens `ends`; -1 for none. Fast for many token ids."""
     found = np.isin(np.frombuffer(token_ids, np.uint32)[start:], [*ends])
     return start + int(found.argmax()) if found.any() else -1
 
 
 def _check_beams(params: types_pb2.SamplingParams, sampling: SamplingParams, n: int, model: EngineInfo) -> None:
-    """Refuses a beam search that cannot be run, and fields of beam search or sampling that would be ignored."""
+    """Refuses a beam search that cannot be run, and fields that would be ignored with or without beam search."""
     width = sampling.beam_width
     if not width:
         for name in ("length_penalty", "early_stopping"):
@@ -276,8 +280,8 @@ def _read_identity(
     asking: Asking,
     read: bool | None = None,
 ) -> CacheIdentity:
-    """The cache identity of a request, without adapter and media: no model served here has either, and an answer of the
-    base model is not what was asked for.
+    """The cache identity of a request. Refuses adapters and media, because no model supports them yet and an answer of
+    the base model would be wrong.
     """
     cache = request.cache
     for field, value in (("cache.namespace", cache.namespace), ("adapter", request.adapter)):
@@ -297,7 +301,7 @@ def _read_identity(
 
 
 def check_adapter(name: str) -> None:
-    """Raises NotFound unless there is an adapter of this name, "" being none."""
+    """Raises NotFound for the name of an adapter; "" means no adapter."""
     if name:
         raise NotFound(f"adapter: there is no {_quote(name)}, the model has no adapters", "adapter", name)
 

@@ -1,4 +1,4 @@
-"""One WatchEvents call: its request checked, its watch, and changes of the prefix tables as messages."""
+"""One WatchEvents call: checks of its request, its watch, and the changes of the prefix tables as messages."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from pagekv.kvmanager.tenants.accounts import Account
 from pagekv.v1 import operator_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-# Events in one message: with token ids in blocks of 256 less than 2 MB, and a few milliseconds to write.
+# Most events in one message. With token ids and blocks of 256 tokens it has less than 2 MB and takes a few milliseconds
+# to write.
 MAX_EVENTS = 1024
-# Events of a snapshot that are made at once, in a millisecond.
+# Events of a snapshot that are made at once, which takes a millisecond.
 EVENTS_AT_ONCE = 128
 MIN_PROGRESS_S, MAX_PROGRESS_S = 1, 3600
 MAX_INSTANCE_CHARACTERS = 64
@@ -26,7 +27,7 @@ _TIERS = {Tier.DEVICE: types_pb2.TIER_DEVICE, Tier.HOST: types_pb2.TIER_HOST}
 
 
 def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
-    """Raises InvalidRequest, and RevisionGone when the request goes on behind another run than `instance_id`."""
+    """Raises InvalidRequest, and RevisionGone if start_revision is of another run than `instance_id`."""
     given = request.instance_id
     if len(given) > MAX_INSTANCE_CHARACTERS:
         raise InvalidRequest("instance_id", f"must be at most {MAX_INSTANCE_CHARACTERS} characters, has {len(given)}")
@@ -50,7 +51,7 @@ def check_watch(request: pb.WatchEventsRequest, instance_id: str) -> None:
 
 
 def open_watch(queries: EngineQueries, account: Account, context: Any, start_revision: int = 0) -> TableWatch:
-    """A watch that ends with its call and counts for its tenant. Raises LimitExceeded and as `watch_events`."""
+    """A watch that ends with its call and counts for its tenant. Raises LimitExceeded, and as `watch_events` does."""
     account.check_count("max_watchers", account.watchers)
     watch = queries.watch_events(start_revision)
     account.watchers += 1
@@ -59,7 +60,7 @@ def open_watch(queries: EngineQueries, account: Account, context: Any, start_rev
         watch.close()
         account.watchers -= 1
 
-    # Runs also when the call is cancelled while a message is being written, where no `finally` would.
+    # The callback runs even if the call is cancelled while a message is being written; a `finally` would not.
     context.add_done_callback(close)
     return watch
 
@@ -67,9 +68,9 @@ def open_watch(queries: EngineQueries, account: Account, context: Any, start_rev
 async def watch_messages(
     request: pb.WatchEventsRequest, watch: TableWatch, instance_id: str, turns: asyncio.Lock
 ) -> AsyncIterator[pb.WatchEventsResponse]:
-    """The messages of the call: the snapshot, unless the request goes on behind a revision, and the changes. `turns` is
-    held while a piece of the snapshot is made: else the engine's turn comes behind one of each watch that has just
-    begun.
+    """The messages of the call: the snapshot, unless the request has a start_revision, and then the changes. `turns` is
+    held while a piece of the snapshot is made; otherwise the engine would have to wait for a piece of every watch that
+    has just begun.
     """
     with_tokens, sequence = not request.HasField("token_ids") or request.token_ids, count(1)
     interval = request.progress_interval.ToMilliseconds() / 1e3 or None
@@ -102,7 +103,7 @@ async def watch_messages(
 
 
 async def _snapshot_piece(watch: TableWatch, with_tokens: bool) -> tuple[Sequence[pb.CacheEvent], bool]:
-    """The next events of a snapshot, at most MAX_EVENTS, and whether more may follow; steps go on between."""
+    """The next events of a snapshot, at most MAX_EVENTS, and whether more may follow. Steps go on meanwhile."""
     events: list[pb.CacheEvent] = []
     while len(events) < MAX_EVENTS:
         blocks = watch.take_snapshot(EVENTS_AT_ONCE)
