@@ -36,7 +36,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logprobs: int | None = None
     logit_bias: dict[int, float] = field(default_factory=dict)
-    # 0: no beam search, and the two below mean nothing.
+    # 0: no beam search; the next two fields then have no meaning.
     beam_width: int = 0
     length_penalty: float = 1.0
     early_stopping: bool = False
@@ -51,7 +51,7 @@ class GenerateCommand:
     """One validated Generate call. The last `resumed_tokens` of `prompt_ids` count as output."""
 
     request_id: str
-    # uint32 in an array where it comes from a message.
+    # An array of uint32 if the prompt comes from a message.
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     n: int = 1
@@ -60,7 +60,7 @@ class GenerateCommand:
     priority: int = 0
     # Fingerprint of the model that the request was read for; empty: any.
     model_fingerprint: str = ""
-    # W3C traceparent of the caller's span; unchecked, and empty where there is none.
+    # W3C traceparent of the caller's span; unchecked, and empty if there is none.
     trace_parent: str = ""
-    # The one for whom it is made, whose identities may abort it.
+    # The tenant that the call is for; its callers may abort the request.
     tenant: Tenant = NO_TENANT

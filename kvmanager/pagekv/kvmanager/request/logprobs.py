@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar, overload
 
-# Positions that are put into a message between two turns of the event loop: one with 20 likeliest tokens takes some 20
-# microseconds.
+# Positions that are put into a message between two turns of the event loop. A position with the 20 likeliest tokens
+# takes some 20 microseconds.
 LOGPROBS_AT_ONCE = 64
 
 Position = TypeVar("Position")
@@ -26,16 +26,16 @@ class TokenLogprobs:
 
 
 class PackedLogprobs(Sequence[TokenLogprobs]):
-    """TokenLogprobs of many positions, in 8 bytes for each of their tokens; holds what no reader has taken yet. Values
-    are rounded to 32 bits, as both wires carry them.
+    """TokenLogprobs of many positions, with 8 bytes for each of their tokens: those that no reader has taken yet.
+    Values are rounded to 32 bits, because both the steps' and the clients' messages have float fields.
     """
 
     __slots__ = ("_ends", "_ids", "_values")
 
     def __init__(self, positions: Iterable[TokenLogprobs] = ()) -> None:
-        # The chosen token and then the likeliest ones, position by position.
+        # For each position the chosen token and then the likeliest ones.
         self._ids, self._values = array("I"), array("f")
-        # End of each position in the two.
+        # End of each position in these two arrays.
         self._ends = array("I")
         self.extend(positions)
 
@@ -69,7 +69,7 @@ class PackedLogprobs(Sequence[TokenLogprobs]):
 
 
 async def in_turns(positions: Iterable[Position]) -> AsyncIterator[list[Position]]:
-    """All positions in order, LOGPROBS_AT_ONCE at a time; the event loop has a turn after each of these lists."""
+    """Yields all positions in order, LOGPROBS_AT_ONCE at a time; the event loop has a turn after each list."""
     left = iter(positions)
     while some := list(islice(left, LOGPROBS_AT_ONCE)):
         yield some

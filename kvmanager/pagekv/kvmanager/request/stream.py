@@ -10,14 +10,14 @@ from pagekv.kvmanager.request.command import FinishReason
 from pagekv.kvmanager.request.logprobs import LOGPROBS_AT_ONCE, PackedLogprobs, TokenLogprobs
 from pagekv.kvmanager.request.wakeups import Wakeups
 
-# Tokens of a sequence that are made text of at once, which takes a millisecond; so many wake a reader who waits for its
-# end.
+# Tokens of a sequence that are turned into text at once, which takes a millisecond. A reader that waits for the end of
+# a sequence is also woken by this many tokens.
 MOST_AT_ONCE = 256
 
 
 @dataclass(slots=True)
 class SequenceDelta:
-    """News of one sequence since its reader last looked. Tokens are a delta, counts are cumulative."""
+    """Results of one sequence since its reader last took some. Tokens are a delta, counts are cumulative."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -31,7 +31,9 @@ class SequenceDelta:
     cumulative_logprob: float | None = None
 
     def parts(self) -> Iterable[SequenceDelta]:
-        """The same news in order, cut after MOST_AT_ONCE tokens, or LOGPROBS_AT_ONCE; the end comes last."""
+        """The same results in order, in parts of at most MOST_AT_ONCE tokens, or LOGPROBS_AT_ONCE with
+        log-probabilities. The last part has the end.
+        """
         most = LOGPROBS_AT_ONCE if self.logprobs else MOST_AT_ONCE
         return (self,) if len(self.token_ids) <= most else self._cut(most)
 
@@ -45,18 +47,18 @@ class SequenceDelta:
 
 
 class RequestStream:
-    """Carries deltas from the engine loop to one reader. The engine never waits for a reader: deltas that a slow reader
-    has not taken are merged into one for each sequence, bounded by max_tokens.
+    """Carries deltas from the engine loop to one reader. The engine never waits for the reader: deltas that it has not
+    taken yet are merged into one for each sequence, which max_tokens bounds.
     """
 
     def __init__(self, request_id: str, num_sequences: int, wakeups: Wakeups | None = None) -> None:
-        """`wakeups` wakes the reader; all streams of an engine share it. None: one for this stream alone."""
+        """`wakeups` wakes the reader; all streams of an engine share it. None: this stream has its own."""
         self.request_id = request_id
         self._wakeups = wakeups or Wakeups()
         self._pending: dict[int, SequenceDelta] = {}
-        # Future of a reader that waits for news; with news the reader waits for its turn in `wakeups`.
+        # Future of a reader that waits for results. When there are some, it waits for its turn in `wakeups`.
         self._reader: asyncio.Future[None] | None = None
-        # Whether the reader waits for the end of a sequence, and whether one is pending, or an error.
+        # Whether the reader waits for the end of a sequence; and whether an end, or an error, is pending.
         self._at_ends = self._end_pending = False
         self._open = set(range(num_sequences))
         self._error: Exception | None = None
@@ -78,7 +80,7 @@ class RequestStream:
         self._notify()
 
     def push_token(self, index: int, token_id: int, cached_tokens: int, preemptions: int) -> None:
-        """Adds one token of a sequence: the fast form of `push`."""
+        """Adds one token of a sequence; faster than `push`."""
         held = self._pending.get(index)
         if held is None:
             self._pending[index] = SequenceDelta(index, [token_id], (), cached_tokens, preemptions)
@@ -104,7 +106,7 @@ class RequestStream:
         self._notify()
 
     def fail(self, error: Exception) -> None:
-        """Ends the stream with an error for its reader, after what was pushed before."""
+        """Ends the stream with an error, which the reader gets after the results that were pushed before."""
         self._error = error
         self._end_pending = True
         self._notify()
@@ -115,10 +117,10 @@ class RequestStream:
             self._reader = None
 
     async def take(self, *, at_ends: bool = False) -> list[SequenceDelta]:
-        """Waits for news and for the reader's turn; returns one delta per sequence with news, by index. An empty list
-        means the end. Raises what the stream failed with. For one reader at a time.
+        """Waits for results and for the reader's turn; returns one delta for each sequence that has results, by index.
+        An empty list means the end. Raises the error that the stream failed with. For one reader at a time.
 
-        `at_ends`: waits until a sequence ends, and for no more than MOST_AT_ONCE tokens of one.
+        `at_ends`: waits until a sequence ends or has MOST_AT_ONCE tokens.
         """
         self._at_ends = at_ends
         while True:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Cached blocks are found by `name`, all is counted by `number`, from 0 on. Many names may have one number."""
+    """`name` is part of the identity of cached blocks. Shares and limits are counted by `number`, from 0 on, which many
+    names may have in common.
+    """
 
     name: str
     number: int
 
 
-# Everybody, where nobody is asked for an identity.
+# The tenant of all callers on a manager without identities.
 NO_TENANT = Tenant("", 0)

@@ -1,15 +1,15 @@
 """Paces the readers of streams: a few are woken at a time, first come, first served.
 
-A step hands out hundreds of tokens at once, and writing a message costs many times what planning a step does. Readers
-that are woken all together keep the event loop busy for longer than a step lasts, and the executor waits for the next
-step. With a few at a time the engine's turn comes after a few messages, however many readers are due, and tokens that
-arrive before a reader's turn go into the same message.
+A step gives tokens to hundreds of readers at once, and writing their messages takes much longer than planning a step.
+If all readers were woken together, they would keep the event loop busy for longer than a step lasts, and the executor
+would wait for the next step. With a few at a time the engine's turn comes after a few messages, however many readers
+are due, and tokens that arrive before a reader's turn go into the same message.
 
-Turns of the event loop are left out because gRPC tells asyncio of everything that has ended (a message written, a
-result read) by one byte through a socket, and takes one byte from it in every turn of the loop. The socket holds 278
-(Linux, default buffers). Where more comes than turns go by the socket fills up, and gRPC's thread stands still until
-three quarters of it have been taken. The result that the engine waits for comes behind that: up to 80 ms later, where
-256 streams were written to.
+After each few readers some turns of the event loop are skipped. gRPC reports everything that has ended (a message
+written, a result read) to asyncio with one byte through a socket, and reads one byte in every turn of the loop. The
+socket holds 278 bytes (Linux, default buffers). If more ends than turns go by, it fills up, and gRPC's thread stands
+still until three quarters of it have been read. The result that the engine waits for is then late: by up to 80 ms after
+writes to 256 streams.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-# A turn then lasts for about 250 microseconds, and a result passes through three of them on its way to the next step.
+# With so many readers a turn takes about 250 microseconds; three turns lie between a result and the next step.
 READERS_AT_ONCE = 6
 
 
 class Wakeups:
-    """Readers that are due. States: idle, or turning while `_turn` is called in every turn of the event loop."""
+    """The readers that are due. States: idle; turning, while `_turn` is called in every turn of the event loop."""
 
     def __init__(self) -> None:
         # The loop that all readers run on.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._due: deque[asyncio.Future[None]] = deque()
         self._turning = False
-        # Turns to leave out.
+        # Turns still to skip.
         self._pauses = 0
 
     def reader(self) -> asyncio.Future[None]:
@@ -38,7 +38,7 @@ class Wakeups:
         return self._loop.create_future()
 
     def add(self, reader: asyncio.Future[None]) -> None:
-        """Resolves one of `reader()` when its turn comes, unless it is cancelled by then."""
+        """Resolves a future of `reader()` when its turn comes, unless it is cancelled by then."""
         self._due.append(reader)
         if not self._turning:
             self._turning = True
