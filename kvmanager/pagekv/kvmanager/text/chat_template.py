@@ -1,4 +1,4 @@
-"""A model's own chat template: conversation to prompt text, as Hugging Face templates expect to be rendered."""
+"""A model's own chat template: turns a conversation into prompt text, as Hugging Face renders templates."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgpack
 from pagekv.kvmanager.text.template_sandbox import ChatTemplateError, check_syntax
 from pagekv.kvmanager.text.worker_process import JobRefused, WorkerProcess, WorkerStopped
 
-# Seconds of a processor, and bytes of address space, that compiling or rendering may take.
+# Seconds of CPU time, and bytes of address space, that compiling or rendering may use.
 RENDER_CPU_S = 2.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 
 
 class ChatTemplate:
-    """A template, which is compiled and rendered in a process of its own: templates come with models and are not
-    trusted. The process begins with the first conversation, or with `warm`.
+    """A template that is compiled and rendered in a process of its own, because templates come with models and are not
+    trusted. The process starts with the first conversation, or with `warm`.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -29,13 +29,13 @@ class ChatTemplate:
         self._worker = WorkerProcess("template", lambda: setup, RENDER_CPU_S, RENDER_MEMORY_BYTES)
 
     async def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError,
-        Overloaded, and Unavailable when closed. Cancelling it ends the rendering.
+        """The text of a conversation, messages of {"role", "content"}, up to the point where the assistant speaks.
+        Raises ChatTemplateError, Overloaded, and Unavailable when closed. Cancelling the call ends the rendering.
         """
         return (await self._run("render", msgpack.packb(messages))).decode()
 
     async def warm(self) -> None:
-        """Begins the process and compiles the template. Raises ChatTemplateError."""
+        """Starts the process and compiles the template. Raises ChatTemplateError."""
         await self._run("nothing", b"")
 
     async def _run(self, job: str, body: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Token ids to text as they arrive, never splitting a character."""
+"""Turns token ids into text as they arrive, never splitting a character."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pagekv.kvmanager.text.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Text of one sequence: decode(prompt) + everything returned == decode(prompt + tokens). O(1) per token.
+    """The text of one sequence: decode(prompt) + everything returned == decode(prompt + tokens). O(1) per token.
 
-    Tokens that stand for raw bytes are decoded as UTF-8, and an unfinished character is held back;
-    other tokens are whole characters whose text depends on at most the token before them (a leading space).
+    Tokens that stand for raw bytes are decoded as UTF-8, and an unfinished character is held back. Other tokens are
+    whole characters; their text depends at most on the token before them (for a leading space).
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
@@ -24,7 +24,7 @@ class Detokenizer:
         self._previous = next((token_id for token_id in reversed(context) if token_id not in special), None)
 
     def add(self, token_id: int) -> str:
-        """The text that is certain once this token is known; may be empty. Special tokens have no text."""
+        """The text that is final once this token is known; may be empty. Special tokens have no text."""
         if not self._held and (whole := self._tokenizer.whole_texts.get(token_id)) is not None:
             self._previous = token_id
             return whole
@@ -32,10 +32,10 @@ class Detokenizer:
             return ""
         raw = self._tokenizer.token_bytes(token_id)
         if raw is None:
-            # An unfinished character before whole ones stays unfinished: flush shows it as U+FFFD.
+            # An unfinished character before a whole one can never be completed: flush gives it as U+FFFD.
             text = self.flush() + self._tokenizer.text_after(self._previous, token_id)
         else:
-            # The work of codecs' incremental decoder without its layers: this runs for every token of every stream.
+            # As codecs' incremental decoder does, but without its layers, because this runs for every token.
             held = self._held
             raw = held + raw
             text, used = codecs.utf_8_decode(raw, "replace", False)

@@ -1,4 +1,4 @@
-"""The tokenizer that a manager serves with: the one that was named, or that of the executor's model."""
+"""The tokenizer that a manager serves with: that of --tokenizer, or that of the executor's model."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ log = Log(__name__)
 
 
 class ServedTokenizer:
-    """States: none kept, or one, whose processes it ends when another one is kept, and in the end."""
+    """Keeps the tokenizer in use, or none. Its processes end when another one is kept, or by `close`."""
 
     def __init__(self, named: Tokenizer | None, *, from_executor: bool) -> None:
-        """`named`: what --tokenizer names; `from_executor`: nothing, for the model decides."""
+        """`named`: the tokenizer of --tokenizer. `from_executor`: the flag names none, and the model decides."""
         self._named, self._from_executor = named, from_executor
         self.kept: Tokenizer | None = None
-        # The event loop forgets tasks that nobody holds.
+        # Kept here, because the event loop has only weak references to tasks.
         self._warming: asyncio.Task[None] | None = None
 
     async def of_model(self, model_id: str) -> Tokenizer | None:
-        """The tokenizer for a model, "" where the executor has none; None, and a line of the log, without."""
+        """The tokenizer for a model id, "" if the executor has no model. None, and a line in the log, without one."""
         if not self._from_executor:
             return self._named
         if not model_id:
@@ -38,12 +38,12 @@ class ServedTokenizer:
             return None
 
     def keep(self, tokenizer: Tokenizer | None) -> None:
-        """Makes this the tokenizer that has processes; those of the one before end."""
+        """Keeps this tokenizer from now on; the processes of the one before end."""
         former, self.kept = self.kept, tokenizer
         if former is tokenizer:
             return
         if self._warming is not None:
-            # First, for it would take the end of the process for a fault of the template.
+            # Cancelled first, because it would take the end of the process for a fault of the template.
             self._warming.cancel()
             self._warming = None
         if former is not None:

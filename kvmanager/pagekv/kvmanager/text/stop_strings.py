@@ -1,7 +1,7 @@
 """Finds stop strings in streamed text, also across chunks, and holds back text that may become one.
 
-One Knuth-Morris-Pratt automaton per stop string advances a character at a time, so matches and released text depend on
-the text alone, never on how it was cut into chunks. O(1) amortised per character and stop string.
+One Knuth-Morris-Pratt automaton per stop string advances character by character. So matches and released text depend
+only on the text, not on how it is cut into chunks. O(1) amortised per character and stop string.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Each of `stops` is at least one character; they may overlap and repeat."""
-        # Longest first, so that of several matches that end together the one that begins first wins.
+        # Longest first: if several matches end at the same character, the one that begins first wins.
         self.patterns = [(stop, _overlaps(stop)) for stop in sorted(set(stops), key=len, reverse=True)]
         self.beginnings = frozenset(stop[0] for stop in stops)
 
 
 def _overlaps(pattern: str) -> list[int]:
-    """For every prefix length 1 to n: how long its longest proper prefix is that is a suffix of it too."""
+    """For every prefix of the pattern, of length 1 to n: the length of its longest proper prefix that is also its
+    suffix (the failure function of Knuth, Morris and Pratt).
+    """
     overlaps = [0] * len(pattern)
     length = 0
     for i in range(1, len(pattern)):
@@ -37,7 +39,7 @@ class StopMatcher:
 
     def __init__(self, stops: StopStrings) -> None:
         self._patterns, self._beginnings = stops.patterns, stops.beginnings
-        # Per pattern: how many of its characters the text fed so far ends with.
+        # Per pattern: the length of its longest prefix with which the text so far ends.
         self._matched = [0] * len(self._patterns)
         # The end of the text fed so far that may be the beginning of a stop string: max(self._matched) characters.
         self._held = ""
@@ -48,7 +50,7 @@ class StopMatcher:
         The match that ends first wins; the text stops before it. With `may_stop` False a stop string completed by this
         text is ordinary text (min_tokens not reached), but its beginning may still be completed by later text.
         """
-        # In most texts no stop string begins, and none has begun before.
+        # The usual case: no stop string begins in this text, and none has begun before.
         if not self._patterns or (not self._held and self._beginnings.isdisjoint(text)):
             return text, None
         buffer = self._held + text
@@ -70,6 +72,6 @@ class StopMatcher:
         return buffer[:keep], None
 
     def flush(self) -> str:
-        """The text held back, once it is known that no more follows."""
+        """The text that is held back; to be called when no more text follows."""
         held, self._held = self._held, ""
         return held

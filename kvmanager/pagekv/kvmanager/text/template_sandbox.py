@@ -1,4 +1,4 @@
-"""A compiled chat template, for a process of its own, which bounds its time and memory."""
+"""A compiled chat template. It runs in a process of its own, which bounds its time and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ChatTemplateError(Exception):
 
 
 def check_syntax(source: str) -> None:
-    """Raises ChatTemplateError for a source that is no template. Evaluates nothing of it, as compiling would."""
+    """Raises ChatTemplateError for a source that is no template. Does not evaluate any of it, as compiling would."""
     try:
         _environment().parse(source)
     except TemplateSyntaxError as error:
@@ -42,7 +42,9 @@ class TemplateSandbox:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """A conversation of {"role", "content"} as text up to where the assistant speaks. Raises ChatTemplateError."""
+        """The text of a conversation, messages of {"role", "content"}, up to the point where the assistant speaks.
+        Raises ChatTemplateError.
+        """
         try:
             return self._template.render(
                 messages=messages, tools=None, documents=None, add_generation_prompt=True, **self._special_tokens

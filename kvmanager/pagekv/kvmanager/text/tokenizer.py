@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the `tokenizers` library alone: the manager holds neither transformers nor torch."""
+"""Text to token ids and back with the `tokenizers` library: the manager imports neither transformers nor torch."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from pagekv.kvmanager.text.template_sandbox import ChatTemplateError
 from pagekv.kvmanager.text.worker_process import WorkerProcess
 
 TOKENIZER_FILE = "tokenizer.json"
-# Seconds of a processor that one long text may take, and bytes of address space with the tokenizer itself. Encoding
-# takes some 350 bytes for each token; 4 MB of a million tokens fit.
+# Seconds of CPU time for one long text, and bytes of address space for it and the tokenizer. Encoding needs some 350
+# bytes for each token, so a text of 4 MB and a million tokens fits.
 LONG_TEXT_CPU_S = 60.0
 LONG_TEXT_MEMORY_BYTES = 1280 * 2**20
-# Long texts that may wait for the one that is read.
+# Most long texts that may wait at once.
 MAX_LONG_TEXTS = 32
 
 SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -40,7 +40,7 @@ class TooManyTokens(Exception):
 
 
 class Tokenizer:
-    """A loaded tokenizer with its chat template, if it has one. Safe to use from threads: only its caches change."""
+    """A loaded tokenizer with its chat template, if any. Safe to use from threads, because only caches change."""
 
     def __init__(
         self, backend: tokenizers.Tokenizer, chat_template: ChatTemplate | None = None, directory: Path | None = None
@@ -48,33 +48,33 @@ class Tokenizer:
         """`directory`: where its files are, for clients that load it themselves."""
         self._backend = backend
         self.directory = directory
-        # tokenizer.json may carry the settings of some training run; a prompt is never cut or padded.
+        # tokenizer.json may have such settings from a training run, but a prompt is never cut or padded.
         backend.no_truncation()
         backend.no_padding()
         self.chat_template = chat_template
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         added = backend.get_added_tokens_decoder()
-        # Never part of decoded text.
+        # Tokens that are never part of decoded text.
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         kinds = set(_decoder_kinds(_decoder_of(backend)))
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._bytes: dict[int, bytes | None] = {}
-        # Texts of tokens that need no neighbours; filled by `Detokenizer`, for all sequences.
+        # Texts of tokens that do not depend on other tokens; filled by `Detokenizer`, for all sequences.
         self.whole_texts: dict[int, str] = {}
         self._worker = WorkerProcess(
             "tokenizer", self._setup, LONG_TEXT_CPU_S, LONG_TEXT_MEMORY_BYTES, max_waiting=MAX_LONG_TEXTS
         )
 
     def _setup(self) -> bytes:
-        """Path or content of the file that another process makes this tokenizer from."""
+        """Path or content of the file from which the worker process loads this tokenizer."""
         if self.directory is not None:
             return os.fsencode((self.directory / TOKENIZER_FILE).resolve())
         return str(self._backend.to_str()).encode()
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """Reads tokenizer.json, and chat template and special tokens where there are any. Raises TokenizerError."""
+        """Reads tokenizer.json, and chat template and special tokens if there are any. Raises TokenizerError."""
         path = directory / TOKENIZER_FILE
         if not path.is_file():
             raise TokenizerError(
@@ -97,19 +97,18 @@ class Tokenizer:
         return cls(backend, template, directory)
 
     def encode(self, text: str, *, special_tokens: bool, limit: int) -> list[int]:
-        """Token ids of `text`; `special_tokens` adds those that the tokenizer puts around a text.
+        """Token ids of `text`, with `special_tokens` those that the tokenizer puts around a text as well.
 
-        The interpreter lock is free while this runs, so it may run in a thread. Raises TooManyTokens beyond `limit`
-        tokens.
+        May run in a thread, because it does not hold the interpreter lock. Raises TooManyTokens beyond `limit` tokens.
         """
-        # encode() would hold the interpreter lock throughout; the batch form does not.
+        # encode() would hold the interpreter lock; the batch form does not.
         encoding = self._backend.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
         if len(encoding) > limit:
             raise TooManyTokens(len(encoding))
         return encoding.ids
 
     async def encode_long(self, text: str, *, special_tokens: bool, limit: int) -> array[int]:
-        """As `encode`, in a process of its own, one text after the other; uint32. Cancelling it ends the encoding.
+        """As `encode`, in the worker process, one text after the other; uint32. Cancelling the call ends the encoding.
         Raises TooManyTokens, WorkerStopped, Overloaded, or Unavailable when closed.
         """
         answer = await self._worker.run("encode", struct.pack("<?Q", special_tokens, limit) + text.encode())
@@ -119,21 +118,21 @@ class Tokenizer:
         return array("I", answer[struct.calcsize("<Q") :])
 
     async def decode_long(self, token_ids: array[int]) -> bytes:
-        """UTF-8 of what `decode` returns, of uint32, in a process of its own. Raises as `encode_long` does."""
+        """As `decode`, in the worker process: UTF-8 of the text of uint32 ids. Raises as `encode_long` does."""
         return await self._worker.run("decode", token_ids.tobytes())
 
     def close(self) -> None:
-        """Ends the processes that long texts and the chat template have, for good."""
+        """Ends the worker processes of long texts and of the chat template for good."""
         self._worker.close()
         if self.chat_template is not None:
             self.chat_template.close()
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`, special tokens left out; ids the tokenizer does not know are left out too."""
+        """Text of `token_ids`. Special tokens and ids that the tokenizer does not know are left out."""
         return self._backend.decode_batch([token_ids], skip_special_tokens=True)[0]
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """UTF-8 bytes a token stands for by itself, perhaps not whole characters; None when its text needs context."""
+        """UTF-8 bytes of a token by itself, perhaps not whole characters; None if its text depends on its context."""
         if token_id not in self._bytes:
             self._bytes[token_id] = self._bytes_of(self._backend.id_to_token(token_id))
         return self._bytes[token_id]
@@ -154,15 +153,15 @@ class Tokenizer:
         return None
 
     def text_after(self, previous: int | None, token_id: int) -> str:
-        """Text a token adds behind `previous` (None: at the start of a text, where a leading space may go missing)."""
+        """Text that a token adds after `previous`. None: at the start of a text, which may drop a leading space."""
         if previous is None:
             return self.decode([token_id])
         return self.decode([previous, token_id])[len(self.decode([previous])) :]
 
 
 def _decoder_of(backend: tokenizers.Tokenizer) -> Mapping[str, Any] | None:
-    """The decoder as tokenizer.json has it. Written without the vocabulary: to write 150,000 tokens and read them again
-    takes as long as to load them, and 50 MB.
+    """The decoder as tokenizer.json has it. It is serialised without the vocabulary, because writing and reading
+    150,000 tokens takes as long as loading the tokenizer, and 50 MB.
     """
     if backend.decoder is None:
         return None
@@ -173,14 +172,16 @@ def _decoder_of(backend: tokenizers.Tokenizer) -> Mapping[str, Any] | None:
 
 
 def _decoder_kinds(decoder: Mapping[str, Any] | None) -> list[str]:
-    """Types of a decoder in tokenizer.json and of those it is made of."""
+    """Types of a decoder in tokenizer.json and of the decoders that it contains."""
     if decoder is None:
         return []
     return [decoder["type"]] + [kind for part in decoder.get("decoders", ()) for kind in _decoder_kinds(part)]
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes every byte as one printable character: itself if printable, else from U+0100 upwards."""
+    """The alphabet of byte-level BPE, which writes every byte as one printable character: as itself if it is printable,
+    else as a character from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -202,7 +203,9 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _chat_template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The template: a file of its own is preferred to tokenizer_config.json, and the default one to others."""
+    """The template's source, from a file of its own if there is one, else from tokenizer_config.json; of several named
+    templates the default one.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -214,7 +217,7 @@ def _chat_template_source(directory: Path, settings: Mapping[str, Any]) -> str |
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Names to text; a token is written as its text or as an object with `content`."""
+    """Texts of special tokens by name; in the settings a token is a text or an object with `content`."""
     tokens: dict[str, str] = {}
     for name in SPECIAL_TOKEN_NAMES:
         value = settings.get(name)

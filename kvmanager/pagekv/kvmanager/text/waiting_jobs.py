@@ -1,4 +1,4 @@
-"""Jobs on their way through a worker process: how many there are, how much they hold, and whose they are."""
+"""The jobs of a worker process: their number and their bytes, by tenant, with bounds."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ RETRY_DELAY_S = 1.0
 
 
 class WaitingJobs:
-    """The jobs that wait and the one that is done, with bounds on their number and on the bytes of their bodies.
+    """The jobs that wait or run, with bounds on their number and on the bytes of their bodies.
 
-    A tenant that has less than an equal share of a bound gets in although the bound is reached, for others have filled
-    it. Nothing is kept of tenants that have no job.
+    If a bound is reached, a tenant with less than an equal share of it still gets in, because other tenants have filled
+    it. Nothing is kept about tenants without jobs.
     """
 
     def __init__(self, kind: str, max_jobs: int, max_bytes: int) -> None:
-        """`kind` of the process, for the words of refusals."""
+        """`kind`: the kind of process, named in refusals."""
         self._kind = kind
         self._max_jobs = max_jobs
         self._max_bytes = max_bytes
-        # By tenant, "" where nobody is asked for an identity.
+        # By tenant; "" on a manager without identities.
         self._jobs: Counter[str] = Counter()
         self._bytes: Counter[str] = Counter()
 
     def enter(self, tenant: str, num_bytes: int) -> None:
-        """Takes in a job with a body of so many bytes. Raises Overloaded, which tells a tenant of its own alone."""
+        """Counts a new job with a body of `num_bytes`. Raises Overloaded, without numbers of other tenants."""
         jobs, own_jobs, most = self._jobs.total(), self._jobs[tenant], self._max_jobs
         if jobs >= most and not (tenant and own_jobs < max(1, self._share(tenant, most))):
             what = f"{own_jobs} texts of your tenant" if tenant else f"{jobs} texts"
@@ -40,7 +40,7 @@ class WaitingJobs:
         self._bytes[tenant] += num_bytes
 
     def leave(self, tenant: str, num_bytes: int) -> None:
-        """A job that was taken in is done, or nobody waits for it any more."""
+        """Ends the counting of a job that is done, or that nobody waits for any more."""
         self._jobs[tenant] -= 1
         self._bytes[tenant] -= num_bytes
         if not self._jobs[tenant]:

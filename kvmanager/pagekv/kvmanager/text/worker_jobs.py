@@ -1,8 +1,8 @@
-"""A worker process's side: reads jobs from its standard input, one after the other, and answers each.
+"""The code of a worker process: reads jobs from standard input, one after the other, and answers each.
 
-Started by `WorkerProcess`, which is the only one to know this format: a job is its name, the processor seconds it may
-take, and a body; an answer is a status and a body. The process ends with its input or, on Linux, with the process that
-started it, and is killed by its own timer when a job takes too long, whatever the job is in the middle of.
+`WorkerProcess` starts it, and only the two know this format: a job has a name, the CPU seconds that it may take, and a
+body; an answer has a status and a body. The process ends when its input ends or, on Linux, when its parent ends. Its
+own timer kills it when a job takes too long, even in the middle of a library call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 JOB = struct.Struct("<16sdQ")
 ANSWER = struct.Struct("<BQ")
 DONE, REFUSED = 0, 1
-# Bytes that a template may render to: twice what a prompt may have.
+# Most bytes that a template may render.
 MAX_RENDERED_BYTES = 16 * 2**20
 
 Job = Callable[[bytes], bytes]
@@ -73,7 +73,7 @@ def tokenizer_jobs(setup: bytes) -> dict[str, Job]:
     tokenizer.no_padding()
 
     def encode(body: bytes) -> bytes:
-        """Number of tokens, and the token ids where there are no more than the limit."""
+        """Number of tokens, and their ids unless there are more than the limit."""
         special_tokens, limit = struct.unpack_from("<?Q", body)
         text = body[struct.calcsize("<?Q") :].decode()
         encoding = tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
@@ -90,8 +90,8 @@ _KINDS: dict[str, Callable[[bytes], dict[str, Job]]] = {"template": template_job
 
 
 def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
-    """Does jobs until there are no more. The first, `setup`, makes the others of its kind; `nothing` does nothing. A
-    job that is cut off has no reader any more: its writer was killed.
+    """Does jobs until the input ends. The first job, `setup`, makes the other jobs of this kind; `nothing` does
+    nothing. A job whose body is cut off gets no answer, because its writer was killed.
     """
     jobs: dict[str, Job] = {"nothing": lambda _: b""}
     while len(head := jobs_in.read(JOB.size)) == JOB.size:
@@ -118,22 +118,22 @@ def serve(kind: str, jobs_in: BinaryIO, answers: BinaryIO) -> None:
 
 
 def bound_memory(memory_bytes: int) -> None:
-    """Bounds this process's address space, by less where its limit is lower already, which only root may raise."""
+    """Bounds this process's address space by `memory_bytes`, or keeps a lower hard limit, which only root may raise."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = memory_bytes if hard == resource.RLIM_INFINITY else min(memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def main(kind: str, memory_bytes: int) -> None:
-    """Serves on standard input and output until the input ends, within so much address space."""
-    # Ctrl-C reaches every process of a terminal; this one goes with its parent.
+    """Serves on standard input and output until the input ends, within `memory_bytes` of address space."""
+    # Ctrl-C reaches every process of a terminal, but this one ends with its parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     bound_memory(memory_bytes)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     answers = os.fdopen(os.dup(1), "wb")
-    # Text that a library prints is no answer.
+    # A library may print to standard output: its text goes to standard error, not among the answers.
     os.dup2(2, 1)
     try:
         serve(kind, sys.stdin.buffer, answers)

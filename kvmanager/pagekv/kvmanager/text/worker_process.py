@@ -1,8 +1,8 @@
-"""A child process that does one job at a time: what may take long or much, and must be stoppable at any moment.
+"""A child process that does one job at a time: work that may need much time or memory and can be stopped at any time.
 
-Encoding holds megabytes of text in one call of a library that cannot be interrupted, and a chat template is somebody
-else's program. In a process of their own both have a bound on time and memory, leave the event loop its interpreter,
-and end at once when their caller has gone.
+Encoding megabytes of text is one library call that cannot be interrupted, and a chat template is a program that comes
+with the model. In a process of their own both have bounds on time and memory, do not hold the event loop's interpreter
+lock, and end at once when their caller has gone.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from pagekv.kvmanager.text.worker_jobs import ANSWER, DONE, JOB
 
 log = Log(__name__)
 
-# Jobs that may wait for the one that is done, and bytes of their bodies, that one's included. A caller holds several
-# times as many: its message, and the text that it was made of.
+# Most jobs, and most bytes of their bodies, that wait or run. A caller holds several times as many bytes: its message,
+# and the text in it.
 MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 * 2**20
-# Processor seconds for the setup: libraries are imported, a template is compiled or a tokenizer loaded.
+# CPU seconds for the setup, which imports libraries and compiles a template or loads a tokenizer.
 SETUP_CPU_S = 10.0
 # Seconds that a process may take to end once its pipes are shut.
 PATIENCE_S = 5.0
@@ -43,7 +43,7 @@ _START += "main(sys.argv[1], int(sys.argv[2]))"
 
 
 class JobRefused(Exception):
-    """The process says that a job cannot be done, and why."""
+    """The process answered that a job cannot be done; the message says why."""
 
 
 class WorkerStopped(Exception):
@@ -59,17 +59,17 @@ class _Ticket:
 
 
 class WorkerProcess:
-    """States: not started ⇄ running → closed. Started by the first job; it ends with its parent, with a job that takes
-    too long or whose caller has gone, and starts anew with the next job. A setup that is refused or takes too long is
-    not tried again.
+    """States: not started ⇄ running → closed. The first job starts the process. It ends with its parent, and with a job
+    that takes too long or whose caller has gone; the next job starts it again. A setup that is refused or takes too
+    long is not tried again.
     """
 
     def __init__(
         self, kind: str, setup: Callable[[], bytes], cpu_s: float, memory_bytes: int, max_waiting: int = MAX_WAITING
     ) -> None:
-        """`kind` of jobs, as `worker_jobs` knows it; `setup` gives the body of the first job of each process. A job may
-        take `cpu_s` seconds of a processor, and the process `memory_bytes` of address space, or what a limit of this
-        process leaves of it.
+        """`kind`: the kind of jobs, as `worker_jobs` knows it. `setup` gives the body of the first job of each process.
+        A job may use `cpu_s` seconds of CPU time. The process may use `memory_bytes` of address space, or less if this
+        process's own limit is lower.
         """
         self._kind = kind
         self._setup = setup
@@ -78,22 +78,23 @@ class WorkerProcess:
         self._waiting = WaitingJobs(kind, max_waiting, MAX_WAITING_BYTES)
         # The thread that talks to the process. Jobs of callers that have gone are dropped before their turn.
         self._thread = ThreadPoolExecutor(1, f"{kind} worker")
-        # So at most one job of each tenant waits for the thread.
+        # At most one job of each tenant waits for the thread.
         self._turns = TenantTurns()
-        # Held by that thread, and by callers that give up, to look at what is running, and never for longer: callers
-        # are on the event loop.
+        # Protects `_closed`, `_current` and `_processes`. Held only for moments, because callers that give up take it
+        # on the event loop.
         self._lock = threading.Lock()
         self._closed = False
         self._current: _Ticket | None = None
-        # One at most.
+        # At most one process.
         self._processes: list[subprocess.Popen[bytes]] = []
-        # Makes the error of every job.
+        # Set if the setup failed for good: makes the error of every later job.
         self._broken: Callable[[], JobRefused | WorkerStopped] | None = None
         weakref.finalize(self, _reap, self._processes)
 
     async def run(self, job: str, body: bytes) -> bytes:
-        """The answer to a job. Cancelling the call ends the job, and with it the process. Raises JobRefused,
-        WorkerStopped, Overloaded as `WaitingJobs.enter` does, or Unavailable when closed or ended from outside.
+        """The answer to a job. Cancelling the call ends the job and, if it is running, the process. Raises JobRefused,
+        WorkerStopped, Overloaded as `WaitingJobs.enter` does, and Unavailable if the process is closed, was ended from
+        outside or cannot be started.
         """
         tenant = tenant_of_call()
         self._waiting.enter(tenant, len(body))
@@ -111,26 +112,26 @@ class WorkerProcess:
             self._waiting.leave(tenant, len(body))
 
     def close(self) -> None:
-        """Ends the process for good, in the middle of a job too."""
+        """Ends the process for good, even in the middle of a job."""
         with self._lock:
             self._closed = True
             self._kill()
         self._thread.submit(self._reaped)
 
     def _kill(self) -> None:
-        """The thread finds out, and clears away."""
+        """Kills the process; the thread notices and cleans up."""
         for process in self._processes:
             process.kill()
 
     def _do(self, ticket: _Ticket, job: str) -> bytes:
-        """On the thread."""
+        """Does a job, on the thread."""
         body = ticket.body
         if self._broken is not None:
             raise self._broken()
         try:
             if self._ready(ticket):
                 return self._ask(job, body, self._cpu_s)
-            # Nobody reads it.
+            # The caller has gone, so nobody reads the answer.
             return b""
         except (OSError, EOFError) as error:
             raise self._stopped(self._ended(), self._cpu_s) from error
@@ -141,7 +142,7 @@ class WorkerProcess:
                 self._reaped()
 
     def _ready(self, ticket: _Ticket) -> bool:
-        """Whether the process is set up for this ticket, now current, and wanted. Raises Unavailable."""
+        """Makes this ticket current and sets the process up; whether its caller still waits. Raises Unavailable."""
         if self._processes and self._processes[0].poll() is not None:
             self._reaped()
         with self._lock:
@@ -174,7 +175,7 @@ class WorkerProcess:
             raise self._stopped(status, SETUP_CPU_S) from error
 
     def _start(self) -> subprocess.Popen[bytes]:
-        """Raises Unavailable: that the manager lacks descriptors, processes or memory is no fault of the job."""
+        """Raises Unavailable: a lack of descriptors, processes or memory in the manager is no fault of the job."""
         try:
             return subprocess.Popen(
                 [sys.executable, "-c", _START, self._kind, str(self._memory_bytes), *sys.path],
@@ -202,21 +203,21 @@ class WorkerProcess:
         return answer
 
     def _ended(self) -> int:
-        """Status of a process whose pipes are shut: it is about to end by itself, and killing it would hide why."""
+        """Exit status of a process whose pipes are closed: it ends by itself, and killing it would hide the reason."""
         for process in self._processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(PATIENCE_S)
         return self._reaped()
 
     def _reaped(self) -> int:
-        """Ends the process for good; returns its status."""
+        """Ends the process, if there is one; returns its exit status."""
         with self._lock:
             processes = self._processes[:]
             self._processes.clear()
         return _reap(processes)
 
     def _stopped(self, status: int, cpu_s: float) -> WorkerStopped | Unavailable:
-        """Why a job under way got no answer."""
+        """The error for a running job that got no answer."""
         try:
             self._check_open()
         except Unavailable as error:
@@ -239,14 +240,14 @@ def _read(pipe: IO[bytes], size: int) -> bytes:
 
 
 def _reap(processes: list[subprocess.Popen[bytes]]) -> int:
-    """Ends the processes, closes what leads to them and empties the list; returns the last one's status."""
+    """Ends the processes, closes their pipes and empties the list; returns the exit status of the last one."""
     status = 0
     while processes:
         process = processes.pop()
         process.kill()
         status = process.wait()
         for pipe in (process.stdin, process.stdout):
-            # Bytes left to be written have no reader.
+            # Closing a pipe flushes it, which fails because nobody reads it.
             with suppress(OSError):
                 if pipe is not None:
                     pipe.close()
