@@ -1,6 +1,6 @@
 """Translates Generate of `vllm.grpc.engine` to PageKV's own messages and back.
 
-Features of vLLM that PageKV lacks are refused by their name in vLLM; everything else goes through the checks of
+Features of vLLM that PageKV lacks are refused by their name in vLLM. All other fields go through the checks of
 `pagekv.v1.InferenceService`, whose sampling fields have the same names.
 """
 
@@ -20,7 +20,7 @@ from pagekv.kvmanager.request.logprobs import in_turns
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import types_pb2
 
-# Fields of a request that have no meaning here: nothing loads media, and no cache moves between managers.
+# Fields of a request that PageKV does not support: media, and transfer of KV caches between managers.
 _NO_MEDIA = "PageKV takes no media"
 _NO_TRANSFER = "PageKV hands no KV cache from one instance to another"
 _UNSUPPORTED = {
@@ -34,10 +34,10 @@ _UNSUPPORTED_SAMPLING = {
     "prompt_logprobs": "PageKV computes no log-probabilities of prompts",
     "truncate_prompt_tokens": "PageKV never cuts a prompt",
 }
-# Paths of a prompt, and of the same in vLLM's request.
+# By the path of a prompt's field: its path in vLLM's request.
 _PROMPT_FIELDS = {"prompt.token_ids.ids": "tokenized.input_ids", "prompt.text": "text", "prompt": "input"}
 _SHARED = types_pb2.SamplingParams.DESCRIPTOR.fields_by_name
-# Seeds are signed there, and any 64 bits here.
+# vLLM's seeds are signed, PageKV's are unsigned; both have 64 bits.
 _SEED_MASK = 2**64 - 1
 _FINISH_REASONS = {
     types_pb2.FINISH_REASON_STOP: "stop",
@@ -47,10 +47,10 @@ _FINISH_REASONS = {
 
 
 def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.GenerateRequest:
-    """The same request to `pagekv.v1.InferenceService`, not checked any further. Raises InvalidRequest.
+    """The request as a message of `pagekv.v1.InferenceService`, whose own checks follow. Raises InvalidRequest.
 
-    In `top_p`, `repetition_penalty` and `n`, which have no presence, 0 means the default, as in vLLM's servicer. Fields
-    about text made of tokens (`skip_special_tokens` and its kin) are ignored: the gateway makes the text.
+    0 means the default in `top_p`, `repetition_penalty` and `n`, as in vLLM's servicer, because these fields have no
+    presence. Fields about detokenization, such as `skip_special_tokens`, are ignored, because the gateway detokenizes.
     """
     given = {field.name for field, _ in request.ListFields()}
     for name, why in _UNSUPPORTED.items():
@@ -70,7 +70,7 @@ def read_request(request: vllm.GenerateRequest, model: EngineInfo) -> pb.Generat
         validation.check_count("tokenized.input_ids", len(ids), model.max_model_len)
         read.prompt.token_ids.ids.extend(ids)
         left = longest_sequence(model, 0) - len(ids)
-        # vLLM's default is all the room the prompt leaves. Without room the prompt is refused by its own field.
+        # vLLM's default is all the room that the prompt leaves. Without room, the prompt's own field is refused later.
         if not request.sampling_params.HasField("max_tokens") and left > 0:
             read.sampling_params.max_tokens = left
     return read
@@ -90,9 +90,9 @@ async def read_generate(
 
 
 def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
-    # Before anything is copied.
+    # Checked before anything is copied.
     validation.check_sampling_lists(params)
-    # Without fields that are 0 and have no presence: 0 and absent mean the same to PageKV then, too.
+    # ListFields leaves out fields without presence that are 0, so 0 means the same as absent, as in vLLM.
     given = {field.name: value for field, value in params.ListFields()}
     for name, why in _UNSUPPORTED_SAMPLING.items():
         if name in given:
@@ -113,8 +113,9 @@ def _read_sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
 
 
 async def write_response(response: pb.GenerateResponse, stop_token_ids: Collection[int]) -> vllm.GenerateResponse:
-    """A message of the answer. `stop_token_ids` are the request's own: vLLM does not report that an end token of the
-    model matched. The event loop has turns while log-probabilities of a whole output are translated.
+    """A message of the answer, in vLLM's form. `stop_token_ids` are the request's own: only these are reported as
+    matched, as vLLM does not report the model's end-of-sequence tokens. The event loop has turns while
+    log-probabilities of a whole output are translated.
     """
     if response.WhichOneof("event") == "chunk":
         chunk = response.chunk
@@ -122,7 +123,7 @@ async def write_response(response: pb.GenerateResponse, stop_token_ids: Collecti
             chunk=vllm.GenerateStreamChunk(
                 token_ids=chunk.token_ids,
                 prompt_tokens=chunk.prompt_tokens,
-                # Tokens of this chunk alone: the gateway adds them up.
+                # Only this chunk's tokens, because the gateway adds them up.
                 completion_tokens=len(chunk.token_ids),
                 cached_tokens=chunk.cached_tokens,
                 index=chunk.index,

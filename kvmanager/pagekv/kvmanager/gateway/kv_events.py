@@ -1,7 +1,8 @@
-"""The prefix table for a gateway that routes by it: batches of a `TableWatch` as `smg.grpc.common.KvEventBatch`.
+"""The prefix table for a gateway that routes by cached prefixes: batches of a `TableWatch` as
+`smg.grpc.common.KvEventBatch`.
 
 A gateway matches the tokens of a prompt against blocks from the start of a sequence, and its requests have no
-namespace, adapter or media. Therefore batches have only device blocks that such a prompt can hit. A block's name is the
+namespace, adapter or media. So batches contain only device blocks that such a prompt can hit. A block's name is the
 first 56 bits of its digest.
 """
 
@@ -16,8 +17,8 @@ from smg_grpc_proto.generated import common_pb2 as common
 from pagekv.kvmanager.kvcache.block_hash import short_hash
 from pagekv.kvmanager.kvcache.events.batch import Diff, Removed, Stored, Tier, join
 
-# Bounds of one message: blocks, and their tokens. Making a message at a bound takes 2 to 3 milliseconds, in which the
-# event loop does nothing else.
+# Most blocks of one message, and most tokens of these blocks. Making a message of this size takes 2 to 3 milliseconds,
+# in which the event loop does nothing else.
 MAX_BLOCKS = 512
 MAX_TOKENS = 32_768
 
@@ -32,13 +33,13 @@ class KvEvents:
         self._block_size = block_size
         self._max_blocks = min(MAX_BLOCKS, MAX_TOKENS // block_size)
         self._sequence = 0
-        # Digests of blocks in the table that a gateway's prompt cannot hit.
+        # Digests of device blocks in the table that the gateway was not told of, because its prompts cannot hit them.
         self._untold: set[bytes] = set()
 
     def begin(self) -> bytes:
-        """A batch that makes the gateway drop its state of this manager; the table follows as stored blocks.
+        """A batch that makes the gateway drop its copy of this manager's table; the table follows as stored blocks.
 
-        Sent as a snapshot of one chunk, which a gateway takes whatever sequence number it expected.
+        It is sent as a snapshot of one chunk, which a gateway accepts whatever sequence number it expects.
         """
         batch = _cleared()
         batch.snapshot.count = 1
@@ -71,12 +72,12 @@ class KvEvents:
         for digest, parent, token_ids in blocks.each():
             stored = batch.events.add().stored
             stored.blocks.add(block_hash=_name(digest), token_ids=token_ids, block_size=self._block_size)
-            # The first block of a sequence follows none.
+            # The first block of a sequence has no parent.
             if parent != self._root:
                 stored.parent_block_hash = _name(parent)
 
     def _take_back(self, found: Sequence[Removed]) -> list[bytes]:
-        """Digests of removed blocks that the gateway has been told of."""
+        """Digests of those removed blocks that the gateway was told of."""
         gone = [*chain.from_iterable(removed.digests for removed in found if removed.tier is Tier.DEVICE)]
         if not self._untold:
             return gone
@@ -85,7 +86,7 @@ class KvEvents:
         return told
 
     def _tell(self, found: Sequence[Stored]) -> list[Stored]:
-        """The stored blocks that a prompt of tokens alone, in no namespace, can hit."""
+        """The stored blocks that a gateway's prompt can hit; the digests of the others go into `_untold`."""
         untold = self._untold
         told: list[Stored] = []
         for stored in found:

@@ -1,7 +1,7 @@
 """vllm.grpc.engine.VllmEngine, the protocol of the gateway `smg`, over the same engine as `pagekv.v1`.
 
-The stubs are those of the package `smg-grpc-proto` (extra `gateway-api`), so this module is imported only on demand.
-Calls that a gateway of text models makes are served; the rest is UNIMPLEMENTED.
+The stubs come from the package `smg-grpc-proto` (extra `gateway-api`), so this module is imported only on demand. Calls
+that a gateway makes for text models are served; the others are UNIMPLEMENTED.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "chat_template.jinja",
 )
-# Seconds that FlushCache may wait, and between two looks.
+# Most seconds that FlushCache may wait, and seconds between two attempts.
 MAX_FLUSH_S = 600.0
 FLUSH_STEP_S = 0.02
-# Seconds between messages to a subscriber, by which a gateway's picture may be behind while much happens. Making and
-# writing a message takes most of a millisecond, whatever is in it.
+# Seconds between two messages to a subscriber: a gateway's copy of the table may be so old while much changes. Making
+# and writing a message takes most of a millisecond, however small it is.
 EVENTS_PAUSE_S = 0.2
 # Name of a deployment whose executor has no model directory (the oracle).
 NAMELESS_MODEL = "pagekv"
@@ -61,14 +61,14 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     """Errors are raised as `PageKVError`; the server's interceptor turns them into statuses."""
 
     def __init__(self, engine: EngineLoop, served_model: ServedModel, serving: Callable[[], bool]) -> None:
-        """`serving`: whether the manager takes requests now, as its health service says."""
+        """`serving`: whether the manager serves requests now, as its health service reports."""
         self._engine = engine
         self._served_model = served_model
         self._serving = serving
         self._started = time.monotonic()
-        # When GetLoads was asked for last, and the tokens generated until then.
+        # Time of the latest GetLoads, and the tokens generated until then.
         self._looked = self._started, 0
-        # The tokenizer that was asked for last, its archive and the SHA-256 of that: made once, and shared by callers.
+        # The tokenizer that GetTokenizer sent last, its archive, and the archive's SHA-256; shared by all callers.
         self._archived: tuple[Tokenizer, bytes, str] | None = None
         self._archiving = asyncio.Lock()
 
@@ -89,7 +89,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         name = model.model_id or NAMELESS_MODEL
         return vllm.GetModelInfoResponse(
             model_path=name,
-            # For clients: the last part of a directory, else the model id.
+            # The name for clients: the last part of a directory, else the model id.
             served_model_name=Path(name).name if Path(name).is_absolute() else name,
             tokenizer_path=directory,
             is_generation=True,
@@ -105,7 +105,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         stats = self._engine.statistics.stats()
         everybodys = stats.running_sequences + stats.waiting_sequences
         return vllm.GetServerInfoResponse(
-            # A tenant is told of its own.
+            # A tenant is told only the number of its own requests.
             active_requests=asking.account.live if asking.tenant.name else everybodys,
             uptime_seconds=time.monotonic() - self._started,
             server_type="pagekv",
@@ -134,19 +134,19 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
     async def Generate(self, request: vllm.GenerateRequest, context: Any) -> None:
         served = self._served_model.served()
         command, stops = await read_generate(request, served, trace_parent_of(context))
-        # A copy: the field would keep the request with its prompt for as long as gRPC keeps its done callbacks.
+        # A copy, because the field would keep the whole request alive for as long as gRPC keeps its done callbacks.
         stop_token_ids = frozenset(request.sampling_params.stop_token_ids)
-        # The gateway makes text of tokens by itself: here it is needed only to look for stop strings.
+        # The gateway detokenizes by itself. A tokenizer is needed here only to look for stop strings.
         reading = served if stops else Served(served.model, None)
         call = GenerateCall(self._engine, reading, command, stops, only_complete=not request.stream)
 
         async def write(response: pb.GenerateResponse) -> None:
             written = (await write_response(response, stop_token_ids)).SerializeToString()
-            # The last may be large, and its reader slow.
+            # The last message may be large and its reader slow, so its first form is freed.
             del response
             await context.write(written)
 
-        # Runs also when the call is cancelled while a message is being written, where no `finally` here would.
+        # The callback runs even if the call is cancelled while a message is being written; a `finally` here would not.
         context.add_done_callback(lambda _: call.close())
         await call.run(write)
 
@@ -183,7 +183,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
             yield common.GetTokenizerChunk(data=archive[start : start + TOKENIZER_CHUNK], sha256=digest if last else "")
 
     async def SubscribeKvEvents(self, request: common.SubscribeKvEventsRequest, context: Any) -> None:
-        # No history is kept: every subscription begins with the whole table, wherever it wants to go on.
+        # Every subscription begins with the whole table, whatever its start, because no history is kept for gateways.
         asking = self._served_model.asking()
         watch = open_watch(self._engine.queries, asking.account, context)
         model = self._engine.model
@@ -198,7 +198,7 @@ class VllmEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publish
         while True:
             for batch in events.changed(await watch.take()):
                 await context.write(batch)
-            # Steps may take a few milliseconds: the changes of several go into one message.
+            # Steps may take only a few milliseconds, so the changes of several steps go into one message.
             await asyncio.sleep(EVENTS_PAUSE_S)
 
     async def Embed(self, request: vllm.EmbedRequest, context: Any) -> vllm.EmbedResponse:
