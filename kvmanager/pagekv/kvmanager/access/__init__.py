@@ -1,1 +1,1 @@
-"""Callers: their identities and roles, how they prove them, which role each call needs, and the record of refusals."""
+"""Callers: identities and roles, their proof, the role that each call needs, and the record of refusals."""

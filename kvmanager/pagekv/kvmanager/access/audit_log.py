@@ -1,7 +1,7 @@
-"""The record of refusals and of what operators did: a file of JSON lines, without keys and without prompts.
+"""The record of refused calls and of operators' calls: a file of JSON lines, without keys and without prompts.
 
-A thread writes it: a disk that stands still holds up no call. Lines wait for it up to a bound, beyond which they are
-lost and counted.
+A thread writes it, so that a slow disk holds up no call. A bounded number of lines waits for the thread; lines beyond
+are lost and counted.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from pathlib import Path
 from typing import Literal
 
 FILE_MODE = 0o600
-# Refusals cost a stranger nothing, so more than these in a second are counted instead of written.
+# Refused calls cost a stranger nothing, so in each second those beyond this number are counted instead of written.
 MAX_REFUSALS_A_SECOND = 100
-# Of callers who are known, and asked for more than a limit lets them have: few, so that they hide no others.
+# The same for known callers that asked for more than a limit allows; few, so that they do not hide other refusals.
 MAX_LIMITED_A_SECOND = 10
 MAX_FIELD_CHARACTERS = 256
-# Lines that wait for the disk at most: with these bounds of fields, some ten megabytes.
+# Most lines that wait for the disk: some ten megabytes, with fields of the largest size.
 MAX_WAITING_LINES = 4096
-# Seconds that the last lines get to be written.
+# Seconds that `close` waits for the last lines.
 CLOSE_S = 2.0
-# Seconds between two lines of the process's log about lines that were lost.
+# Least seconds between two lines about lost lines in the process's log.
 COMPLAINT_S = 60.0
 
 _log = logging.getLogger(__name__)
 
 
 class AuditLog:
-    """One line for each event, written soon. `lost_lines` counts those that could not be written: a full disk ends no
-    service. A file that was moved away, as programs that rotate logs do, is begun again at its path.
+    """One line for each event, written soon. Lines that cannot be written are counted in `lost_lines`, so that a full
+    disk does not stop serving. If the file is moved away, as log rotation does, a new file is begun at its path.
     """
 
     def __init__(self, path: Path, now: Callable[[], float] = time.time) -> None:
-        """`now`: seconds since 1970. Raises OSError where the file cannot be opened."""
+        """`now`: seconds since 1970. Raises OSError if the file cannot be opened."""
         self._path = path
         self._now = now
         self._file = _open(path)
-        # Anything else, a terminal say, is not rotated.
+        # Only a regular file is rotated, not a terminal, for example.
         self._may_move = stat.S_ISREG(os.fstat(self._file).st_mode)
         self._second = -1
         self._refusals = self._limited = self._left_out = 0
         self._complained_at = -math.inf
-        # Lost by callers, and by the writer: each is counted on one thread.
+        # Lines lost in the calling thread, and lines lost in the writer: each number is changed on one thread only.
         self._not_taken = self._not_written = 0
         self._closed = False
         # None ends the writer.
@@ -65,14 +65,14 @@ class AuditLog:
         return self._not_taken + self._not_written
 
     def refused(self, identity: str, peer: str, call: str, reason: str) -> None:
-        """A call was refused. `identity` is the caller's name, "" where it is not known."""
+        """Records a refused call. `identity` is the caller's name, "" if it is not known."""
         now = self._now()
         self._enter(now)
         self._refusals += 1
         self._refuse(now, identity, peer, call, reason, within=self._refusals <= MAX_REFUSALS_A_SECOND)
 
     def limited(self, identity: str, peer: str, call: str, reason: str) -> None:
-        """A call of a caller who is known was refused for a limit, its tenant's or one that all share."""
+        """Records a call of a known caller that was refused by a limit, its tenant's or one that all share."""
         now = self._now()
         self._enter(now)
         self._limited += 1
@@ -85,7 +85,7 @@ class AuditLog:
             self._left_out += 1
 
     def called(self, identity: str, peer: str, call: str, reason: str = "") -> None:
-        """A known caller made a call that is recorded."""
+        """Records a call of a known caller that was let in."""
         now = self._now()
         self._enter(now)
         self._add(now, "called", identity, peer, call, reason)
@@ -99,12 +99,12 @@ class AuditLog:
         with suppress(queue.Full):
             self._waiting.put(None, timeout=CLOSE_S)
             self._writer.join(CLOSE_S)
-        # A writer that a disk holds up ends with the process, and the file with it.
+        # A writer that still waits for the disk ends with the process, which then closes the file.
         if not self._writer.is_alive():
             os.close(self._file)
 
     def _enter(self, now: float) -> None:
-        """Begins a second, in which refusals are written again."""
+        """Begins a new second, if it is one: refusals are then written again."""
         if int(now) != self._second:
             self._add_left_out(now)
             self._second, self._refusals, self._limited = int(now), 0, 0
@@ -120,7 +120,7 @@ class AuditLog:
         fields = {"identity": identity, "peer": peer, "call": call, "reason": reason}
         clipped = {name: text[:MAX_FIELD_CHARACTERS] for name, text in fields.items()}
         moment = datetime.fromtimestamp(now, UTC).isoformat(timespec="milliseconds")
-        # ASCII alone: control characters, other alphabets and halves of surrogate pairs are escaped.
+        # ASCII only: control characters, other alphabets and lone surrogates are escaped.
         line = (json.dumps({"time": moment, "event": event} | clipped) + "\n").encode("ascii")
         try:
             if self._closed:
@@ -135,7 +135,7 @@ class AuditLog:
         while (line := self._waiting.get()) is not None:
             try:
                 self._follow()
-                # One write for a line: with O_APPEND lines of two processes do not mix.
+                # A single write for each line: with O_APPEND, lines of two processes do not mix.
                 if os.write(self._file, line) < len(line):
                     raise OSError("no room for a whole line")
             except OSError as error:
@@ -143,7 +143,7 @@ class AuditLog:
                 self._complain(str(error))
 
     def _follow(self) -> None:
-        """Opens the file at the path where that is not the one that is open. Raises OSError."""
+        """Opens the path again if it is no longer the open file. Raises OSError."""
         if not self._may_move:
             return
         try:
@@ -156,16 +156,16 @@ class AuditLog:
 
     def _complain(self, reason: str) -> None:
         now = self._now()
-        # A clock that was set back counts as a minute gone.
+        # After the clock was set back, the next complaint is written at once.
         if not 0 <= now - self._complained_at < COMPLAINT_S:
             self._complained_at = now
             _log.warning("audit log %s: %s; %d lines lost so far", self._path, reason, self.lost_lines)
 
 
 def _open(path: Path) -> int:
-    # Without O_NONBLOCK a named pipe that nobody reads would hold up the process.
+    # Without O_NONBLOCK, opening a named pipe that nobody reads would block the process.
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, FILE_MODE)
-    # A file that was there may be open to others; a terminal or a pipe is the system's.
+    # A file that existed before may be readable by others. A terminal or a pipe keeps its mode.
     if stat.S_ISREG(os.fstat(file).st_mode):
         os.fchmod(file, FILE_MODE)
     return file

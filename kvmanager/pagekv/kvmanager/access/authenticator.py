@@ -1,4 +1,4 @@
-"""From what a caller shows, an authorization header or a client certificate, to its identity."""
+"""Finds a caller's identity from its authorization header or its client certificate."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from pagekv.kvmanager.access.json_web_tokens import JsonWebTokens
 from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 
 MAX_HEADER_CHARACTERS = 16 * 2**10
-# Of a subject in the words for its caller.
+# Most characters of a subject in an error's text.
 MAX_SUBJECT_CHARACTERS = 256
 
 
 class _Known(NamedTuple):
-    """All that callers are held against, replaced as a whole."""
+    """The data against which callers are checked, replaced as a whole."""
 
     identities: Identities
     tokens: JsonWebTokens | None
 
 
 class Authenticator:
-    """Identifies callers. `refusals` counts by reason those that were not known."""
+    """Identifies callers. `refusals` counts, by reason, callers that could not be identified."""
 
     def __init__(self, identities: Identities) -> None:
         self.refusals: Counter[str] = Counter({reason.value: 0 for reason in RefusalReason})
         self._known = _Known(identities, JsonWebTokens(identities.jwt) if identities.jwt is not None else None)
-        # Of token verifiers that were replaced, so that the count never falls.
+        # Failures of replaced token verifiers, so that the count never falls.
         self._earlier_failures = 0
 
     @property
     def refresh_failures(self) -> int:
-        """Attempts to read the issuer's key set that failed."""
+        """Number of failed attempts to read the issuer's key set."""
         tokens = self._known.tokens
         return self._earlier_failures + (tokens.refresh_failures if tokens is not None else 0)
 
     @property
     def gateway(self) -> Identity | None:
-        """Of callers at the gateway's own address who show nothing; None: they are nobody."""
+        """The identity of callers at the gateway's own address that show none; None: they are refused."""
         return self._known.identities.gateway
 
     def replace(self, identities: Identities) -> None:
-        """From the next call on these count. An issuer that is the same keeps its keys. May be called on another
-        thread: a call that is being looked at goes on with what it began with.
+        """Replaces the identities from the next call on. If the issuer's settings are the same, its keys are kept. May
+        be called on another thread, because a call in progress goes on with the identities with which it began.
         """
         tokens = self._known.tokens
         if tokens is not None and tokens.settings != identities.jwt:
@@ -63,8 +63,9 @@ class Authenticator:
     async def identify(
         self, authorization: str | None, certificate_pem: bytes | None, now: Callable[[], float] = time.time
     ) -> Identity:
-        """The caller's identity. A header decides alone: a wrong one is refused, whatever the certificate. `now`: the
-        time that certificates are held against, in seconds since 1970. Raises UnknownCaller, an Unauthenticated.
+        """The caller's identity. If there is a header, it alone decides: a wrong one is refused whatever the
+        certificate. `now`: the time at which certificates have to be valid, in seconds since 1970. Raises
+        UnknownCaller, which is an Unauthenticated.
         """
         known = self._known
         try:
@@ -78,7 +79,7 @@ class Authenticator:
         raise self.refusal(RefusalReason.NO_IDENTITY)
 
     def refusal(self, reason: RefusalReason) -> UnknownCaller:
-        """The error for a caller that is refused for this reason, counted."""
+        """Counts a refusal; returns the error for its caller."""
         self.refusals[reason.value] += 1
         return UnknownCaller(reason)
 
@@ -99,7 +100,7 @@ async def _by_header(known: _Known, authorization: str) -> Identity:
 
 
 def _by_name_and_key(identities: Identities, encoded: str) -> Identity:
-    """Basic authentication, as browsers do it. The name may be left out, but one that is not the key's is wrong."""
+    """HTTP Basic authentication, as browsers use it. The name may be empty; otherwise it has to be that of the key."""
     try:
         name, _, key = base64.b64decode(encoded, validate=True).partition(b":")
     except ValueError as error:
@@ -111,8 +112,8 @@ def _by_name_and_key(identities: Identities, encoded: str) -> Identity:
 
 
 def _by_key(identities: Identities, key: bytes) -> Identity:
-    # The time of this lookup depends on the digest alone. To learn a digest from it helps nobody: a caller cannot
-    # choose a key's digest, and no key is found from one, since keys are random and too long to try.
+    # The time of this lookup depends only on the digest. Learning a digest from it does not help: a caller cannot
+    # choose a key's digest, and no key can be found from its digest, because keys are random and too long to guess.
     identity = identities.keys.get(hashlib.sha256(key).digest())
     if identity is None:
         raise UnknownCaller(RefusalReason.UNKNOWN_KEY)
@@ -129,7 +130,7 @@ def _by_certificate(identities: Identities, pem: bytes, now: float) -> Identity:
         shown = "".join(each if each.isprintable() else "?" for each in certificate.subject[:MAX_SUBJECT_CHARACTERS])
         words = f"certificate of {shown or 'an empty subject'} is not in the file of identities"
         raise UnknownCaller(RefusalReason.UNKNOWN_CERTIFICATE, words)
-    # TLS looked at the dates once, when the connection began, which may have been long ago.
+    # TLS checks the dates only when a connection begins, which may be long ago.
     if not certificate.not_valid_before <= datetime.fromtimestamp(now, UTC) <= certificate.not_valid_after:
         raise UnknownCaller(RefusalReason.EXPIRED_CERTIFICATE)
     return identity

@@ -1,4 +1,4 @@
-"""The table of calls and HTTP routes, and the role that each needs. A call that is not in it is nobody's."""
+"""The table of calls and HTTP routes, and the role that each needs. A call that is not in the table is refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _INFERENCE, _CACHE, _OPERATOR = SERVICES
 GATEWAY_SERVICE = "vllm.grpc.engine.VllmEngine"
 _HEALTH = "grpc.health.v1.Health"
 
-# Load balancers and orchestrators ask these without an identity; the answers have no more than a state.
+# Load balancers and orchestrators make these calls without an identity; the answers contain only a state.
 OPEN_CALLS = frozenset(_methods(_HEALTH, "Check Watch List", None))
 
-# None: every caller that is known.
+# None: every known caller may make the call.
 ROLE_OF_CALL: Mapping[str, Role | None] = MappingProxyType(
     _methods(_INFERENCE, "Generate Abort Tokenize Detokenize GetModelInfo", Role.GENERATE)
     | _methods(_CACHE, "LookupPrefix ExplainPrefix", Role.GENERATE)
@@ -41,10 +41,10 @@ ROLE_OF_CALL: Mapping[str, Role | None] = MappingProxyType(
     | _methods("grpc.reflection.v1.ServerReflection", "ServerReflectionInfo", None)
 )
 
-# Operators end the requests of others, and need no prompts of their own for it.
+# Operators may end other callers' requests, even without the role that lets them generate.
 OPERATORS_TOO = frozenset((f"/{_INFERENCE}/Abort", f"/{GATEWAY_SERVICE}/Abort"))
 
-# By method and the canonical form of aiohttp's resource, in which the files below /page are one.
+# Routes are given by method and the canonical form of aiohttp's resource; all files below /page are one resource.
 OPEN_ROUTES = frozenset({("GET", "/health"), ("GET", "/ready")})
 ROLE_OF_ROUTE: Mapping[tuple[str, str], Role] = MappingProxyType(
     {
@@ -63,7 +63,7 @@ ROLE_OF_ROUTE: Mapping[tuple[str, str], Role] = MappingProxyType(
 
 
 def check_call(identity: Identity, method: str) -> None:
-    """Raises PermissionDenied unless a caller may make the call, `/package.Service/Method`, which is not open."""
+    """Raises PermissionDenied unless the caller may make the call, `/package.Service/Method`. Not for OPEN_CALLS."""
     if method in OPERATORS_TOO and Role.OPERATE in identity.roles:
         return
     if method not in ROLE_OF_CALL:
@@ -72,7 +72,7 @@ def check_call(identity: Identity, method: str) -> None:
 
 
 def check_route(identity: Identity, method: str, pattern: str) -> None:
-    """Raises PermissionDenied unless a caller may ask for the route; `pattern` is its resource's canonical form."""
+    """Raises PermissionDenied unless the caller may use the route; `pattern` is its resource's canonical form."""
     route = method, pattern
     if route not in ROLE_OF_ROUTE:
         raise PermissionDenied(f"nobody may ask for {' '.join(route)[:_NAME_CHARACTERS]}")

@@ -1,4 +1,4 @@
-"""Subject and dates of a client certificate. That a known authority signed it is checked by TLS, before any call."""
+"""Subject and dates of a client certificate. TLS has checked before any call that a known authority signed it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import lru_cache
 from cryptography import x509
 
 MAX_PEM_BYTES = 64 * 2**10
-# Certificates that are read once, and not for each call of a connection.
+# Most parsed certificates that are kept, so that a certificate is not parsed for each call of a connection.
 MAX_CACHED = 1024
 
 
@@ -24,7 +24,7 @@ class Certificate:
 
 @lru_cache(maxsize=MAX_CACHED)
 def subject_of(pem: bytes) -> Certificate:
-    """The first certificate in these bytes: TLS sends the client's own first. Raises ValueError without one."""
+    """The first certificate in these bytes, which is the client's own in TLS. Raises ValueError without one."""
     if len(pem) > MAX_PEM_BYTES:
         raise ValueError(f"a certificate must have at most {MAX_PEM_BYTES} bytes, has {len(pem)}")
     try:
@@ -35,7 +35,7 @@ def subject_of(pem: bytes) -> Certificate:
 
 
 def normal_subject(text: str) -> str:
-    """The RFC 4514 text as `subject_of` writes it. Raises ValueError for other text and for an empty subject."""
+    """An RFC 4514 text in the form that `subject_of` gives. Raises ValueError for other text and an empty subject."""
     name = x509.Name.from_rfc4514_string(text)
     if not name.rdns:
         raise ValueError("a subject has one attribute at least")

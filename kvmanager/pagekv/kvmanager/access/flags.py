@@ -12,7 +12,7 @@ from pagekv.common.tls_flags import TlsConfig, check_tls
 
 @dataclass(frozen=True, slots=True)
 class AccessConfig:
-    """Checked values. Empty: none."""
+    """Checked values. An empty text means that the flag is not set."""
 
     tls: TlsConfig = field(default_factory=TlsConfig, metadata=flag_group("identity"))
     executor_ca: str = flag(
@@ -69,18 +69,18 @@ class AccessConfig:
 
     @property
     def protected(self) -> bool:
-        """Whether gRPC and HTTP are encrypted and let in only callers who are known."""
+        """Whether gRPC and HTTP are encrypted and let in only known callers."""
         return bool(self.tls.tls_cert and self.identities)
 
     def open_listeners(self, listeners: Mapping[str, str], events: Mapping[str, str]) -> dict[str, str]:
         """Addresses, by the names of their flags, at which other machines can connect without TLS or a login.
-        `listeners` are those of gRPC and HTTP, `events` those of ZeroMQ, which has neither.
+        `listeners`: addresses of gRPC and HTTP. `events`: addresses of ZeroMQ, which has neither TLS nor a login.
         """
         return open_to_others({**({} if self.protected else listeners), **events})
 
 
 def _same_place(one: str, other: str) -> bool:
-    """Whether two addresses of this machine are one: two listeners of gRPC would share it without a word."""
+    """Whether two addresses of this machine are the same: two listeners of gRPC would share it without an error."""
     if one.startswith("unix:") or other.startswith("unix:"):
         return one.removeprefix("unix:").removeprefix("//") == other.removeprefix("unix:").removeprefix("//")
     port = one.rpartition(":")[2]
@@ -88,7 +88,7 @@ def _same_place(one: str, other: str) -> bool:
 
 
 def check_access(parser: FlagParser, config: AccessConfig, listen: str, events: Mapping[str, str]) -> None:
-    """Ends the process with status 2, and one line, where flags do not go together."""
+    """Ends the process with status 2, and one line, if flags contradict each other or lack another flag."""
     check_tls(parser, config.tls)
     if bool(config.executor_cert) != bool(config.executor_key):
         names = ("executor-cert", "executor-key")

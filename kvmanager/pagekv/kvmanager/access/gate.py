@@ -1,4 +1,4 @@
-"""The gate that every call of gRPC and every HTTP request passes before anything of it is looked at.
+"""The gate that every gRPC call and every HTTP request has to pass before its content is parsed.
 
 authorization or certificate -> Authenticator -> Identity -> the table of roles -> its tenant -> `caller`, the handler
 """
@@ -41,16 +41,18 @@ from pagekv.kvmanager.access.tenancy import TENANT, acting
 if TYPE_CHECKING:
     from aiohttp import web
 
-# Of gRPC's metadata and of HTTP's headers.
+# Key of gRPC's metadata, and name of HTTP's header.
 _AUTHORIZATION = "authorization"
-# Reasons of refusals to callers who are known.
+# Reasons for which the gate refuses known callers.
 _NO_ROLE, _WRONG_TENANT = "no_role", "wrong_tenant"
-# Callers who were let in: their tenant is not known, or may not use what the call is about.
+# Reason of refusals after the gate: the caller's tenant is not known, or may not use something that the call needs.
 _NOT_ALLOWED = "not_allowed"
 
 
 class _Attempt(NamedTuple):
-    """A call that asks to be let in: from where, what is called, and what it shows."""
+    """A call at the gate: the peer's address, the call's name, the authorizations that it shows, the tenants that it
+    names, and its certificate.
+    """
 
     peer: str
     call: str
@@ -60,7 +62,7 @@ class _Attempt(NamedTuple):
 
 
 def _peer(context: Any) -> str:
-    """The address that a call comes from. gRPC escapes the brackets of IPv6, because to it this is a URI."""
+    """The address that a call comes from. gRPC gives a URI, in which the brackets of IPv6 are escaped."""
     return unquote(context.peer())
 
 
@@ -68,7 +70,7 @@ class Gate:
     """Lets in the callers of one file of identities, which is read again when it changes."""
 
     def __init__(self, identities: Path, audit_log: AuditLog | None) -> None:
-        """Raises TomlFileError where the file cannot be used."""
+        """Raises TomlFileError if the file cannot be used."""
         self.files = WatchedFiles("identities", [identities], self._reload)
         self._path = identities
         self.audit_log = audit_log
@@ -77,11 +79,11 @@ class Gate:
 
     @property
     def refusals(self) -> dict[str, int]:
-        """Calls and requests that were refused, by the reason."""
+        """Numbers of refused calls and HTTP requests, by the reason."""
         return {**self.authenticator.refusals, **self._refusals}
 
     def close(self) -> None:
-        """Ends the audit log. Idempotent."""
+        """Closes the audit log. Idempotent."""
         if self.audit_log is not None:
             self.audit_log.close()
 
@@ -89,20 +91,22 @@ class Gate:
         self.authenticator.replace(read_identities(self._path))
 
     async def admit_call(self, method: str, context: Any) -> None:
-        """Makes the caller this task's. Raises Unauthenticated, PermissionDenied and InvalidRequest."""
+        """Identifies the caller, checks its role and sets `caller` for this task. Raises Unauthenticated,
+        PermissionDenied and InvalidRequest.
+        """
         await self._admit_call(method, context, None)
 
     async def admit_gateway_call(self, method: str, context: Any) -> None:
-        """The same for calls at the gateway's own address: there whoever shows nothing is the gateway."""
+        """`admit_call` for calls at the gateway's own address, where a caller that shows no identity is the gateway."""
         await self._admit_call(method, context, self.authenticator.gateway)
 
     async def _admit_call(self, method: str, context: Any, unnamed: Identity | None) -> None:
-        """`unnamed`: the identity of a caller that shows none; None: such a caller is refused."""
+        """`unnamed`: the identity of a caller that shows no authorization; None: the caller is refused."""
         caller.set(None)
         if method in OPEN_CALLS:
             return
         metadata = context.invocation_metadata() or ()
-        # Bytes are no text, and no key and no tenant either.
+        # A value of bytes counts as "", which is no key and no tenant.
         shown, named = (
             [value if isinstance(value, str) else "" for key, value in metadata if key == name]
             for name in (_AUTHORIZATION, TENANT)
@@ -110,14 +114,14 @@ class Gate:
         certificates = context.auth_context().get("x509_pem_cert", ())
         attempt = _Attempt(_peer(context), method, shown, named, next(iter(certificates), None))
         known = await self._let_in(attempt, lambda known: check_call(known, method), unnamed)
-        # An operator may be ending another's request.
+        # An operator's Abort is recorded, because it may end another caller's request.
         if ROLE_OF_CALL.get(method) is Role.OPERATE or (method in OPERATORS_TOO and Role.OPERATE in known.roles):
             self._note_call(known, attempt)
         caller.set(known)
 
     def note_refusal(self, method: str, context: Any, error: PageKVError) -> None:
-        """A call of gRPC ended with this error. Where it had been let in, and was refused for its tenant or for a
-        limit, that is counted and recorded; what is not let in has been.
+        """Counts and records a gRPC call that was let in and then refused for its tenant or for a limit. Calls that
+        were not let in have been counted already.
         """
         known = caller.get()
         if known is None:
@@ -131,7 +135,7 @@ class Gate:
 
     async def admit_request(self, request: web.Request) -> None:
         """`admit_call` for HTTP requests."""
-        # One task answers all requests of a connection: the caller of the one before must not stay.
+        # One task answers all requests of a connection, so the caller of the request before must not stay.
         caller.set(None)
         resource = request.match_info.route.resource
         method = "GET" if request.method == "HEAD" else request.method
@@ -152,7 +156,9 @@ class Gate:
     async def _let_in(
         self, attempt: _Attempt, check: Callable[[Identity], None], unnamed: Identity | None = None
     ) -> Identity:
-        """The caller, with the tenant that the call is for; `check` is of its roles."""
+        """The caller's identity, with the tenant that the call is for. `check` checks its roles. Raises
+        Unauthenticated, PermissionDenied and InvalidRequest.
+        """
         known: Identity | None = None
         reason = _NO_ROLE
         try:
@@ -172,7 +178,7 @@ class Gate:
             raise
 
     async def _identify(self, authorizations: Sequence[str], certificate_pem: bytes | None) -> Identity:
-        """Raises Unauthenticated, also for two authorizations: a proxy may have looked at the other one."""
+        """Raises Unauthenticated, also for two authorizations, because a proxy may have checked the other one."""
         if len(authorizations) > 1:
             raise self.authenticator.refusal(RefusalReason.SENT_TWICE)
         return await self.authenticator.identify(next(iter(authorizations), None), certificate_pem)

@@ -1,5 +1,5 @@
 """The file of identities: API keys by their digests, client certificates by their subjects, an issuer of tokens, and
-the identity of those who come through a gateway.
+the identity of callers that come through a gateway.
 
 The file is read as a whole and checked field by field. Errors name the file and the field, and quote no secret.
 """
@@ -24,7 +24,7 @@ MAX_TEXT_CHARACTERS = 1024
 MAX_LEEWAY_S = 300
 DEFAULT_LEEWAY_S = 60
 DEFAULT_ROLES_CLAIM = "roles"
-# Fields that every identity has, beside its proof.
+# Fields that every identity may have, besides its proof.
 _OF_IDENTITIES = ("roles", "tenant", "act_for")
 _DIGEST = re.compile(r"[0-9A-Fa-f]{64}")
 
@@ -49,7 +49,7 @@ class Identities:
     keys: Mapping[bytes, Identity]
     certificates: Mapping[str, Identity]
     jwt: JwtSettings | None = None
-    # Of whoever connects at the gateway's own address, and shows nothing else there.
+    # The identity of callers that show none at the gateway's own address.
     gateway: Identity | None = None
 
 
@@ -82,7 +82,7 @@ def _read_keys(tables: dict[str, Any]) -> dict[bytes, Identity]:
         field, table = _identity_table("keys", name, value, "sha256")
         text = typed(f"{field}.sha256", table.get("sha256"), str)
         if not _DIGEST.fullmatch(text):
-            # Never quoted: it may be the key itself.
+            # The text is never quoted, because it may be the key itself.
             raise TomlFileError(
                 f"{field}.sha256: must be the 64 hexadecimal digits of the key's SHA-256, got {len(text)} characters"
             )
@@ -114,7 +114,7 @@ def _read_certificates(tables: dict[str, Any]) -> dict[str, Identity]:
 
 
 def _read_gateway(value: Any, *named: dict[str, Any]) -> Identity:
-    """The identity that has the table's own name, which none of the `named` may have, too."""
+    """The gateway's identity. It has the name of its table, which no key and no certificate in `named` may have."""
     table = typed(GATEWAY, value, dict)
     check_names(GATEWAY, table, _OF_IDENTITIES)
     if any(GATEWAY in tables for tables in named):
@@ -139,7 +139,7 @@ def _read_jwt(value: Any, folder: Path) -> JwtSettings:
 
 
 def _read_jwks(text: str, folder: Path) -> Path | str:
-    """A path, or a URL from which keys cannot be swapped on the way."""
+    """A path, or a URL whose answer nobody on the network can replace: https, or http to loopback."""
     if "://" not in text:
         return folder / text
     try:
@@ -149,7 +149,7 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
     except ValueError:
         valid = False
     if not valid or " " in text or not (parts.scheme == "https" or (parts.scheme == "http" and is_loopback(host))):
-        # A URL with a password in it is quoted without.
+        # A URL that may contain a password is not quoted.
         shown = quoted(text) if "@" not in text else "one with a user or password"
         raise TomlFileError(
             f"jwt.jwks: must be the path of a file or an https URL, or http to an address of loopback, got {shown}"
@@ -158,7 +158,7 @@ def _read_jwks(text: str, folder: Path) -> Path | str:
 
 
 def _read_identity(field: str, name: str, table: dict[str, Any]) -> Identity:
-    """The caller of a table, but for how it proves its name."""
+    """The identity in a table, without its proof."""
     roles = _read_roles(field, table.get("roles"))
     tenant = _tenant(f"{field}.tenant", table.get("tenant", name))
     if (Role.ACT_FOR in roles) != ("act_for" in table):
@@ -199,7 +199,7 @@ def _read_roles(field: str, value: Any) -> frozenset[Role]:
 
 def _identity_table(kind: str, name: str, value: Any, proof: str) -> tuple[str, dict[str, Any]]:
     """The path of an identity's table, and the table."""
-    # Names are tenants, too, where the table names none.
+    # A name is also the tenant's if the table names no tenant.
     if not TENANT_NAME.fullmatch(name):
         raise TomlFileError(f"{kind}: names must be 1 to 64 characters of [A-Za-z0-9._-], got {quoted(name)}")
     # TOML splits [keys.a.b] at each point, so a name with points is written between quotes.

@@ -6,11 +6,11 @@ import re
 from dataclasses import dataclass
 from enum import StrEnum
 
-# A tenant as files, tokens and calls name it.
+# The form of a tenant's name in files, tokens and calls.
 TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# In the tenants that an identity may act for.
+# Stands for every tenant, in lists of tenants.
 ANY_TENANT = "*"
-# The identity of whoever shows none at the gateway's own address: its name, and its table in the file.
+# The identity of callers that show none at the gateway's own address: its name, and the name of its table in the file.
 GATEWAY = "gateway"
 
 
@@ -23,16 +23,16 @@ class Role(StrEnum):
     OBSERVE = "observe"
     # Everybody's requests and blocks: lists, watches, pins, resets, Abort of any request.
     OPERATE = "operate"
-    # Naming another tenant, for which the call is then made: for gateways, which have callers of their own.
+    # Making calls for another tenant, which the call names: for gateways, which have callers of their own.
     ACT_FOR = "act-for"
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A caller that has proven its name. Names of tokens begin with `jwt:`, which names in files cannot.
+    """A caller that has proved its name. Names from tokens begin with `jwt:`, which names in files cannot.
 
-    `tenant`: for whom its calls are made; "" makes it the name. `act_for`: the tenants that calls may name instead,
-    with the role ACT_FOR; ANY_TENANT among them means all. `acting`: the call has named one.
+    `tenant`: the tenant that its calls are for; "" means the caller's name. `act_for`: with the role ACT_FOR, the
+    tenants that its calls may name instead; ANY_TENANT among them means all. `acting`: the call has named a tenant.
     """
 
     name: str

@@ -1,6 +1,7 @@
 """A JSON Web Key Set (RFC 7517): the public keys that an issuer signs its tokens with, and the algorithms of each.
 
-The algorithms follow from the key, never from the token: so no token can have a public key taken for a shared secret.
+The algorithms follow from the key, never from the token. So no token can make the manager use a public key as a shared
+secret.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MAX_KEY_ID_CHARACTERS = 256
 MIN_RSA_BITS, MAX_RSA_BITS = 2048, 8192
 _RSA = frozenset(("RS256", "RS384", "RS512", "PS256", "PS384", "PS512"))
 _OF_CURVE = {"secp256r1": "ES256", "secp384r1": "ES384", "secp521r1": "ES512"}
-# Members of keys that only the issuer may have.
+# Members of a private or symmetric key, which only the issuer may have.
 _SECRET = ("d", "k", "p", "q", "dp", "dq", "qi", "oth")
 
 PublicKey = RSAPublicKey | EllipticCurvePublicKey | Ed25519PublicKey | Ed448PublicKey
@@ -41,14 +42,14 @@ class VerifyingKey:
 
 @dataclass(frozen=True, slots=True)
 class KeySet:
-    """Keys by their ids, and those without one. `digest` is of the text: sets of equal text are the same."""
+    """Keys by their ids, and keys without an id. `digest` is the SHA-256 of the text: equal texts are the same set."""
 
     by_id: Mapping[str, VerifyingKey]
     without_id: tuple[VerifyingKey, ...]
     digest: bytes
 
     def find(self, key_id: str | None) -> VerifyingKey | None:
-        """The key that a token names. A token that names none means the only key of the set, if there is only one."""
+        """The key that a token names; without a name, the set's only key. None if there is no such key."""
         if key_id is not None:
             return self.by_id.get(key_id)
         keys = (*self.by_id.values(), *self.without_id)
@@ -56,8 +57,8 @@ class KeySet:
 
 
 def read_key_set(text: bytes) -> KeySet:
-    """The keys in a key set's text; those for other purposes and of other kinds are left out. Raises ValueError, on one
-    line, where there is no key to verify with, or a secret one.
+    """The keys in the text of a key set; keys for other purposes and of other kinds are left out. Raises ValueError,
+    with a message of one line, if there is no key to verify with, or a secret key.
     """
     if len(text) > MAX_KEY_SET_BYTES:
         raise ValueError(f"a key set must have at most {MAX_KEY_SET_BYTES} bytes, has {len(text)}")
@@ -95,7 +96,7 @@ def read_key_set(text: bytes) -> KeySet:
 
 
 def _check_public(field: str, given: dict[str, Any]) -> None:
-    """Refuses the whole set for one secret key: published, it lets everybody who reads the set sign as the issuer."""
+    """Refuses the whole set for one secret key, because everybody who can read the set could sign as the issuer."""
     if given.get("kty") == "oct":
         raise ValueError(f"{field}.kty: must not be oct: shared secrets are not taken")
     if any(name in given for name in _SECRET):
@@ -103,7 +104,7 @@ def _check_public(field: str, given: dict[str, Any]) -> None:
 
 
 def _read_key(given: dict[str, Any]) -> VerifyingKey | None:
-    """The key; None for one that is for something else, or of a kind, size or form that is not taken."""
+    """The key; None for a key with another purpose, or of a kind, size or form that is not accepted."""
     operations = given.get("key_ops", ["verify"])
     if given.get("use", "sig") != "sig" or not isinstance(operations, list) or "verify" not in operations:
         return None

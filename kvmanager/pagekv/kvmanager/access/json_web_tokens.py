@@ -19,26 +19,26 @@ from pagekv.kvmanager.access.refusals import RefusalReason, UnknownCaller
 MAX_TOKEN_BYTES = 8 * 2**10
 MAX_SUBJECT_CHARACTERS = 128
 MAX_CACHED = 4096
-# Before the names of callers that a token names; no name in an identities file has a colon.
+# Stands before a caller's name from a token; no name in a file of identities has a colon.
 PREFIX = "jwt:"
 _REQUIRED = ["exp", "iss", "aud", "sub"]
-# PyJWT's own, and those of conversions that it leaves to Python.
+# Errors of an invalid token: PyJWT's own, and those of conversions that it leaves to Python.
 _NOT_VALID = (jwt.PyJWTError, ValueError, TypeError, OverflowError, RecursionError)
 
 
 class JsonWebTokens:
-    """Verifies the tokens of one issuer. Good ones are remembered until they expire or the key set changes."""
+    """Verifies the tokens of one issuer. Valid tokens are cached until they expire or the key set changes."""
 
     def __init__(self, settings: JwtSettings) -> None:
         self.settings = settings
         self._source = KeySetFile(settings.jwks) if isinstance(settings.jwks, Path) else KeySetUrl(settings.jwks)
-        # Identity and expiry by the token's SHA-256, the longest unused first; all verified with `_cached_with`.
+        # By the token's SHA-256: identity and expiry; least recently used first. All were verified with `_cached_with`.
         self._cache: OrderedDict[bytes, tuple[Identity, float]] = OrderedDict()
         self._cached_with: KeySet | None = None
 
     @property
     def refresh_failures(self) -> int:
-        """Attempts to read the key set that failed."""
+        """Number of failed attempts to read the key set."""
         return self._source.refresh_failures
 
     async def verify(self, token: str) -> Identity:
@@ -61,7 +61,7 @@ class JsonWebTokens:
         return identity
 
     async def _key(self, key_id: str | None) -> tuple[KeySet, VerifyingKey]:
-        """The key that a token names, after reading the set again where it is not there. Raises InvalidTokenError."""
+        """The key that a token names, and its set, read again if it lacks the key. Raises InvalidTokenError."""
         keys = self._source.current()
         key = keys.find(key_id) if keys is not None else None
         if key is None:
@@ -84,13 +84,13 @@ class JsonWebTokens:
 
     def _identity(self, claims: dict[str, Any]) -> Identity:
         subject = claims["sub"]
-        # Never clipped: two subjects would become one caller.
+        # Too long a subject is refused, not cut, because two subjects would become one caller.
         if not isinstance(subject, str) or not subject.isprintable() or not 1 <= len(subject) <= MAX_SUBJECT_CHARACTERS:
             raise jwt.InvalidTokenError("sub must be 1 to 128 printable characters")
         return Identity(PREFIX + subject, _roles(claims.get(self.settings.roles_claim)), self._tenant(claims))
 
     def _tenant(self, claims: dict[str, Any]) -> str:
-        """ "" for the caller's name, which no claim can be, for it has a colon."""
+        """The tenant in the claim; "" for the caller's name, which has a colon, so that no claim can give it."""
         if not self.settings.tenant_claim:
             return ""
         tenant = claims.get(self.settings.tenant_claim)
@@ -102,14 +102,14 @@ class JsonWebTokens:
         if self._source.current() is not self._cached_with:
             return None
         identity, expires = self._cache.get(digest, (None, 0.0))
-        # Behind it the leeway may still apply, which is PyJWT's to say.
+        # After the expiry the leeway may still apply, which PyJWT checks.
         if identity is None or time.time() >= expires:
             return None
         self._cache.move_to_end(digest)
         return identity
 
     def _remember(self, digest: bytes, identity: Identity, expires: float, keys: KeySet) -> None:
-        # The set may have changed again while this token waited for it.
+        # The set may have changed while this token waited for it.
         if keys is not self._source.current():
             return
         if keys is not self._cached_with:
@@ -121,9 +121,9 @@ class JsonWebTokens:
 
 
 def _key_id(token: str) -> str | None:
-    """The id of the key that a token names: unsigned, but it only says which key to try. Raises PyJWTError."""
+    """The id of the key that a token names. It is not verified, but only selects the key. Raises PyJWTError."""
     header = jwt.get_unverified_header(token)
-    # Names extensions that must be understood (RFC 7515, 4.1.11), and none is; PyJWT before 2.12 passes over it.
+    # crit names extensions that must be understood (RFC 7515, 4.1.11), and none is. PyJWT before 2.12 ignores it.
     if "crit" in header:
         raise jwt.InvalidTokenError("crit: no extension is known")
     key_id: str | None = header.get("kid")
@@ -131,6 +131,6 @@ def _key_id(token: str) -> str | None:
 
 
 def _roles(claim: object) -> frozenset[Role]:
-    """Roles of a claim, a list of names or a text with spaces between them; unknown names are ignored."""
+    """Roles in a claim, which is a list of names or a text with spaces between them; unknown names are ignored."""
     names = claim.split() if isinstance(claim, str) else claim if isinstance(claim, list) else []
     return frozenset(role for role in Role if role.value in names)

@@ -15,16 +15,16 @@ from urllib.parse import SplitResult, unquote, urlsplit
 from pagekv.common.loopback import is_loopback
 from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES
 
-# Seconds for all of it but looking up the name, which the system bounds.
+# Seconds for the download, without the lookup of the name, which the system bounds.
 LIMIT_S = 5.0
 
 
 class KeySetDownloadError(Exception):
-    """The key set did not come; one line says why."""
+    """The download failed; the message says why in one line."""
 
 
 def download_key_set(url: str, limit_s: float = LIMIT_S) -> bytes:
-    """The answer's body. Blocks: for a thread. Raises KeySetDownloadError."""
+    """The body of the answer. Blocks, so it has to run in a thread. Raises KeySetDownloadError."""
     deadline = time.monotonic() + limit_s
     parts = urlsplit(url)
     too_late = threading.Event()
@@ -32,7 +32,8 @@ def download_key_set(url: str, limit_s: float = LIMIT_S) -> bytes:
         connection = _connection(parts, limit_s)
         try:
             connection.connect()
-            # Of single reads only: a server that sends a byte now and then never comes to it.
+            # The connection's own timeout bounds only single reads, which a server passes by sending a byte now and
+            # then.
             alarm = threading.Timer(max(0.0, deadline - time.monotonic()), _cut, (connection.sock, too_late))
             alarm.daemon = True
             alarm.start()
@@ -64,7 +65,7 @@ def _get(connection: http.client.HTTPConnection, parts: SplitResult) -> bytes:
 
 
 def _connection(parts: SplitResult, limit_s: float) -> http.client.HTTPConnection:
-    """A connection to the server, or through the environment's proxy for https, though never to loopback."""
+    """A connection to the server; for https through the environment's proxy, unless the server is on loopback."""
     host, port = parts.hostname or "", parts.port
     if parts.scheme == "http":
         return http.client.HTTPConnection(host, port or 80, timeout=limit_s)
@@ -89,6 +90,6 @@ def _cut(connected: socket.socket, too_late: threading.Event) -> None:
 
 
 def _words(error: Exception) -> str:
-    """One line; a server's own words in it have nothing that a terminal would obey."""
+    """The error in one line, without characters from the server that a terminal would interpret."""
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     return "".join(each if each.isprintable() else "?" for each in text)

@@ -1,4 +1,4 @@
-"""Where the key set of tokens comes from. When reading fails the last good set stays: an outage locks nobody out."""
+"""The sources of the key set for tokens. If reading fails, the last good set stays: an outage locks nobody out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 from pagekv.kvmanager.access.json_web_keys import MAX_KEY_SET_BYTES, KeySet, read_key_set
 from pagekv.kvmanager.access.key_set_download import LIMIT_S, KeySetDownloadError, download_key_set
 
-# Seconds after which a set from a URL is read again, and between two attempts at least: tokens that name unknown keys
-# cost nothing to make.
+# Seconds after which a set from a URL is read again; and least seconds between two attempts, because anybody can make
+# tokens that name unknown keys.
 REFRESH_S = 300.0
 RETRY_S = 30.0
 
@@ -22,18 +22,18 @@ _log = logging.getLogger(__name__)
 
 
 class KeySetFile:
-    """A file, read again when it is another one or was written to."""
+    """A key set in a file, which is read again when it is replaced or written to."""
 
     def __init__(self, path: Path) -> None:
-        # Attempts to read it that failed.
+        # Number of failed attempts to read it.
         self.refresh_failures = 0
         self._path = path
         self._keys: KeySet | None = None
-        # Of the file that was last tried, good or bad; () before the first.
+        # State of the file at the latest attempt, good or bad; () before the first.
         self._seen: tuple[int, ...] | None = ()
 
     def current(self) -> KeySet | None:
-        """The set; None before the first good one. Reads the file only where its state is another than before."""
+        """The last good set; None before the first. Reads the file only if its state has changed."""
         seen = self._state()
         if seen != self._seen:
             self._seen = seen
@@ -45,7 +45,7 @@ class KeySetFile:
         return self._keys
 
     async def newer(self) -> KeySet | None:
-        """As `current`, which has missed nothing."""
+        """As `current`, which always notices a change."""
         return self.current()
 
     def _state(self) -> tuple[int, ...] | None:
@@ -63,7 +63,7 @@ class KeySetFile:
 
 
 class KeySetUrl:
-    """A URL, read in a thread; there is one attempt at a time, for which all who wait for it wait."""
+    """A key set at a URL, read in a thread. There is one attempt at a time, which all callers share."""
 
     def __init__(self, url: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.refresh_failures = 0
@@ -74,16 +74,16 @@ class KeySetUrl:
         self._refresh: asyncio.Task[None] | None = None
 
     def current(self) -> KeySet | None:
-        """The last good set, if any. One that is old is read again behind the caller's back, which need not wait."""
+        """The last good set; None before the first. Starts to read an old set again, but does not wait for it."""
         if self._keys is not None and self._clock() - self._read_at >= REFRESH_S:
             self._start()
         return self._keys
 
     async def newer(self) -> KeySet | None:
-        """The set after reading it again, where that is due: for a token that names a key which is not in it."""
+        """The set after reading it again, unless the last attempt is recent; for a token whose key is missing."""
         self._start()
         if self._refresh is not None:
-            # Not cancelled with the caller, since others wait for it too.
+            # Not cancelled with the caller, because others may wait for it, too.
             await asyncio.wait({self._refresh}, timeout=LIMIT_S)
         return self._keys
 
@@ -108,5 +108,5 @@ class KeySetUrl:
 
 
 def _kept(old: KeySet | None, new: KeySet) -> KeySet:
-    """The old set where it is the same, so that what was verified with it stays verified."""
+    """The old set if the new one is equal, so that tokens that were verified with it stay cached."""
     return old if old is not None and old.digest == new.digest else new

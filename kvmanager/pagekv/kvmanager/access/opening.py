@@ -1,4 +1,4 @@
-"""TLS and the gate of a manager, opened as its flags say. Nothing is imported that no flag asks for."""
+"""Opens the TLS and the gate of a manager as its flags say. Modules that no flag needs are not imported."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pagekv.kvmanager.access.audit_log import AuditLog
     from pagekv.kvmanager.access.gate import Gate
 
-# Of the cluster's secret.
+# Bounds of the file of --cluster-secret.
 MIN_SECRET_BYTES, MAX_SECRET_BYTES = 32, 1024
 
 
@@ -34,32 +34,32 @@ class Access:
 
     tls: Tls | None = None
     gate: Gate | None = None
-    # Digests of blocks are made with it; empty where nobody is asked for an identity.
+    # The secret for the digests of tenants' blocks; empty on a manager without identities.
     secret: bytes = b""
-    # The file of tenants, where there is one.
+    # The file of tenants, if there is one.
     tenants: WatchedFiles | None = None
 
     @property
     def files(self) -> list[WatchedFiles]:
-        """The files to be watched while the manager runs."""
+        """The files that have to be watched while the manager runs."""
         read_here = [each.files for each in (self.tls, self.gate) if each is not None]
         return read_here if self.tenants is None else [*read_here, self.tenants]
 
     def close(self) -> None:
-        """Ends the audit log, behind the last call. Idempotent."""
+        """Closes the audit log, after the last call. Idempotent."""
         if self.gate is not None:
             self.gate.close()
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """For the port of gRPC; None: no TLS."""
+        """Credentials for gRPC ports; None: no TLS."""
         return self.tls.server_credentials() if self.tls is not None and self.tls.serves else None
 
     def http_context(self) -> ssl.SSLContext | None:
-        """For the port of HTTP; None: no TLS."""
+        """The context for the HTTP port; None: no TLS."""
         return self.tls.http_context() if self.tls is not None and self.tls.serves else None
 
     def executor_credentials(self) -> grpc.ChannelCredentials | None:
-        """For a connection to an executor, of the files as they are now; None: no TLS."""
+        """Credentials for a connection to an executor, from the present content of the files; None: no TLS."""
         return self.tls.channel_credentials() if self.tls is not None else None
 
 

@@ -1,4 +1,4 @@
-"""Reasons for which a caller is not known, few and of no help in guessing a key; and the error that says one."""
+"""Reasons for which a caller is not identified, too general to help in guessing a key; and the error with a reason."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pagekv.common.errors import Unauthenticated
 
 
 class RefusalReason(StrEnum):
-    """Words of counters and records; `WORDS` has the sentence for the caller."""
+    """Reasons as counters and records name them; `WORDS` has the texts for callers."""
 
     NO_IDENTITY = "no_identity"
     SENT_TWICE = "sent_twice"
@@ -32,9 +32,9 @@ WORDS: dict[RefusalReason, str] = {
 
 
 class UnknownCaller(Unauthenticated):
-    """A caller that could not be identified, for this reason."""
+    """The caller could not be identified, for this reason."""
 
     def __init__(self, reason: RefusalReason, words: str = "") -> None:
-        """`words` say more of what the caller itself has shown; "": the reason's own."""
+        """`words`: a text with details that the caller itself has shown; "": the reason's text."""
         super().__init__(words or WORDS[reason])
         self.reason = reason

@@ -8,17 +8,17 @@ from dataclasses import replace
 from pagekv.common.errors import InvalidRequest, PermissionDenied
 from pagekv.kvmanager.access.identity import ANY_TENANT, TENANT_NAME, Identity, Role
 
-# Of gRPC's metadata and of HTTP's headers, where case does not count.
+# Key of gRPC's metadata, and name of HTTP's header, where case does not matter.
 TENANT = "pagekv-tenant"
 
 
 def acting(known: Identity, named: Sequence[str]) -> Identity:
-    """The identity for a call that names these tenants, none as a rule. Raises PermissionDenied where the caller may
-    not act for the tenant, and InvalidRequest for an entry that is sent twice or is no name.
+    """The identity for a call that names these tenants; most calls name none. Raises PermissionDenied if the caller may
+    not act for the tenant, and InvalidRequest if there is more than one tenant or the text is no tenant's name.
     """
     if not named:
         return known
-    # First, so that others learn nothing about names.
+    # Checked first, so that callers without the role learn nothing about names.
     if Role.ACT_FOR not in known.roles:
         held = ", ".join(sorted(known.roles)) or "none"
         raise PermissionDenied(f"{TENANT} needs the role {Role.ACT_FOR}; {known.name} has {held}")

@@ -1,4 +1,4 @@
-"""Checks of single fields in files of TOML. Errors quote no value: it may be a misplaced secret."""
+"""Checks of single fields in TOML files. Errors quote no value that may be a misplaced secret."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from pagekv.kvmanager.access.identity import TENANT_NAME
 from pagekv.kvmanager.access.toml_file import TomlFileError
 
-# Characters of a text that is quoted.
+# Most characters of a quoted text.
 QUOTED_CHARACTERS = 64
 _KINDS = {dict: "a table", list: "a list", str: "a text", bool: "a boolean", int: "a number", float: "a number"}
 
@@ -17,7 +17,7 @@ _Kind = TypeVar("_Kind")
 
 
 def typed(field: str, value: Any, kind: type[_Kind]) -> _Kind:
-    """The value, of just this type: a boolean is no number. Raises TomlFileError, also where it is not there."""
+    """The value, if it has exactly this type: a boolean is no number. Raises TomlFileError, also without a value."""
     if value is None:
         raise TomlFileError(f"{field}: must be {_KINDS[kind]}, is not there")
     if type(value) is not kind:
@@ -26,8 +26,8 @@ def typed(field: str, value: Any, kind: type[_Kind]) -> _Kind:
 
 
 def check_names(field: str, table: dict[str, Any], known: tuple[str, ...], of_table: str = "") -> None:
-    """Raises TomlFileError for the first name in a table, the whole file where `field` is "", that is not known.
-    `of_table` is said before other advice where such a name has a table.
+    """Raises TomlFileError for the first unknown name in a table, which is the whole file if `field` is "". If the
+    unknown name has a table, `of_table` comes before the other advice.
     """
     for name, value in table.items():
         if name not in known:
@@ -39,17 +39,17 @@ def check_names(field: str, table: dict[str, Any], known: tuple[str, ...], of_ta
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a value, with its article."""
+    """The kind of a value, with its article, such as "a list"."""
     return _KINDS.get(type(value), "a date or time")
 
 
 def quoted(text: str) -> str:
-    """A text as a part of one line, a long one by its beginning and its length."""
+    """A text, quoted for one line; of a long text the beginning and the length."""
     if len(text) <= QUOTED_CHARACTERS:
         return repr(text)
     return f"{text[:QUOTED_CHARACTERS]!r}... ({len(text)} characters)"
 
 
 def named(name: str) -> str:
-    """A name in a field's path: as it is, or quoted where it would not read as one."""
+    """A name as a part of a field's path, in quotes unless it has the form of a tenant's name."""
     return name if TENANT_NAME.fullmatch(name) else quoted(name)

@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 MAX_FILE_BYTES = 2**20
-# Everything but reading and writing by the owner and reading by the group, which secrets of containers have.
+# Mode bits that a secret file must not have: all except reading and writing by the owner, and reading by the group,
+# which secrets in containers need.
 FORBIDDEN_MODE = 0o037
 
 
 class TomlFileError(ValueError):
-    """The file cannot be used: one line with the field's path, what is wanted and what is there, and without control
-    characters that it quotes; from those that read a whole file also with its path.
+    """The file cannot be used. The message is one line without control characters, with the field's path, the wanted
+    and the given value; functions that read a whole file add the file's path.
     """
 
 
 def read_toml(path: Path, *, secret: bool = False) -> dict[str, Any]:
-    """The tables of a file; where it is `secret`, nobody else may change or read it. Raises TomlFileError."""
+    """The tables of a file. A `secret` file must not be open to other users. Raises TomlFileError."""
     text = _read(path, secret=secret)
     try:
         return tomllib.loads(text.decode())
@@ -29,16 +30,16 @@ def read_toml(path: Path, *, secret: bool = False) -> dict[str, Any]:
     except RecursionError as error:
         raise TomlFileError("must be TOML of few levels") from error
     except ValueError as error:
-        # Of any kind: Python refuses numbers of thousands of digits by an error of its own.
+        # Not only TOMLDecodeError: Python raises another ValueError for numbers of thousands of digits.
         raise TomlFileError(f"must be TOML: {_one_line(str(error))}") from error
 
 
 def _read(path: Path, *, secret: bool) -> bytes:
     try:
-        # Without O_NONBLOCK a named pipe would hold up the process here.
+        # Without O_NONBLOCK, opening a named pipe would block the process.
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
-            # Of the file that was opened: the one at this path may be another a moment later.
+            # The status of the open file: a moment later the path may name another file.
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode):
                 raise TomlFileError("must be a regular file")
