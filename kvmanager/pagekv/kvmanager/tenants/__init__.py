@@ -1,1 +1,1 @@
-"""Tenants: what each may take, what it took, and the namespaces that they share."""
+"""Tenants: each one's limits and usage, and the namespaces that tenants share."""

@@ -1,4 +1,4 @@
-"""Every tenant's account: its limits now, and what it took."""
+"""Every tenant's account: its present limits and its usage."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from pagekv.kvmanager.tenants.limits import TenantLimits
 from pagekv.kvmanager.tenants.tenants_file import MAX_TENANTS, NO_FILE, TenantsFile, read_tenants
 from pagekv.kvmanager.tenants.token_bucket import TokenBucket
 
-# A bucket holds a minute's tokens, or two seconds' text.
+# A full bucket holds the tokens of a minute, or the text of two seconds.
 TOKENS_BURST_S, TEXT_BURST_S = 60.0, 2.0
-# Tenants that nobody named, beyond so many, are counted together under this name, which no tenant can have.
+# Tenants that the file does not name, beyond MAX_TENANTS of all, share an account of this name, which no tenant can
+# have.
 OTHERS = "*"
 
 
@@ -29,9 +30,9 @@ class TenantUsage:
     cached_tokens: int = 0
     output_tokens: int = 0
     requests: int = 0
-    # Blocks that are its own, held or cached, times seconds.
+    # The tenant's footprint, integrated over time: blocks times seconds.
     block_seconds: float = 0.0
-    # By reason: the name of the limit.
+    # By the name of the limit: refused calls.
     refusals: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: TenantUsage) -> None:
@@ -45,12 +46,12 @@ class TenantUsage:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One tenant, or those beyond the bound together. Its object lives as long as the manager."""
+    """The account of one tenant, or of all tenants beyond MAX_TENANTS together. It lives as long as the manager."""
 
     tenant: Tenant
     limits: TenantLimits = field(default_factory=TenantLimits)
     usage: TenantUsage = field(default_factory=TenantUsage)
-    # Requests that have not ended, and watches and calls of gRPC that are open.
+    # Live requests, open watches and open gRPC calls.
     live: int = 0
     watchers: int = 0
     calls: int = 0
@@ -64,15 +65,15 @@ class Account:
         self.text.set_rate(None if per_s is None else float(per_s))
 
     def check_text(self) -> None:
-        """Raises Overloaded while the tenant has sent more text than it may."""
+        """Raises Overloaded while the tenant has sent more text than its rate allows."""
         self._check_rate("tokenized_bytes_per_second", self.text, self.limits.tokenized_bytes_per_second)
 
     def check_tokens(self) -> None:
-        """Raises Overloaded while the tenant has taken more tokens than it may."""
+        """Raises Overloaded while the tenant has used more tokens than its rate allows."""
         self._check_rate("tokens_per_minute", self.tokens, self.limits.tokens_per_minute)
 
     def check_count(self, limit: str, held: int, more: int = 1, retry_delay_s: float = 0.0) -> None:
-        """Raises LimitExceeded where `held` and `more` pass this limit, Overloaded where there is a delay."""
+        """Raises LimitExceeded if `held` + `more` is beyond this limit; Overloaded instead if a delay is given."""
         most = getattr(self.limits, limit)
         if most is None or held + more <= most:
             return
@@ -91,19 +92,19 @@ class Account:
 
 
 class Accounts:
-    """The tenants of a manager, by name. Where nobody is asked for an identity there is NO_TENANT alone."""
+    """The accounts of a manager's tenants, by name. A manager without identities has only NO_TENANT."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """`path`: the file of tenants, read again when it changes. Raises TomlFileError where it cannot be used."""
+        """`path`: the file of tenants, read again when it changes. Raises TomlFileError if it cannot be used."""
         self._path = path
         self.files = None if path is None else WatchedFiles("tenants", [path], self._reload)
-        # The limits that hold now. Read only for others.
+        # The present limits. Only this class changes them.
         self.file = NO_FILE if path is None else read_tenants(path)
         self._by_name: dict[str, Account] = {}
         self._others: Account | None = None
-        # Called after limits have changed, or an account was added.
+        # Called after limits have changed or an account was added.
         self.on_change: Callable[[], None] = lambda: None
-        # Raises ValueError for a file that does not go with the pool.
+        # Raises ValueError for a file whose floors do not fit the pool.
         self.check: Callable[[TenantsFile], None] = lambda file: None
         self._none = Account(NO_TENANT)
         for name in self.file.tenants:
@@ -114,7 +115,7 @@ class Accounts:
         return accounts if self._others is None else [*accounts, self._others]
 
     def of(self, name: str) -> Account:
-        """The account of a tenant. Raises PermissionDenied where it is not named and there is no default."""
+        """The account of a tenant. Raises PermissionDenied if the file neither names it nor has a default."""
         if not name:
             return self._none
         if self._limits(name) is None:
@@ -126,16 +127,16 @@ class Accounts:
         return account
 
     def known(self, name: str) -> Account | None:
-        """The account of a tenant that has, or had, requests; None: of nobody."""
+        """The account of a tenant that was named or has called before; None if there is none."""
         return self._by_name.get(name, self._others) if name else None
 
     def with_bounded_calls(self, name: str) -> Account | None:
-        """The account of a tenant whose open calls are bounded; None: they are not, or the tenant is not known."""
+        """The account of a tenant whose open calls are bounded. None if they are not, or if the tenant is not known."""
         limits = self._limits(name) if name else None
         return self.of(name) if limits is not None and limits.max_calls is not None else None
 
     def tenant(self, name: str) -> Tenant:
-        """The tenant of this name, whose number is that of its account. Raises as `of`."""
+        """The tenant of this name, with the number of its account. Raises as `of` does."""
         number = self.of(name).tenant.number
         return Tenant(name, number) if name else NO_TENANT
 
@@ -143,7 +144,7 @@ class Accounts:
         return self.file.tenants.get(name, self.file.default)
 
     def _open(self, name: str) -> Account:
-        """A new account, or the one of those beyond the bound; the caller tells of it."""
+        """A new account, or the shared one beyond MAX_TENANTS. The caller has to call `on_change`."""
         if len(self._by_name) >= MAX_TENANTS:
             if self._others is None:
                 self._others = Account(Tenant(OTHERS, MAX_TENANTS + 1))
@@ -159,12 +160,12 @@ class Accounts:
         return lambda: self._replace(file)
 
     def _replace(self, file: TenantsFile) -> None:
-        """Takes another file, whole or, where it raises, not at all. A tenant that is known no more keeps its limits
-        for the requests that it has, but no floor: only those of the file were checked.
+        """Applies another file; if it raises, nothing has changed. A tenant that is no longer known keeps its limits
+        for its present requests, but not its floor, because only the floors of the file were checked.
         """
         self.check(file)
         new = [name for name in file.tenants if name not in self._by_name]
-        # Counted together with those that nobody named, a tenant would have their limits and not its own.
+        # In the shared account a named tenant would have the default limits instead of its own.
         if len(self._by_name) + len(new) > MAX_TENANTS:
             raise TomlFileError(
                 f"{self._path}: tenants: {len(new)} are new and {len(self._by_name)} have accounts, which live as long "

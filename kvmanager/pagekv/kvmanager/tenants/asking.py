@@ -1,4 +1,4 @@
-"""The tenant for whom a call is made, and what it may ask for."""
+"""The tenant that a call is for, and checks of its permissions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagekv.kvmanager.tenants.limits import SharedNamespace
 
 @dataclass(frozen=True, slots=True)
 class Asking:
-    """A tenant with its account. By default everybody, where nobody is asked for an identity."""
+    """A tenant with its account. The default is the one tenant of a manager without identities."""
 
     tenant: Tenant = NO_TENANT
     account: Account = field(default_factory=lambda: Account(NO_TENANT))
@@ -34,14 +34,14 @@ class Asking:
             raise PermissionDenied(f"adapter: your tenant may not use {adapter[:64]!r}")
 
     def check_text(self, num_bytes: int) -> None:
-        """Counts text that is to be tokenised. Raises Overloaded while too much was sent before."""
+        """Counts text that will be tokenised. Raises Overloaded while earlier texts exceed the tenant's rate."""
         self.account.check_text()
         self.account.text.take(num_bytes)
 
     def cache_identity(self, namespace: str, read: bool | None = None, write: bool | None = None) -> CacheIdentity:
-        """The cache identity of prompts in a namespace: the tenant's own one of this name, unless it is shared. `read`
-        and `write`: whether the cache is to be used so; None is as far as the tenant may. Raises PermissionDenied where
-        it may not do what is asked for.
+        """The cache identity of prompts in a namespace: the tenant's own namespace of this name, unless there is a
+        shared one. `read` and `write`: whether the request wants to do so; None: as far as the tenant may. Raises
+        PermissionDenied if the tenant may not.
         """
         shared = self.namespaces.get(namespace) if self.tenant.name else None
         if shared is None:

@@ -1,4 +1,4 @@
-"""Limits of one tenant, and of a namespace that several share."""
+"""The limits of one tenant, and the readers and writers of a namespace that several tenants share."""
 
 from __future__ import annotations
 
@@ -7,32 +7,34 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TenantLimits:
-    """Checked limits of a tenant. None: no limit beside those that all have together."""
+    """Checked limits of a tenant. None: only the deployment's limits apply."""
 
-    # Its share beside the others' weights, of steps and blocks alike.
+    # Tenants share steps and blocks in proportion to their weights.
     weight: float = 1.0
-    # Requests that hold blocks, and requests that wait for some.
+    # Requests that hold blocks, and requests that wait for blocks.
     max_running: int | None = None
     max_waiting: int | None = None
-    # Of prompts and outputs together.
+    # Tokens of prompts and outputs together.
     tokens_per_minute: int | None = None
     # Blocks that its running requests may come to need.
     max_blocks: int | None = None
     max_pinned_blocks: int | None = None
     max_watchers: int | None = None
-    # Calls of gRPC that are open at once, streams among them.
+    # gRPC calls that are open at once, streams included.
     max_calls: int | None = None
     tokenized_bytes_per_second: int | None = None
-    # Priorities that its requests may have, the lowest number and the highest.
+    # Lowest and highest number of its requests' priorities.
     priorities: tuple[int, int] | None = None
     adapters: frozenset[str] | None = None
-    # Blocks that the requests of others cannot evict.
+    # Cached blocks that other tenants' requests cannot evict.
     floor_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SharedNamespace:
-    """A namespace whose cached blocks several tenants find: names of tenants, or ANY_TENANT among them."""
+    """A namespace whose cached blocks several tenants share: names of the tenants that may read and write; ANY_TENANT
+    means all.
+    """
 
     read: frozenset[str]
     write: frozenset[str]

@@ -1,4 +1,4 @@
-"""Calls of gRPC that a tenant has open at once, over all of its connections, and the bound on them."""
+"""Counts and bounds the gRPC calls that a tenant has open at once, over all of its connections."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ RETRY_DELAY_S = 1.0
 
 
 def count_open_calls(accounts: Accounts, admit: Admit) -> Callable[[str, Any], Coroutine[Any, Any, None]]:
-    """Admits a call as `admit` does, and counts it until it ends in its tenant's account, where that has a bound.
-    Raises Overloaded, too, while the tenant has as many open as it may.
+    """An `admit` that also counts a call in its tenant's account until it ends, if the account has a bound. It raises
+    as `admit` does, and Overloaded while the tenant has as many open calls as it may.
     """
 
     async def admit_and_count(method: str, context: Any) -> None:
         await admit(method, context)
         account = accounts.with_bounded_calls(tenant_of_call())
         if account is not None:
-            # A call that resumes a stream may come before the broken one was missed.
+            # With a delay, because a call that resumes a stream may arrive before the broken stream is noticed.
             account.check_count("max_calls", account.calls, retry_delay_s=RETRY_DELAY_S)
             account.calls += 1
             context.add_done_callback(partial(_leave, account))

@@ -1,4 +1,4 @@
-"""The file of tenants: limits by name, limits of those that are not named, and shared namespaces.
+"""The file of tenants: limits by name, limits of tenants that are not named, and shared namespaces.
 
 The file is read as a whole and checked field by field. Errors name the file and the field.
 """
@@ -16,7 +16,7 @@ from pagekv.kvmanager.access.toml_fields import check_names, named, quoted, type
 from pagekv.kvmanager.access.toml_file import TomlFileError, read_toml
 from pagekv.kvmanager.tenants.limits import SharedNamespace, TenantLimits
 
-# Named ones and others together: each is a column of counters, and has blocks of its own.
+# Most accounts of named and other tenants together. Each has a column of counters and an eviction order of its own.
 MAX_TENANTS = 1000
 MAX_NUMBER = 2**40
 MIN_WEIGHT, MAX_WEIGHT = 0.001, 1000.0
@@ -51,7 +51,7 @@ class TenantsFile:
         return sum(limits.floor_blocks for limits in self.tenants.values())
 
 
-# Where no file is named: whoever is let in is a tenant without limits of its own.
+# Without a file: every caller that is let in has a tenant without limits of its own.
 NO_FILE = TenantsFile(MappingProxyType({}), TenantLimits(), MappingProxyType({}))
 
 

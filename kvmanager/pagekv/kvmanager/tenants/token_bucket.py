@@ -1,4 +1,4 @@
-"""A rate that may be exceeded for a moment: a token bucket."""
+"""A token bucket: a rate that may be exceeded for a moment."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 
 class TokenBucket:
-    """Fills at a rate, up to as much as comes in `burst_s` seconds. Taking may empty it below zero, for what a call
-    costs is known only when it is under way; then nothing begins until it is above zero again.
+    """Fills at a rate, up to the amount of `burst_s` seconds. `take` may bring it below zero, because the cost of a
+    call is known only after it has begun. Then no call may begin until it is above zero again.
     """
 
     def __init__(self, burst_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Without a rate at first: everything is let through."""
+        """At first there is no rate, and every call may begin."""
         self._burst_s = burst_s
         self._clock = clock
         self._rate: float | None = None
@@ -20,7 +20,7 @@ class TokenBucket:
         self._at = clock()
 
     def set_rate(self, per_s: float | None) -> None:
-        """Another rate, None for no limit. A debt stays; behind no limit the bucket begins full."""
+        """Sets another rate; None for no limit. A level below zero stays. If there was no limit, the bucket is full."""
         self._fill()
         if self._rate is None and per_s is not None:
             self._level = per_s * self._burst_s
@@ -28,7 +28,7 @@ class TokenBucket:
         self._fill()
 
     def wait_s(self) -> float:
-        """Seconds until something may be taken; 0: now."""
+        """Seconds until a call may begin; 0: now."""
         self._fill()
         if self._rate is None or self._level > 0:
             return 0.0

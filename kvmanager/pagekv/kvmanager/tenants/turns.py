@@ -1,4 +1,4 @@
-"""Turns at something that does few things at once: tenants alternate, however many calls one of them has."""
+"""Turns at a worker that does few things at once: tenants alternate, however many calls each of them has."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from contextlib import asynccontextmanager
 
 
 class TenantTurns:
-    """Turns for each tenant that has calls; nothing is kept of others."""
+    """Bounds the calls that each tenant has at the worker. Nothing is kept about tenants without calls."""
 
     def __init__(self, at_once: int = 1) -> None:
-        """So many calls of a tenant have a turn at once."""
+        """`at_once`: most calls of one tenant that have a turn at the same time."""
         self._at_once = at_once
-        # By tenant, with how many calls hold it or wait for it.
+        # By tenant: its semaphore, and the number of its calls that hold it or wait for it.
         self._turns: dict[str, tuple[asyncio.Semaphore, int]] = {}
 
     @asynccontextmanager
     async def of(self, tenant: str) -> AsyncIterator[None]:
-        """A turn of a tenant, in the order in which its calls ask; it waits for no call of another tenant."""
+        """Gives a tenant's calls their turns, first come, first served; other tenants' calls are not waited for."""
         turns, calls = self._turns.get(tenant) or (asyncio.Semaphore(self._at_once), 0)
         self._turns[tenant] = turns, calls + 1
         try:
