@@ -33,8 +33,8 @@ class Exporters:
         self._publishing: asyncio.Task[None] | None = None
 
     def open(self, engine: EngineLoop) -> None:
-        """Adds observers to an engine that does not run yet. Raises OSError when a file or an endpoint cannot be
-        had, and ImportError without ZeroMQ; the caller then calls `discard`.
+        """Adds observers to an engine that does not run yet. Raises OSError if a file or an endpoint cannot be opened,
+        and ImportError without ZeroMQ; the caller then calls `discard`.
         """
         config, planning = self._config, self._planning
         if config.kv_events:

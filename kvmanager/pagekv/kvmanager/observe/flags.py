@@ -55,7 +55,7 @@ class ObserveConfig:
         type=tcp_address,
         metavar="HOST:PORT",
     )
-    # Against DNS rebinding a request has to name this host as its own: behind another name the page needs this flag.
+    # Requests have to name this host by a name that it knows, against DNS rebinding. Other names need this flag.
     http_names: tuple[str, ...] = flag(
         "further names of this machine that requests to the HTTP port may use, separated by commas",
         default="",
@@ -110,6 +110,6 @@ class ObserveConfig:
     )
 
     def event_endpoints(self) -> dict[str, str]:
-        """Addresses of KV events and their replays, by the names of their flags; empty ones are none."""
+        """Addresses of KV events and their replays, by the names of their flags. An empty address is none."""
         names = ("kv_events_endpoint", "kv_events_replay_endpoint") if self.kv_events else ()
         return {name.replace("_", "-"): getattr(self, name) for name in names}

@@ -1,4 +1,4 @@
-"""HTTP's answers to the questions of `grpc.health.v1`, for load balancers and orchestrators that ask by HTTP alone."""
+"""Health over HTTP, for load balancers and orchestrators that cannot call `grpc.health.v1`."""
 
 from __future__ import annotations
 

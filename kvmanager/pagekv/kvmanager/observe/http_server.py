@@ -1,9 +1,9 @@
-"""The manager's HTTP port: which requests are answered, and an orderly start and end. Routes come from elsewhere.
+"""The manager's HTTP port: which requests are answered, and an orderly start and end. The caller gives the routes.
 
-Browsers send requests to loopback ports for any page that asks them to, so a request has to name this host as its own
-(against DNS rebinding), and a request that another site's page makes is refused. Metrics and health are for machines:
-where others than this one can ask, they are answered under any name. Without `admit` everybody who can reach the port
-can read all of it; it is on loopback then unless a flag says otherwise.
+A page of any site can make a browser send requests to loopback ports. So a request has to name this host by a name that
+it knows (against DNS rebinding), and requests of another site's page are refused. Metrics and health are for machines:
+on a port that other machines can reach, they are answered under any name. Without `admit` everybody who can reach the
+port can read everything on it; it is on loopback then, unless a flag allows otherwise.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from pagekv.common.errors import (
 )
 from pagekv.common.loopback import ip_address, is_loopback
 
-# Bytes of a request's body at most: a prompt to explain. Reading so much JSON takes up to 2 ms.
+# Most bytes of a request's body, which is a prompt to explain. Parsing so much JSON takes up to 2 ms.
 MAX_BODY_BYTES = 64 * 2**10
-# Connections at most, and the share of the process's file descriptors that they take at most.
+# Most connections; and they use at most one in DESCRIPTOR_SHARE of the process's file descriptors.
 MAX_CONNECTIONS = 128
 DESCRIPTOR_SHARE = 8
-# Seconds that a connection gets for the headers of its next request, for a body, and to take something of an answer.
+# Seconds that a client gets to send the headers of its next request, to send a body, and to read some of an answer.
 HEADERS_S = 15.0
 BODY_S = 15.0
 ANSWER_S = 30.0
 # Seconds that open responses get to end.
 SHUTDOWN_S = 1.0
-# Errors below this path are JSON, as answers are.
+# Below this path errors are JSON, as answers are.
 API = "/api/"
-# Not for browsers: nothing in them is of use to a page of another site.
+# Paths for machines, not for browsers; a page of another site can gain nothing from their content.
 FOR_MACHINES = frozenset(("/metrics", "/health", "/ready"))
 
 # Subclasses stand before their bases: the first match wins.
@@ -59,8 +59,8 @@ _STATUS: dict[type[PageKVError], int] = {
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
-    """Whether a line of aiohttp's is about an error of this process, and not about a request that is none or a client
-    that has gone: clients could fill the log with tracebacks.
+    """Whether a log record of aiohttp is about an error of this process. Records about malformed requests and clients
+    that have gone are dropped, because clients could fill the log with their tracebacks.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], (HttpProcessingError, ConnectionError)))
 
@@ -90,9 +90,9 @@ class HttpServer:
         tls: ssl.SSLContext | None = None,
         admit: Callable[[web.Request], Awaitable[None]] | None = None,
     ) -> None:
-        """`listen` is host:port; port 0 takes a free one. `names`: further names of the server, in lower case. `admit`
-        raises Unauthenticated, PermissionDenied or InvalidRequest for requests that are not to be answered; without it
-        all are.
+        """`listen` is host:port; port 0 means a free port. `names`: further names of the server, in lower case. `admit`
+        raises Unauthenticated, PermissionDenied or InvalidRequest for a request that must not be answered; without it
+        all requests are answered.
         """
         self._tls = tls
         self._admit = admit
@@ -132,7 +132,7 @@ class HttpServer:
             ssl_handshake_timeout=HEADERS_S if self._tls is not None else None,
         )
         for listener in self._listening.sockets:
-            # Inherited by connections: one that takes nothing of what is written to it is closed (tcp(7)).
+            # Connections inherit the option: a connection that acknowledges nothing for so long is closed (tcp(7)).
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(ANSWER_S * 1000))
         return int(self._listening.sockets[0].getsockname()[1])
 
@@ -143,7 +143,7 @@ class HttpServer:
         await self._runner.cleanup()
 
     def _connection(self) -> asyncio.BaseProtocol:
-        """Serves a new connection; beyond the bound the oldest idle one makes room, or the new one is closed."""
+        """Serves a new connection. Beyond the bound the oldest idle one is closed, or the new one if none is idle."""
         server = self._runner.server
         assert server is not None
         if len(server.connections) >= self._max_connections:
@@ -166,7 +166,7 @@ class HttpServer:
         except PageKVError as error:
             status = next((status for kind, status in _STATUS.items() if isinstance(error, kind)), 500)
             field = {"field": error.field} if isinstance(error, InvalidRequest) else {}
-            # A browser then asks its user for a name and a key.
+            # With this header a browser asks its user for a name and a key.
             login = {"WWW-Authenticate": 'Basic realm="PageKV", charset="UTF-8"'} if status == 401 else {}
             return web.json_response({"error": str(error), **field}, status=status, headers=login)
         except web.HTTPException as error:
@@ -190,7 +190,7 @@ class HttpServer:
             raise web.HTTPForbidden(text="a page of another site asked for this\n")
 
     def _answers_to(self, request: web.Request) -> bool:
-        # Reading another name loads tables for 50 ms, for none that is served.
+        # Decoding such a name would load tables for 50 ms, and no such name is served.
         if not request.host.isascii():
             return False
         try:
@@ -199,13 +199,13 @@ class HttpServer:
             return False
         if host.lower() in self._names:
             return True
-        # Prometheus and load balancers ask by the names of their targets, whatever they are.
+        # Prometheus and load balancers use any name that their configuration gives to this machine.
         everywhere = request.path in FOR_MACHINES and not is_loopback(self._host)
         return everywhere or may_name(host, self._host)
 
 
 def _refusing_expectations(handler: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """A handler that answers an Expect header which is no ASCII: aiohttp fails to quote it, before any middleware."""
+    """A handler that refuses an Expect header that is not ASCII, on which aiohttp would fail before middleware."""
 
     async def handle(request: web.BaseRequest) -> Any:
         if not request.headers.get("Expect", "").isascii():
@@ -216,7 +216,7 @@ def _refusing_expectations(handler: Callable[..., Awaitable[Any]]) -> Callable[.
 
 
 def _with_target(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.BaseRequest]:
-    """A factory for requests of CONNECT without a target, too: aiohttp fails, and never closes the connection."""
+    """A factory that accepts CONNECT without a target, on which aiohttp would fail and never close the connection."""
 
     def make(message: Any, *rest: Any) -> web.BaseRequest:
         return factory(message if message.url is not None else message._replace(url=URL()), *rest)
@@ -225,7 +225,7 @@ def _with_target(factory: Callable[..., web.BaseRequest]) -> Callable[..., web.B
 
 
 async def _read_body(request: web.Request) -> None:
-    """Reads the body, for handlers to take. Raises HTTPRequestTimeout and HTTPRequestEntityTooLarge."""
+    """Reads the body before the handler runs. Raises HTTPRequestTimeout and HTTPRequestEntityTooLarge."""
     try:
         async with asyncio.timeout(BODY_S):
             await request.read()
@@ -242,15 +242,15 @@ class _Closed(asyncio.Protocol):
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers.update(HEADERS)
-    # Browsers ask every time whether their copy of a file is still the same.
+    # Browsers have to ask every time whether their copy of a file is still current.
     response.headers.setdefault("Cache-Control", "no-store" if request.path.startswith(API) else "no-cache")
 
 
 def may_name(host: str, listen: str) -> bool:
-    """Whether a request that names `host` may have meant the server that listens on `listen`.
+    """Whether a request with the host name `host` can be meant for the server that listens on `listen`.
 
-    A name of the domain name system can be made to mean any address; an address, or a name with no dot in it, such as a
-    container's, cannot belong to another site. A server on loopback answers to the names of loopback alone.
+    The owner of a DNS name can let it mean any address. But an address, or a name without a dot, such as a container's,
+    cannot be another site's. A server on loopback accepts only the names of loopback.
     """
     if is_loopback(listen):
         return is_loopback(host)

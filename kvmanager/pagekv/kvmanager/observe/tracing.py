@@ -1,8 +1,8 @@
-"""Requests as OpenTelemetry spans, sent to a collector over OTLP/HTTP from a thread of its own: the phases of a request
-(queued, prefill chunks, decode, preempted, swapped out) and their times.
+"""Requests as OpenTelemetry spans: the phases of a request (queued, prefill chunks, decode, preempted, swapped out) and
+their times. A thread of its own sends them to a collector over OTLP/HTTP.
 
-Spans are made when their request has ended; spans that the collector does not take in time are dropped: the queue is
-bounded, and nothing waits for it. Spans hold counts, times and the request's id; no text, no tokens.
+Spans are made when their request has ended. Their queue is bounded and nothing waits for it, so spans that the
+collector does not accept in time are dropped. Spans hold counts, times and the request's id, but no text and no tokens.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.sequence import NO_SEQ_ID, LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, NewSeq, StepPlan, StepResult
 
-# Spans of one request at most; more are counted and dropped.
+# Most spans of one request; further spans are counted and dropped.
 MAX_SPANS = 256
 
-# Seconds that queued spans get to leave at the end.
+# Seconds in which queued spans are still sent at the end.
 FLUSH_S = 5.0
 _ROOT = "generate"
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -43,8 +43,8 @@ _PREEMPTED, _SWAPPED, _LOST, _OVER = "preempted", "swapped", "executor lost", ""
 
 
 def since_1970_ns() -> int:
-    """The difference of the time since 1970 and the monotonic clock, in nanoseconds. It is another one once the
-    system's clock was set, or the machine was suspended.
+    """The difference between the time since 1970 and the monotonic clock, in nanoseconds. It changes when the system's
+    clock is set or the machine is suspended.
     """
     return time.time_ns() - time.monotonic_ns()
 
@@ -64,8 +64,8 @@ class Span:
 
 @dataclass(slots=True)
 class TracedRequest:
-    """A request from `start` to `end`, nanoseconds of the monotonic clock. `offset` makes the time since 1970 of
-    them, by one number for all of a request, whose spans so never step back.
+    """A request from `start` to `end`, nanoseconds of the monotonic clock. Adding `offset` gives the time since 1970; a
+    request has one offset, so that its spans never go back in time.
     """
 
     request: LiveRequest
@@ -76,7 +76,7 @@ class TracedRequest:
     how: RequestEnd = RequestEnd.FINISHED
     spans: list[Span] = field(default_factory=list)
     dropped: int = 0
-    # In the order in which sequences ended; stop strings, which no step reports, are left out.
+    # In the order in which sequences ended. Ends by a stop string are left out, because no step reports them.
     finish_reasons: list[str] = field(default_factory=list)
     first_token: int = 0
 
@@ -89,22 +89,22 @@ class TracedRequest:
 
 @dataclass(slots=True, eq=False)
 class _Progress:
-    """The present phase of one sequence; a beam search has one for all of its beams."""
+    """The present phase of one sequence; a beam search has one phase for all of its beams."""
 
     trace: TracedRequest
     index: int
-    # Name of the span under way, and when it began.
+    # Name of the current span, and when it began.
     doing: str
     since: int
-    # The sequence's number at the executor, and tokens that it had when it entered.
+    # The sequence's number at the executor, and the tokens that it had when it entered there.
     seq_id: int = NO_SEQ_ID
     had: int = 0
-    # Known tokens of this stay at the executor that are not planned yet.
+    # Known tokens that are not planned yet since the sequence entered the executor, and how often it has entered.
     left: int = 0
     stays: int = 0
 
     def turn(self, doing: str, now: int, tokens: int = 0) -> None:
-        """Ends the present span and begins another; a prefill has the spans of its chunks instead."""
+        """Ends the current span and begins another. A prefill has no span of its own; its chunks have."""
         if self.doing not in (_PREFILL, _OVER):
             self.trace.add(Span(self.doing, self.since, now, self.index, tokens))
         self.doing, self.since = doing, now
@@ -118,17 +118,19 @@ class _Chunk:
     stay: int
     planned: int
     tokens: int
-    # Computes the first token of this stay.
+    # Whether it is the last chunk, so that its step samples a token.
     is_last: bool
 
 
 def otlp_processor(endpoint: str) -> SpanProcessor:
-    """Sends to this URL in batches. Sizes and delays can be set with OpenTelemetry's own OTEL_BSP_* variables."""
+    """A processor that sends spans to this URL in batches. OTEL_BSP_* variables set sizes and delays."""
     return BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint))
 
 
 class Tracing(Observer):
-    """Notes phases of requests, and makes spans at their ends. Callers and OTEL_TRACES_SAMPLER choose requests."""
+    """Records the phases of requests, and makes their spans when they end. The caller's trace and OTEL_TRACES_SAMPLER
+    decide which requests are sampled.
+    """
 
     def __init__(self, processor: SpanProcessor, clock: Callable[[], int] = time.monotonic_ns) -> None:
         """`processor` gets every span. `clock` gives nanoseconds."""
@@ -183,7 +185,7 @@ class Tracing(Observer):
         self._prefilling[new.seq_id] = progress
 
     def _cut(self, plan: StepPlan, chunks: list[_Chunk], now: int) -> None:
-        """Notes the parts of prompts that the step computes."""
+        """Records the prompt chunks that the step computes."""
         tokens_of = dict(zip(plan.scheduled_seq_ids, plan.scheduled_tokens, strict=True))
         for seq_id, progress in list(self._prefilling.items()):
             tokens = tokens_of.get(seq_id, 1)
@@ -199,7 +201,7 @@ class Tracing(Observer):
         self._latest_commit = now
         for chunk in chunks:
             progress = chunk.progress
-            # Steps run one after the other, so a step begins when the one before it is done.
+            # Steps run one after the other, so a step begins at the earliest when the one before it is done.
             progress.trace.add(Span(_CHUNK, max(chunk.planned, before), now, progress.index, chunk.tokens))
             if chunk.is_last and chunk.stay == progress.stays and progress.doing == _PREFILL:
                 progress.turn(_DECODE, now)
@@ -239,7 +241,7 @@ class Tracing(Observer):
         return of_request.get(0 if sequence.request.search is not None else sequence.index)
 
     def _end_phase(self, sequence: Seq, doing: str, now: int) -> None:
-        """Begins the phase `doing` of a sequence that leaves the executor, its counts up to date."""
+        """Begins the phase `doing` of a sequence that leaves the executor; its counts must be up to date."""
         progress = self._of(sequence)
         if progress is None or progress.doing in (doing, _OVER):
             return
@@ -249,8 +251,8 @@ class Tracing(Observer):
         progress.turn(doing, now, decoded)
 
     def emit(self, trace: TracedRequest) -> None:
-        """Sends the spans of a request that has ended, below the span that its caller named. Spans are made whole: a
-        tracer that starts and ends them costs eight times as much.
+        """Sends the spans of a request that has ended, as children of the span that its caller named. Spans are built
+        at once, because a tracer that starts and ends them costs eight times as much.
         """
         context, command = Context(), trace.request.command
         if command.trace_parent:
@@ -287,14 +289,14 @@ class Tracing(Observer):
         return SpanContext(trace_id, self._provider.id_generator.generate_span_id(), False, _SAMPLED)
 
     async def close(self) -> None:
-        """Sends queued spans for at most FLUSH_S seconds."""
+        """Sends the queued spans, for at most FLUSH_S seconds."""
         thread = threading.Thread(target=self._processor.shutdown, name="last spans", daemon=True)
         thread.start()
         await asyncio.to_thread(thread.join, FLUSH_S)
 
 
 def _attributes(trace: TracedRequest) -> dict[str, str | int | float | tuple[str, ...]]:
-    """Names as in OpenTelemetry's conventions for generative AI where it has one."""
+    """Attributes of the root span, with names of OpenTelemetry's conventions for generative AI where they exist."""
     request, command = trace.request, trace.request.command
     sequences = request.sequences
     if request.search is None:

@@ -1,13 +1,13 @@
-"""KV events over ZeroMQ, as vLLM publishes them (`ZmqEventPublisher`), for routers, indexers and viewers made for it.
+"""KV events over ZeroMQ, as vLLM publishes them (`ZmqEventPublisher`), for routers, indexers and viewers made for vLLM.
 
-A PUB socket sends three frames a batch: topic, sequence number (8 bytes, big-endian, from 0) and events, as
-`vllm_format` packs them. A ROUTER socket sends batches again: asked with a sequence number (8 bytes behind an empty
-frame) the socket answers with every kept batch from there on, an empty frame before the three, and ends with the number
--1 and no events.
+A PUB socket sends three frames for each batch: topic, sequence number (8 bytes, big-endian, from 0) and events, as
+`vllm_format` packs them. A ROUTER socket replays batches. A request is an empty frame and a sequence number of 8 bytes.
+The answer is every kept batch from this number on, each with an empty frame before its three, and at the end the number
+-1 without events.
 
-The publisher reads the tables as any watcher does, so the engine loop never waits for it, and never waits for a
-subscriber: a subscriber that reads too slowly misses batches, sees that by their numbers, and asks for them. Nothing is
-read from subscribers but topics and sequence numbers of bounded size.
+The publisher reads the tables as any watcher does, so the engine loop never waits for it. The publisher never waits for
+a subscriber: one that reads too slowly misses batches, notices that by their numbers, and asks for a replay. Only
+topics and sequence numbers of bounded size are read from subscribers.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan
 log = Log(__name__)
 
 # Batches that wait for one slow subscriber before it misses any; batches kept for replay, as many as vLLM keeps, and
-# their bytes, since a batch may be large.
+# their bytes, because a batch may be large.
 MAX_UNSENT = 256
 MAX_REPLAY_BATCHES = 10_000
 MAX_REPLAY_BYTES = 256 * 2**20
-# Replays at once, messages that wait for one slow asker, and seconds that it may take none in.
+# Most replays at once; messages that wait for one slow peer of a replay; and seconds until a peer that reads none of
+# them is given up.
 MAX_REPLAYS = 8
 MAX_UNSENT_REPLAYS = 64
 REPLAY_PATIENCE_S = 10.0
-# Blocks of the first snapshot, and replayed batches, between two turns of everything else.
+# Blocks of the first snapshot, and batches of a replay, that are sent between two turns of the event loop.
 SNAPSHOT_PIECE = 256
 REPLAY_PIECE = 8
 RETRY_S = 1.0
-# Seconds between one batch and the next, which has the changes of all steps until then: how far a reader may be behind
-# while much changes. To make and send a batch takes some tenths of a millisecond, however small it is.
+# Seconds between two batches: a reader may be so far behind while much changes. A batch has the changes of all steps
+# since the one before. Making and sending a batch takes some tenths of a millisecond, however small it is.
 PAUSE_S = 0.2
 # Topic of every batch: vLLM's default.
 _TOPIC = b""
@@ -57,7 +58,7 @@ class KvEventPublisher(Observer):
     """States: made → bound (`bind`) → publishing (`run`) → closed (`close`)."""
 
     def __init__(self, endpoint: str, replay_endpoint: str = "", clock: Callable[[], float] = time.time) -> None:
-        """Endpoints as the flags have them; no replays with an empty one. `clock` gives seconds since 1970."""
+        """Endpoints as of the flags; an empty `replay_endpoint`: no replays. `clock` gives seconds since 1970."""
         self._clock = clock
         self._media = MediaKeysOf()
         self._format = KvEventFormat(self._media)
@@ -70,7 +71,7 @@ class KvEventPublisher(Observer):
         self._context = zmq.Context()
         self._pub = self._context.socket(zmq.PUB)
         self._router = zmq.asyncio.Context(self._context).socket(zmq.ROUTER) if replay_endpoint else None
-        # From `bind` on with the port that was free where port 0 was asked for.
+        # After `bind` they have the port that was bound, if the flag asks for port 0.
         self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
 
     # -- observer
@@ -87,13 +88,13 @@ class KvEventPublisher(Observer):
     # -- sockets
 
     def bind(self) -> None:
-        """Opens the sockets. Raises OSError, naming the flag, when an endpoint cannot be had."""
+        """Opens the sockets. Raises OSError, which names the flag, if an endpoint cannot be bound."""
         self._pub.setsockopt(zmq.SNDHWM, MAX_UNSENT)
         self.endpoint = _bind(self._pub, "--kv-events-endpoint", self.endpoint)
         if self._router is not None:
             self._router.setsockopt(zmq.SNDHWM, MAX_UNSENT_REPLAYS)
             self._router.setsockopt(zmq.RCVHWM, MAX_REPLAYS)
-            # An error when an asker cannot take more, or is gone; by default its messages are dropped in silence.
+            # Sending to a peer that cannot take more, or is gone, is an error; by default its messages are dropped.
             self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
             self.replay_endpoint = _bind(self._router, "--kv-events-replay-endpoint", self.replay_endpoint)
 
@@ -145,7 +146,7 @@ class KvEventPublisher(Observer):
 
     def _publish(self, events: Events) -> None:
         number, payload = next(self._numbers), pack(self._clock(), events)
-        # PUB drops what a subscriber has no room for, so this never waits.
+        # PUB drops messages for which a subscriber has no room, so this never waits.
         self._pub.send_multipart((_TOPIC, number.to_bytes(8, "big"), payload), zmq.NOBLOCK)
         if self._router is not None:
             self._sent.append((number, payload))
@@ -164,14 +165,14 @@ class KvEventPublisher(Observer):
                 log.debug("a replay was asked for wrongly", frames=[len(frame) for frame in frames])
                 continue
             if len(self._replays) == MAX_REPLAYS:
-                continue  # the asker has to ask again
+                continue  # the peer has to ask again
             first = int.from_bytes(frames[2], "big")
             task = asyncio.create_task(self._replay(frames[0], first), name="KV event replay")
             self._replays.add(task)
             task.add_done_callback(self._replays.discard)
 
     async def _replay(self, asker: bytes, first: int) -> None:
-        """Sends all kept batches from number `first` on, and the end. Gives up when the asker takes nothing in."""
+        """Sends all kept batches from number `first` on, and the end. Gives up if the peer reads nothing."""
         batches = [(number.to_bytes(8, "big"), payload) for number, payload in self._sent if number >= first]
         for count, (number, payload) in enumerate([*batches, _END], 1):
             if not await self._answer((asker, b"", _TOPIC, number, payload)):
@@ -191,14 +192,14 @@ class KvEventPublisher(Observer):
                     return False
                 await asyncio.sleep(0.01)
             except zmq.ZMQError:
-                return False  # the asker is gone
+                return False  # the peer is gone
 
 
 def _bind(socket: zmq.Socket[bytes] | zmq.asyncio.Socket, flag: str, endpoint: str) -> str:
-    """Returns the endpoint bound."""
-    # Subscriptions and sequence numbers are all that may come in.
+    """Binds a socket; returns the endpoint with its port. Raises OSError, which names the flag."""
+    # Only subscriptions and sequence numbers are received.
     socket.setsockopt(zmq.MAXMSGSIZE, 1024)
-    # A peer that is gone without a word is noticed, and the messages that wait for it are dropped.
+    # A peer that is gone without closing its connection is noticed, and the messages that wait for it are dropped.
     socket.setsockopt(zmq.HEARTBEAT_IVL, 10_000)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 30_000)
     if "[" in endpoint:

@@ -1,14 +1,14 @@
-"""Changes of the prefix tables as vLLM's KV events, which routers and cache indexers read: maps with a `type`, packed
-as msgpack `[seconds since 1970, [event, ...], data parallel rank]`.
+"""Changes of the prefix tables as vLLM's KV events, which routers and cache indexers read. Events are maps with a
+`type`; a batch is packed as msgpack `[seconds since 1970, [event, ...], data parallel rank]`.
 
     BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name, extra_keys,
                       group_idx, kv_cache_spec_kind
     BlockRemoved      block_hashes, medium, group_idx
     AllBlocksCleared
 
-Fields and their order are those of `vllm/distributed/kv_events.py` in vLLM 0.33, which readers that decode by position
-or refuse unknown keys need. Hashes are the first 64 bits of the digests. A parent of null begins a chain. `medium` is
-GPU for the device's pool, whatever the device is, and CPU for the host's, because readers know no other words.
+Fields and their order are those of `vllm/distributed/kv_events.py` in vLLM 0.33, because some readers decode by
+position or refuse unknown keys. Hashes are the first 64 bits of the digests. A parent of null begins a chain. `medium`
+is GPU for the device pool, whatever the device is, and CPU for the host pool, because readers know no other words.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 from pagekv.kvmanager.kvcache.block_hash import TOKEN_BYTES, CacheIdentity, MediaKeys, media_keys, short_hashes
 from pagekv.kvmanager.kvcache.events.batch import Diff, Stored, Tier, join
 
-# Tokens in one batch at most, so that no batch takes the event loop for long or exceeds some hundreds of kilobytes.
+# Most tokens in one batch, so that no batch holds up the event loop for long or exceeds some hundreds of kilobytes.
 MAX_BATCH_TOKENS = 16_384
 _MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU"}
-# All layers are one group, and every block holds all of its tokens' keys and values.
+# All layers are in one group, and a block has the keys and values of all its tokens.
 _GROUP = 0
 _KIND = "full_attention"
 _RANK = 0
@@ -38,17 +38,17 @@ MAX_MEDIA_BLOCKS = 65_536
 
 
 class BlockExtraKeys(NamedTuple):
-    """The extra keys of one block; `first` of its chain, where its parent is the root, which is no block."""
+    """The extra keys of one block. `first`: the block is the first of its chain; its parent, the root, is no block."""
 
     namespace: str = ""
     adapter_id: str = ""
     first: bool = False
-    # Media that overlap the block: where each starts relative to the block, and its digest.
+    # Media that overlap the block: the start of each relative to the block, and its digest.
     media: tuple[tuple[int, str], ...] = ()
 
     def packed(self) -> list[Any] | None:
-        """In vLLM's form: the adapter, each medium with its place, and in the first block of a chain the namespace,
-        which is vLLM's cache salt.
+        """The extra keys in vLLM's form: the adapter, each medium with its place and, for the first block of a chain,
+        the namespace as vLLM's cache salt.
         """
         keys: list[Any] = [self.adapter_id] if self.adapter_id else []
         keys += [[digest, start] for start, digest in self.media]
@@ -57,13 +57,13 @@ class BlockExtraKeys(NamedTuple):
         return keys or None
 
 
-# Blocks with no extra keys; always this object.
+# The extra keys of a block without any; always this object.
 PLAIN = BlockExtraKeys()
 
 
 class MediaKeysOf:
-    """Media of the latest blocks that overlap any, from the requests that come. A block is known by its digest, which
-    covers its media without naming them. Blocks without media cost nothing.
+    """The media in blocks, by the blocks' digests, for the latest MAX_MEDIA_BLOCKS blocks with media. The media come
+    from requests, because a digest covers media without naming them. Blocks without media cost nothing.
     """
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ class MediaKeysOf:
         return bool(self._media)
 
     def get(self, digest: bytes) -> MediaKeys:
-        """Where each medium of a block starts in it, and the medium's digest."""
+        """The media of a block: the start of each relative to the block, and its digest."""
         return self._media.get(digest, [])
 
 
@@ -105,20 +105,20 @@ class KvEventFormat:
         self._media = media
 
     def snapshot(self, found: Sequence[Stored]) -> Iterator[Events]:
-        """Batches that store these blocks, those of a tier in this order."""
+        """Batches that store these blocks, tier by tier, those of a tier in this order."""
         for tier in Tier:
             of_tier = [stored for stored in found if stored.tier is tier]
             if of_tier:
                 blocks = join(of_tier)
-                # Where chains begin, which one of the joined blocks alone could not say.
+                # Whether each block begins a chain, which the joined blocks do not say.
                 firsts = [stored.first and not place for stored in of_tier for place in range(len(stored.digests))]
                 most = max(1, MAX_BATCH_TOKENS * TOKEN_BYTES * len(blocks.digests) // len(blocks.tokens))
                 for start in range(0, len(blocks.digests), most):
                     yield self._stored(blocks.cut(start, start + most), firsts[start : start + most])
 
     def changed(self, diff: Diff) -> Iterator[Events]:
-        """Batches that turn the tables of one step boundary into those of the next. Removals come first: readers that
-        do not tell the tiers apart then keep a block that moved from one to the other.
+        """Batches that turn the tables of one step boundary into those of the next. Removals come first, so that
+        readers that do not distinguish tiers keep a block that moved from one tier to the other.
         """
         count, packed = 0, bytearray()
         if diff.cleared:
@@ -136,7 +136,7 @@ class KvEventFormat:
             yield Events(count, packed)
 
     def _stored(self, blocks: Stored, firsts: Sequence[bool]) -> Events:
-        """Events that store these blocks; a run of blocks, each the parent of the next, is one event."""
+        """Events that store these blocks. A run of blocks, each the parent of the next, is one event."""
         tier, digests, parents = blocks.tier, blocks.digests, blocks.parents
         count = len(digests)
         ids = np.frombuffer(blocks.tokens, np.uint32).reshape(count, -1)
@@ -197,7 +197,7 @@ def _pack_stored(
 
 @lru_cache
 def _single(tier: Tier, size: int) -> tuple[bytes, np.dtype[np.void]]:
-    """A packed event of one block of `size` tokens with a parent, every number at its widest; and where fields are."""
+    """A packed event of one block with a parent, all numbers in their longest form; and the places of its fields."""
     most = 2**64 - 1
     event = _pack_stored(tier, [most], most - 1, [2**32 - 1] * size, size, [PLAIN])
     # A token id behind msgpack's type byte.

@@ -1,5 +1,5 @@
-"""Metrics of TLS and of the gate: when the certificate ends, files and key sets that could not be used, calls that were
-refused, lines of the audit log that were lost.
+"""Metrics of TLS and of the gate: the certificate's expiry, files and key sets that could not be used, refused calls,
+lost lines of the audit log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pagekv.kvmanager.access.opening import Access
 
 
 class AccessCollector(Collector):
-    """Nothing for what no flag turns on."""
+    """Metrics only of the parts that flags turn on."""
 
     def __init__(self, access: Access) -> None:
         self._access = access

@@ -1,8 +1,7 @@
 """`GET /metrics` for Prometheus. docs/metrics.md says what each metric means and when to worry.
 
-Counters and gauges are read from the engine when somebody scrapes, so they cost a step nothing, and a scrape costs the
-same whatever the size of the pool; histograms are kept by `RequestMetrics`. Where vLLM has a metric of the same meaning
-the name and the labels are vLLM's.
+Counters and gauges are read from the engine at a scrape, so they cost a step nothing. `RequestMetrics` keeps the
+histograms. If vLLM has a metric with the same meaning, its name and labels are used.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from pagekv.kvmanager.observe.metrics.request_metrics import RequestMetrics
 if TYPE_CHECKING:
     from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
-# One value, or a label and the values for each of its values.
+# One value; or the name of a label, and a metric value for each value of the label.
 Values = float | tuple[str, Mapping[str, float]]
 
 
-# Upper bounds of the counts of a block's holders, and one more for those beyond.
+# Upper bounds of the classes of blocks by their number of holders; one more class is for blocks beyond the last bound.
 _HOLDERS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def _by_holders(ref_counts: NDArray[np.int32]) -> dict[str, float]:
-    """Held blocks by how many hold them: 1, 2, 3-4 and so on, and more than the last bound."""
+    """Numbers of held blocks by their number of holders: 1, 2, 3-4 and so on, and more than the last bound."""
     held = ref_counts[ref_counts > 0]
     counts = np.bincount(np.searchsorted(_HOLDERS, held), minlength=len(_HOLDERS) + 1).tolist()
     lows = [1, *(bound + 1 for bound in _HOLDERS)]
@@ -44,7 +43,7 @@ def _by_holders(ref_counts: NDArray[np.int32]) -> dict[str, float]:
 
 
 def _family(name: str, text: str, values: Values, common: Mapping[str, str]) -> Metric:
-    """A counter, if the name ends with _total, or a gauge; `common` are labels that all samples have."""
+    """A counter if the name ends with _total, else a gauge; `common` are labels that all samples have."""
     label, by_label = values if isinstance(values, tuple) else ("", {"": values})
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     family = kind(name, text, labels=[*common, label] if label else [*common])
@@ -110,7 +109,7 @@ class EngineCollector(Collector):
         preemptions = {"swap": swaps, "recompute": stats.preemptions_total - swaps}
         held = stats.host_held_blocks
         return [
-            # The meaning of these is vLLM's.
+            # Metrics of vLLM, with the same meaning.
             ("vllm:prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache",
              stats.prompt_tokens_total * looked_up),
             ("vllm:prefix_cache_hits_total", "Prompt tokens found in the prefix cache",

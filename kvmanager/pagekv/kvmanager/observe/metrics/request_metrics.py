@@ -1,7 +1,7 @@
 """Times and sizes of requests and steps, as histograms. Names, buckets and meanings are those of docs/metrics.md.
 
-A step costs two observations of its own and one of its tokens together; Python work for a single sequence is done
-only when it enters, gets its first token, or ends.
+A step costs two observations, and one more for the tokens of all its sequences together. Python work for a single
+sequence is done only when it enters, gets its first token, or ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pagekv.kvmanager.engine.observer import Observer, RequestEnd
 from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import Committed, StepPlan, StepResult
 
-# Seconds: vLLM's bounds, with finer ones below for small models and fast requests.
+# Upper bounds of buckets in seconds: vLLM's, with finer ones at the low end for small models and fast requests.
 LATENCY = (
     *(0.01, 0.025, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
     *(120, 240, 480, 960, 1920, 7680),
@@ -32,8 +32,8 @@ INTER_TOKEN = (
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 60)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000, 500_000)
 
-# Adapters with counts of their own; names come from clients, and a scrape has a line for each. Later ones are counted
-# together, under a name that no adapter has.
+# Most adapters with counts of their own: names come from clients, and a scrape has a line for each. Later adapters are
+# counted together, under a name that no adapter has.
 MAX_ADAPTERS = 100
 OTHER_ADAPTERS = "(other)"
 
@@ -43,10 +43,12 @@ _REST = {RequestEnd.FINISHED: "stop", RequestEnd.ABORTED: "abort", RequestEnd.FA
 
 
 class Histogram:
-    """Counts by bucket. Takes many equal values at once, prometheus-client's own one at a time, with a lock each."""
+    """Counts by bucket. It can observe many equal values at once; prometheus-client's histogram takes one at a time,
+    with a lock for each.
+    """
 
     def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        """`bounds` ascend: a bucket counts values above the bound before its own and up to its own."""
+        """`bounds` ascend. A bucket counts values above the bound before it, up to and including its own bound."""
         self.name, self.text = name, text
         self._bounds = list(bounds)
         # The last count is of values above every bound.
@@ -69,22 +71,22 @@ class Histogram:
 
 
 class InterTokenLatency:
-    """Seconds between the tokens of each sequence, for all sequences of a step at once: in steady state the same ones
-    get a token in every step, so all have waited for as long, one observation with a weight. A sequence that comes back
-    after a preemption or a lost executor has waited since its latest token, too.
+    """Seconds between the tokens of each sequence, observed for all sequences of a step at once. In steady state the
+    same sequences get a token in every step and have all waited equally long: one observation with a weight. A sequence
+    that comes back after a preemption or a lost executor has waited since its latest token.
     """
 
     def __init__(self, histogram: Histogram) -> None:
         self._histogram = histogram
-        # Sequences that got a token in the latest step, in its order, and when that was.
+        # Sequences that got a token in the latest step, in the step's order, and the time of the step.
         self._latest: list[Seq] = []
         self._latest_set: set[Seq] = set()
         self._latest_at = 0.0
-        # Seconds: the latest token of every other live sequence that has one.
+        # By every other live sequence that has a token: the time of its latest token, in seconds.
         self._last: dict[Seq, float] = {}
 
     def take(self, sequences: list[Seq], now: float) -> list[int]:
-        """Counts a token for each sequence; returns the positions of the sequences that got their first."""
+        """Observes a token for each sequence; returns the positions of the sequences that got their first token."""
         if not sequences:
             return []
         first: list[int] = []
@@ -128,8 +130,8 @@ class _Progress:
 
 
 class RequestMetrics(Observer):
-    """`histograms`, and what is counted, cumulative: `finished`, sequences by reason; `prompts` and `cached`, tokens of
-    prompts and those found in the prefix cache, by adapter ("": none).
+    """The histograms, and cumulative counts: `finished`, sequences by reason; by adapter ("": none), `prompts`, prompt
+    tokens, and `cached`, those of them that were found in the prefix cache.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -211,7 +213,7 @@ class RequestMetrics(Observer):
         progress = self._live.pop(request, None)
         if progress is None:
             return
-        # A stop string is found by the reader of the stream, and no step reports it.
+        # Ends by a stop string are found by the reader of the stream; no step reports them.
         self.finished[_REST[end]] += request.command.n - progress.ended
         if end is not RequestEnd.FINISHED:
             return

@@ -1,4 +1,4 @@
-"""Metrics of tenants: what each took, what it was refused, and its blocks."""
+"""Metrics of tenants: each one's usage, its refused calls, and its blocks."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from pagekv.kvmanager.engine.statistics import EngineStatistics
 from pagekv.kvmanager.tenants.accounts import OTHERS, Accounts, TenantUsage
 
-# Tenants that the file does not name and that have metrics of their own: names come from callers, and a scrape has
-# lines for each. Later ones are summed under OTHERS.
+# Most tenants with metrics of their own that the file does not name: names come from callers, and a scrape has lines
+# for each. Later tenants are summed under OTHERS.
 MAX_UNNAMED = 100
 
 
@@ -28,17 +28,18 @@ _COUNTERS = (
 
 
 class TenantCollector(Collector):
-    """Nothing where callers have no identities. Used on the event loop, between two steps."""
+    """No metrics if callers have no identities. Used on the event loop, between two steps."""
 
     def __init__(self, statistics: EngineStatistics, accounts: Accounts) -> None:
-        """`accounts`: those of the engine that is asked."""
+        """`accounts`: the accounts of the engine whose statistics are read."""
         self._statistics = statistics
         self._accounts = accounts
-        # The value of the label by tenant, from the first scrape on that had it.
+        # By tenant: the value of the label, from the first scrape with this tenant on.
         self._labels = {OTHERS: OTHERS}
-        # How many tenants have one of their own that the file did not name then.
+        # Number of tenants with a label of their own that the file did not name when they got it.
         self._unnamed = 0
-        # Counts under OTHERS of tenants that the file came to name; they stay there, for a counter must not fall.
+        # Usage under OTHERS of tenants that the file names by now. It stays under OTHERS, because a counter must not
+        # fall.
         self._kept: list[TenantUsage] = []
 
     def collect(self) -> Iterator[Metric]:
@@ -74,7 +75,7 @@ class TenantCollector(Collector):
         return sums, blocks
 
     def _label(self, name: str, usage: TenantUsage) -> str:
-        """Of tenants that are not named the first that came have one of their own. A tenant never loses it."""
+        """The label of a tenant. Named ones and the first MAX_UNNAMED others have their own and never lose it."""
         label, named = self._labels.get(name), name in self._accounts.file.tenants
         if label is None:
             label = name if named or self._unnamed < MAX_UNNAMED else OTHERS

@@ -1,8 +1,8 @@
-"""A recording: a file that a thread of its own writes while serving goes on, and never at the expense of a step.
+"""A recording: a file that a thread of its own writes while serving goes on; no step waits for it.
 
-States: open → over, by `close` or because the disk is full, too slow or gone. Then one line of the log says so, and
-later records are dropped. The file holds whole records; when the process is killed, the waiting ones are lost, some
-hundredths of a second of them.
+States: open → over, by `close` or because the disk is full, too slow or gone. In the latter case the log has one line
+about it, and later records are dropped. The file has whole records only. If the process is killed, the records of some
+hundredths of a second are lost.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ log = Log(__name__)
 
 # Bytes that wait for the disk before the recording is given up.
 MAX_UNWRITTEN = 64 * 2**20
-# Seconds between two writes: waking the thread costs more than a record, and a thread that runs delays the event loop.
+# Seconds between two writes. Waking the thread costs more than a record, and a running thread delays the event loop.
 PAUSE_S = 0.02
 CLOSE_TIMEOUT_S = 5.0
 
-# A record, or a function that makes it when its turn has come.
+# A record, or a function that makes it on the file's thread.
 Record = bytes | Callable[[], bytes]
 
 
 class RecordingFile:
-    """One recording, which only its owner may read."""
+    """One recording; only the file's owner may read it."""
 
     def __init__(self, path: Path, what: str) -> None:
-        """`what`: for the log. Where `path` is there, a number follows the name. Raises OSError."""
+        """`what`: the kind of recording, for the log. If `path` exists, a number is added to it. Raises OSError."""
         self._what = what
         self.path, self._file = _create(path)
         self._records: queue.SimpleQueue[tuple[Record, int] | None] = queue.SimpleQueue()
-        # Bytes: `write` alone changes the first, the thread the second.
+        # Bytes added and written. Only `write` changes the first number, only the thread the second.
         self._added = self._done = 0
         # Bytes in the file.
         self._length = 0
@@ -58,7 +58,7 @@ class RecordingFile:
             self._records.put((record, size))
 
     def close(self) -> None:
-        """Waits, though not for ever, until everything is written. Idempotent."""
+        """Waits until everything is written, but at most CLOSE_TIMEOUT_S seconds. Idempotent."""
         self.over = True
         self._records.put(None)
         self._thread.join(CLOSE_TIMEOUT_S)
@@ -108,7 +108,7 @@ class RecordingFile:
             while written < len(content):
                 written += os.write(self._file, content[written:])
         except OSError:
-            # Half a record is of no use to any reader. Not everything that can be written to can be shortened.
+            # A part of a record is of no use, so it is cut off. That fails on files that cannot be truncated.
             whole = max((end for end in accumulate(map(len, contents)) if end <= written), default=0)
             with contextlib.suppress(OSError):
                 os.ftruncate(self._file, self._length + whole)
@@ -117,7 +117,7 @@ class RecordingFile:
 
 
 def _create(path: Path) -> tuple[Path, int]:
-    """Opens `path`, or the first of path.1, path.2 and so on that is not there; a device or pipe as it is."""
+    """Opens `path`, or the first of path.1, path.2 and so on that does not exist. Devices and pipes are opened."""
     if path.exists() and not path.is_file():
         return path, os.open(path, os.O_WRONLY)  # of a directory this is the error
     for number in count():

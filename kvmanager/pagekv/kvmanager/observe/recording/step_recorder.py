@@ -1,22 +1,22 @@
-"""`--record-steps`: every call that a scheduler's decisions follow from, and the decisions, in order.
+"""`--record-steps`: every call on which a scheduler's decisions depend, and the decisions, in order.
 
 The file is a stream of msgpack values `[check, record]`: `record` is packed msgpack itself, `check` the CRC-32 of all
-records up to and with this one. The first record is a map that names format and version; every other one is an array:
+records up to and including this one. The first record is a map with format and version; every other one is an array:
 
     attach   a new epoch with empty pools: sizes, limits, end-of-sequence tokens
-    add      a request: arrival, chain root, prompt, and what of its parameters concerns the scheduler
+    add      a request: arrival, chain root, prompt, and the parameters that the scheduler uses
     tenants  weights, floors and caps by tenant, for this epoch and later ones
-    bound    of steps for which tenants compete: tokens, tokens that a decode counts, tokens beside visitors
-    plan     what `schedule` returned: the columns of a step (see `plan_columns`), or null
+    bound    bound of steps while tenants compete: tokens, tokens that a decode counts as, tokens beside visitors
+    plan     the result of `schedule`: the columns of a step (see `plan_columns`), or null
     commit   a step's result: tokens by seq_id, candidates of beams; failures by seq_id, if any
     finish   a sequence was ended: by abort, stop string or error
     share, free   a pin begins or ends
     preempt, clear   preempt everything; empty the prefix cache
-    error    the call before broke an invariant
+    error    the call before it broke an invariant
 
-Each record but `plan` is written before the call that it stands for has decided anything.
+Every record except `plan` is written before its call has decided anything.
 
-Columns of numbers are little-endian uint32. The record holds the token ids of every prompt and output.
+Columns of numbers are little-endian uint32. The file holds the token ids of every prompt and output.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, Seq
 from pagekv.kvmanager.scheduling.step_plan import CopyKind, StepPlan, StepResult
 
 FORMAT, VERSION = "pagekv steps", 3
-# Fields of SamplingParams that the scheduler looks at.
+# Fields of SamplingParams that the scheduler uses.
 SAMPLING = (
     *("max_tokens", "min_tokens", "stop_token_ids", "ignore_eos"),
     *("beam_width", "length_penalty", "early_stopping"),
@@ -86,7 +86,7 @@ def _name(sequence: Seq) -> tuple[int, int]:
 
 
 class StepRecorder(Observer):
-    """Packs records on the event loop, since what they hold goes on changing; the file's thread writes them."""
+    """Packs records on the event loop, because their objects go on changing; the file's thread writes them."""
 
     def __init__(self, file: RecordingFile, planning: EngineConfig) -> None:
         """`planning` is the configuration of the engine whose decisions are recorded."""

@@ -3,10 +3,10 @@
     {"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [...], "block_size": tokens}
 
 The timestamp counts from the beginning of the recording. There is one hash id for every `block_size` tokens of the
-prompt, a partial last block included; two prompts have equal ids exactly as far as they are equal, in namespace,
-adapter and media too. An id says nothing about the tokens it stands for: it is 53 bits of a SHA-256 chain that begins
-with a secret of this recording, which is kept nowhere. The output is that of a request's longest sequence. Requests
-that ended without a token are left out.
+prompt, and one for a partial last block. Two prompts have equal ids exactly as far as their tokens and media are equal,
+if tenant, namespace and adapter are equal, too. An id says nothing about its tokens: it is 53 bits of a SHA-256 chain
+that begins with a secret of this recording, which is stored nowhere. `output_length` is that of the request's longest
+sequence. Requests that ended without a token are left out.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from pagekv.kvmanager.observe.recording.file import RecordingFile
 from pagekv.kvmanager.request.command import GenerateCommand
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 
-# Requests that have ended and wait for an earlier one, so that lines come in order of arrival. Beyond this number they
-# are written, and the earlier one comes after them.
+# Most ended requests that wait for an earlier one, so that lines are in order of arrival. Beyond this number they are
+# written, and the earlier request comes after them.
 MAX_WAITING = 4096
-# Blocks hashed before the thread lets others run.
+# Blocks that are hashed before the thread lets other threads run.
 _PIECE = 256
 
 
@@ -49,7 +49,7 @@ class _Entry:
 
 
 class WorkloadRecorder(Observer):
-    """Takes notes on the event loop; hashing and writing are done by the file's thread."""
+    """Notes requests on the event loop; the file's thread hashes and writes."""
 
     def __init__(self, file: RecordingFile, clock: Callable[[], float] = time.monotonic) -> None:
         self._file = file
@@ -117,7 +117,7 @@ def _output_length(request: LiveRequest) -> int:
 
 
 def hash_ids(command: GenerateCommand, block_size: int, salt: bytes) -> list[int]:
-    """An id for each block of the prompt, a partial last one included; `salt` makes them mean nothing elsewhere."""
+    """An id for each block of the prompt, a partial last one too. Another `salt` gives incomparable ids."""
     identity, prompt = command.identity, command.prompt_ids
     parent: bytes = root_digest("trace", identity.namespace, identity.adapter_id, salt, identity.tenant)
     digests: list[bytes] = []
@@ -130,5 +130,5 @@ def hash_ids(command: GenerateCommand, block_size: int, salt: bytes) -> list[int
             end = len(prompt)
             digests.append(block_digest(parent, tail, media_keys(identity.media, end // block_size * block_size, end)))
         time.sleep(0)
-    # 53 bits: every reader of JSON takes them for a whole number.
+    # 53 bits, because every reader of JSON can represent such a number exactly.
     return [int.from_bytes(digest[:8], "big") >> 11 for digest in digests]
