@@ -1,1 +1,1 @@
-"""The live page: the blocks of the pool as they change, in a browser. Nothing in here runs while nobody looks."""
+"""The live page: the blocks of the pool as they change, in a browser. None of it runs while no page is open."""

@@ -1,15 +1,15 @@
-"""The state of every block as the page shows it, one byte each, and how changes of those bytes travel.
+"""The state of every block as the page shows it, one byte each, and the encoding of changes of these bytes.
 
-The low three bits are the state, the high five the number of holders, at most 31. A device block is
+The low three bits are the state; the high five are the number of holders, at most 31. A device block is
 
-    free      nobody holds it, its content is not in the prefix table
-    cached    nobody holds it, its content can still be hit
-    active    one sequence holds it
-    shared    several sequences hold it
-    pinned    pins hold it, and no sequence
+    free      not held, and not in the prefix table
+    cached    not held, but its content can be hit
+    active    held by one sequence
+    shared    held by several sequences
+    pinned    held by pins, and by no sequence
 
-ListBlocks calls active and shared blocks active. A host block is free, cached, or held by preempted sequences that will
-want it back.
+In ListBlocks, active and shared blocks are both ACTIVE. A host block is free, cached, or held by preempted sequences
+that will need it again.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ HOST_STATES = ("free", "cached", "held")
 STATE_BITS = 3
 STATE_MASK = (1 << STATE_BITS) - 1
 MAX_HOLDERS = (1 << (8 - STATE_BITS)) - 1
-# Blocks that are shown of larger pools, from the first on.
+# Most blocks that are shown; of a larger pool the first ones.
 MAX_SHOWN = 1 << 20
 
 # States of held blocks by the number of sequences among their holders: 0, 1, or more.
 _OF_HELD = np.array([STATES.index("pinned"), STATES.index("active"), STATES.index("shared")], np.uint8)
 _HOST_HELD = HOST_STATES.index("held")
-# A run of equal changes: 9 bytes, little endian.
+# A run of blocks that change to the same byte: 9 bytes, little endian.
 _RUN = np.dtype([("start", "<u4"), ("length", "<u4"), ("value", "u1")])
 
 
@@ -41,7 +41,7 @@ def device_bytes(ref_counts: Blocks, pins: Blocks, published: NDArray[np.bool_])
     """The byte of every device block, [min(num_blocks, MAX_SHOWN)]; arguments as in `BlockMap`."""
     ref_counts = ref_counts[:MAX_SHOWN]
     held = np.flatnonzero(ref_counts)
-    # Free is 0 and cached 1.
+    # A block that is not held is free (0) or cached (1).
     states = published[:MAX_SHOWN].astype(np.uint8)
     holders = ref_counts[held]
     states[held] = _OF_HELD[np.minimum(holders - pins[held], 2)] | _holder_bits(holders)
@@ -49,7 +49,7 @@ def device_bytes(ref_counts: Blocks, pins: Blocks, published: NDArray[np.bool_])
 
 
 def host_bytes(ref_counts: Blocks, keyed: Blocks) -> Bytes:
-    """The byte of every host block, [min(num_blocks, MAX_SHOWN)]; `keyed` are the ids of those that can be hit."""
+    """The byte of every host block, [min(num_blocks, MAX_SHOWN)]; `keyed` are the ids of blocks that can be hit."""
     ref_counts = ref_counts[:MAX_SHOWN]
     states = np.zeros(len(ref_counts), np.uint8)
     states[keyed[keyed < MAX_SHOWN]] = HOST_STATES.index("cached")
@@ -69,13 +69,13 @@ def counts(states: Bytes, names: tuple[str, ...]) -> dict[str, int]:
 
 
 def whole(states: Bytes) -> dict[str, str]:
-    """All bytes, for a reader that knows only how many blocks there are and takes each as 0."""
+    """All bytes, as a change for a reader that starts with all bytes 0."""
     return change(np.zeros_like(states), states)
 
 
 def change(old: Bytes, new: Bytes) -> dict[str, str]:
-    """Turns `old` into `new`, which are equally long: {} where they are equal, {"runs": ...} or, where that is shorter,
-    {"all": ...}, in base64. A run is a start and a length as uint32 and a value, in 9 bytes, little endian.
+    """The change from `old` to `new`, which have the same length: {} if they are equal, else {"runs": ...} or, if that
+    is shorter, {"all": ...}, in base64. A run is a start and a length as uint32 and a value, in 9 bytes, little endian.
     """
     changed = np.flatnonzero(old != new)
     if not len(changed):

@@ -1,4 +1,4 @@
-"""The last events of requests and of the prefix table, in order, for the page."""
+"""The latest events of requests and of the prefix table, in order, for the page."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pagekv.kvmanager.engine.views import BlockMap, EngineInfo
 from pagekv.kvmanager.scheduling.sequence import LiveRequest
 from pagekv.kvmanager.scheduling.step_plan import StepPlan
 
-# Events that are kept, and that a new viewer gets.
+# Most events that are kept. A new viewer gets all of them.
 KEPT = 60
 
 Event = dict[str, Any]
@@ -27,14 +27,14 @@ class EventFeed(Observer):
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.recording = False
         self.total = 0
-        # The prefix table at the latest look.
+        # Whether each block was in the prefix table at the latest look.
         self._published: NDArray[np.bool_] | None = None
         self._epoch = self._evictions = 0
         self._clock = clock
         self._kept: deque[Event] = deque(maxlen=KEPT)
 
     def since(self, number: int) -> list[Event]:
-        """Kept events with numbers above this one."""
+        """Kept events with a number above this one."""
         return [event for event in self._kept if event["n"] > number]
 
     def note(self, kind: str, **about: Any) -> None:
@@ -43,14 +43,14 @@ class EventFeed(Observer):
             self._kept.append({"n": self.total, "at": round(self._clock(), 3), "kind": kind, **about})
 
     def pause(self) -> None:
-        """Records nothing for a while; the next look counts as the first."""
+        """Stops recording; the next look counts as the first."""
         self.recording = False
         self._published = None
 
     def look(self, blocks: BlockMap) -> None:
-        """Records how many blocks entered and left the prefix table since the look before, "cleared", "evicted" and
-        "stored" with the first block stored; nothing at the first look and at the first one of an epoch. A block that
-        was evicted and filled again in between counts as evicted and as stored.
+        """Records how many blocks entered and left the prefix table since the look before: events "cleared", "evicted",
+        and "stored" with the first stored block. The first look, and the first one of an epoch, records nothing. A
+        block that was evicted and filled again in between counts as evicted and as stored.
         """
         before, evicted, same_pool = self._published, blocks.evictions - self._evictions, blocks.epoch == self._epoch
         now = self._published = blocks.published.copy()

@@ -1,4 +1,4 @@
-"""The explain box: which blocks of a prompt hit, and why the others do not."""
+"""The page's explain box: which blocks of a prompt hit, and why the others miss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagekv.kvmanager.engine.loop import EngineLoop
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import cache_service_pb2 as pb
 
-# Blocks that are explained at most; the page says how many more there are.
+# Most blocks that are explained; the page says how many more the prompt has.
 MAX_BLOCKS = 1000
 # Blocks whose text is made between two turns of the event loop.
 BLOCKS_AT_ONCE = 100
@@ -53,7 +53,7 @@ def _name(asked: dict[str, Any], field: str) -> str:
 
 
 def _is_text(value: object) -> bool:
-    """Whether a JSON value is text; JSON can write halves of characters, which are none."""
+    """Whether a JSON value is text that can be encoded. JSON can contain lone surrogates, which cannot."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -72,7 +72,7 @@ async def _prompt(served: Served, asked: dict[str, Any]) -> Sequence[int]:
     if isinstance(ids, list) and not 1 <= len(ids) <= model.max_model_len:
         raise InvalidRequest("token_ids", f"has {len(ids)} tokens, must have from 1 to {model.max_model_len}")
     await asyncio.sleep(0)
-    # type() and not isinstance(): a bool is an int to Python.
+    # type() and not isinstance(), because a bool is an int in Python.
     if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
         raise InvalidRequest("token_ids", "must be a list of whole numbers from 0 on")
     await asyncio.sleep(0)
@@ -89,6 +89,6 @@ def _block(block: pb.BlockExplanation, prompt: Sequence[int], tokenizer: Tokeniz
         "block_id": block.block_id if block.HasField("block_id") else None,
         "block_hash": block.block_hash,
         "shared_tokens": block.shared_tokens,
-        # Text of the prompt, cut where blocks are.
+        # The part of the prompt's text in this block.
         "text": tokenizer.decode(prompt[block.start : block.end]) if tokenizer is not None else None,
     }

@@ -1,9 +1,9 @@
-"""The viewers of the page, the frames that they are taken to, and the timer that looks at the pools for them.
+"""The viewers of the page, the frames that they are sent, and the task that looks at the pools for them.
 
-A frame is everything the page shows at one moment. A message takes a viewer from the frame it has to the latest one,
-so a viewer that reads slowly skips frames and holds nothing up. The timer runs while there are viewers. Looks take at
-most a hundredth of the event loop's time: where a look at a huge pool takes long, there are fewer of them. Making and
-writing messages comes on top.
+A frame is everything that the page shows at one moment. A message takes a viewer from its own frame to the latest one,
+so a viewer that reads slowly skips frames and holds nothing up. The task runs while there are viewers. Looks take at
+most a hundredth of the event loop's time: if a look at a huge pool takes long, there are fewer looks. Making and
+writing messages is not included.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from pagekv.v1 import types_pb2
 log = Log(__name__)
 
 MAX_VIEWERS = 16
-# Seconds between two looks at the blocks, and between two looks at counters and requests, at least.
+# Least seconds between two looks at the blocks, and between two looks at counters and requests.
 LOOK_S = 0.1
 COUNT_S = 0.5
 # Share of the event loop's time that looks may take.
 MAX_SHARE = 0.01
 _RETRY_DELAY_S = 10.0
-# Requests in a frame.
+# Most requests in a frame.
 MAX_REQUESTS = 200
 
 Row = dict[str, Any]
@@ -63,10 +63,10 @@ class PoolFrame:
     epoch: int
     device: block_states.Bytes
     host: block_states.Bytes
-    # Numbers of the last point of the charts and of the last event before this moment.
+    # Numbers of the charts' last point and of the last event before this moment.
     points: int
     events: int
-    # The rest of a message as it is sent, by name: step, counts of both pools, requests, totals.
+    # The other fields of a message, by name: step, counts of both pools, requests, totals.
     fields: dict[str, Any]
 
 
@@ -81,13 +81,13 @@ def request_rows(engine: EngineLoop) -> tuple[dict[str, Row], int]:
 
 
 def state_name(state: types_pb2.SequenceState.ValueType) -> str:
-    """The state of a sequence or request as the page has it: "waiting", "running" or "swapped"."""
+    """The page's name for the state of a sequence or request: "waiting", "running" or "swapped"."""
     return types_pb2.SequenceState.Name(state).removeprefix("SEQUENCE_STATE_").lower()
 
 
 def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
-    """A message for a reader that has no frame of this epoch. A new `boot` says that all counts begin anew: every
-    manager counts epochs, steps, points and events from 1.
+    """A message for a viewer that has no frame of this epoch. `boot` identifies the run of the manager: every manager
+    counts epochs, steps, points and events from 1.
     """
     return {
         "type": "snapshot",
@@ -99,7 +99,7 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
         },
         "blocks": model.num_device_blocks,
         "host_blocks": model.num_host_blocks,
-        # Numbers of blocks that are shown, from the first on.
+        # How many blocks are shown, from the first on.
         "shown": len(frame.device),
         "host_shown": len(frame.host),
         "device": block_states.whole(frame.device),
@@ -109,21 +109,21 @@ def snapshot(frame: PoolFrame, model: EngineInfo, boot: str) -> dict[str, Any]:
 
 
 def delta(old: PoolFrame, new: PoolFrame) -> dict[str, Any]:
-    """A message that takes a reader from one frame of an epoch to a later one; unchanged fields are left out."""
+    """A message that takes a viewer from one frame of an epoch to a later one; unchanged fields are left out."""
     states = {"device": block_states.change(old.device, new.device), "host": block_states.change(old.host, new.host)}
     message = {name: value for name, value in new.fields.items() if old.fields[name] != value}
     return {"type": "delta", **message, **{name: runs for name, runs in states.items() if runs}}
 
 
 class Viewer:
-    """One reader, made by `PageHub.add_viewer`; `PageHub.remove_viewer` is to be called for each."""
+    """One viewer, made by `PageHub.add_viewer`; `PageHub.remove_viewer` has to be called for each."""
 
     def __init__(self, hub: PageHub) -> None:
         self._hub = hub
         self._seen: PoolFrame | None = None
 
     async def next(self) -> str:
-        """Waits until there is a new frame and returns the message that takes this viewer to it: JSON, on one line."""
+        """Waits for a new frame and returns the message that takes this viewer to it, as one line of JSON."""
         while True:
             frame = self._hub.frame
             if frame is not None and frame is not self._seen:
@@ -139,7 +139,7 @@ class PageHub:
     def __init__(
         self, engine: EngineLoop, requests: RequestMetrics, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`requests`: where durations of requests are counted."""
+        """`requests`: the metrics with the durations of requests."""
         self._requests = requests
         self._engine = engine
         self._clock = clock
@@ -148,16 +148,17 @@ class PageHub:
         self._rates = PoolRates()
         self._viewers: set[Viewer] = set()
         self._task: asyncio.Task[None] | None = None
-        # Set, and replaced, with the next frame.
+        # Set, and then replaced, when there is a new frame.
         self.news = asyncio.Event()
         self._counted_at = float("-inf")
-        # The latest frame; None while nobody looks, or before the first attachment.
+        # The latest frame; None without viewers, or before the first attachment.
         self.frame: PoolFrame | None = None
-        # Messages to the latest frame by number of the frame that a viewer has, which is the same for most.
+        # Messages that lead to the latest frame, by the number of the viewer's frame, which is the same for most
+        # viewers.
         self._messages: dict[int, str] = {}
 
     def add_viewer(self) -> Viewer:
-        """Adds a viewer and starts looking with the first. Raises Overloaded when there are too many."""
+        """Adds a viewer; the first one starts the looks. Raises Overloaded if there are too many viewers."""
         if len(self._viewers) >= MAX_VIEWERS:
             raise Overloaded(f"{MAX_VIEWERS} pages are open, which is the most there can be", _RETRY_DELAY_S)
         viewer = Viewer(self)
@@ -168,7 +169,7 @@ class PageHub:
         return viewer
 
     def remove_viewer(self, viewer: Viewer) -> None:
-        """Removes a viewer. With the last one everything stops. Idempotent."""
+        """Removes a viewer; the looks end with the last one. Idempotent."""
         self._viewers.discard(viewer)
         if not self._viewers and self._task is not None:
             self._task.cancel()
@@ -179,7 +180,7 @@ class PageHub:
             self.frame = None
 
     def message(self, seen: PoolFrame | None, frame: PoolFrame) -> str:
-        """The message that takes a viewer from the frame it has, None for none, to `frame`, the latest."""
+        """The message that takes a viewer from its frame, None if it has none, to the latest one, `frame`."""
         number = seen.number if seen is not None else 0
         if number not in self._messages:
             self._messages[number] = json.dumps(self._content(seen, frame), separators=(",", ":"))
@@ -190,7 +191,7 @@ class PageHub:
             model = self._engine.model
             assert model is not None
             content = snapshot(frame, model, self._boot)
-            # With a snapshot a page draws its charts afresh.
+            # After a snapshot a page draws its charts again.
             points = self._rates.since(0)
         else:
             content, points = delta(seen, frame), self._rates.since(seen.points)
@@ -199,7 +200,7 @@ class PageHub:
 
     async def _look_again_and_again(self) -> None:
         while True:
-            # CPU time, so that a busy machine does not make looks seem long and the page stand still.
+            # CPU time, because wall time on a busy machine would make looks seem long and the page stand still.
             begun = time.thread_time()
             try:
                 self.look()

@@ -1,4 +1,4 @@
-"""Points of the page's charts: rates between two looks at counters that only grow."""
+"""The points of the page's charts: rates between two looks at cumulative counters."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from pagekv.v1.operator_service_pb2 import GetStatsResponse
 
-# Seconds that the charts go back.
+# Seconds that the charts cover.
 KEPT_S = 120.0
-# Seconds that a rate covers, at least. Prompts come one at a time, so what is of requests needs more of them.
+# Least seconds that a rate covers. Prompts come one at a time, so rates of requests cover a longer time.
 RATE_S = 1.0
 HIT_RATE_S = 10.0
 
 Point = dict[str, Any]
-# Number and sum of durations so far, in seconds, by the name of a value of points.
+# By the name of a point's value: the number of durations so far and their sum in seconds.
 Durations = Mapping[str, tuple[int, float]]
 
 
@@ -27,8 +27,8 @@ class _Look(NamedTuple):
 
 
 class PoolRates:
-    """Points with a number `n` from 1 on and a time `at`, seconds of the clock that `add` is given. A value without
-    meaning at that moment is None. `apart`: nobody looked between this point and the one before.
+    """Makes points with a number `n` from 1 on and a time `at`, in seconds of the clock of `add`. A value that has no
+    meaning at that moment is None. `apart`: the looks paused between this point and the one before.
     """
 
     def __init__(self) -> None:
@@ -37,18 +37,19 @@ class PoolRates:
         self._looks: deque[_Look] = deque()
 
     def since(self, number: int) -> list[Point]:
-        """Kept points with numbers above this one."""
+        """Kept points with a number above this one."""
         return [point for point in self._kept if point["n"] > number]
 
     def pause(self) -> None:
-        """Drops the counters seen so far, as nobody will look for a while: the next rates begin with the next look."""
+        """Drops the counters seen so far; the next rates begin with the next look."""
         self._looks.clear()
 
     def add(self, now: float, stats: GetStatsResponse, durations: Durations) -> None:
-        """Adds a point for the counters at `now`, seconds of a clock that never goes back. Of `durations` the point has
-        the averages in milliseconds.
+        """Adds a point for the counters at `now`, in seconds of a clock that never goes back. The point has the
+        averages of `durations` in milliseconds.
 
-        While sequences run, a value that nothing new came for is the one before: steps may take longer than a look.
+        While sequences run, a value without new data keeps its former value, because steps may take longer than the
+        time between looks.
         """
         self._looks.append(_Look(now, stats, durations))
         while self._looks[0].at < now - HIT_RATE_S:
@@ -58,14 +59,14 @@ class PoolRates:
         prompt = stats.prompt_tokens_total - oldest.prompt_tokens_total
         cached = stats.cached_tokens_total - oldest.cached_tokens_total
         steps = stats.steps_total - recent.steps_total
-        # Steps that take long were counted a while ago.
+        # Long steps: the present counters may have been reached some looks ago.
         seconds = self._counted_first(len(self._looks) - 1).at - recent_at
         self.total += 1
         while self._kept and self._kept[0]["at"] < now - KEPT_S:
             self._kept.popleft()
         values: dict[str, float | None] = {
             "hit_rate": _share(cached, prompt),
-            # Average of the steps in between.
+            # Average of the steps between the two looks.
             "step_ms": _share((stats.executor_busy_us_total - recent.executor_busy_us_total) / 1000, steps),
             "tokens_per_s": _share(stats.generated_tokens_total - recent.generated_tokens_total, seconds),
             "computed_per_s": _share(stats.computed_tokens_total - recent.computed_tokens_total, seconds),
@@ -90,13 +91,13 @@ class PoolRates:
         )
 
     def _recent(self, now: float) -> _Look:
-        """The look that a rate begins with, RATE_S ago or before."""
+        """The look with which a rate begins: RATE_S ago or earlier."""
         ago = [index for index, look in enumerate(self._looks) if look.at <= now - RATE_S]
         return self._counted_first(ago[-1] if ago else 0)
 
     def _counted_first(self, index: int) -> _Look:
-        """The first of the looks up to this one, while sequences ran, that had counted the same steps: about when the
-        last of these steps ended. A rate over parts of long steps would swing.
+        """The first look, with sequences running since then, that had counted the same steps as this look: about the
+        end of the latest of these steps. Rates over parts of long steps would oscillate.
         """
         found = self._looks[index]
         for before in reversed([*self._looks][:index]):

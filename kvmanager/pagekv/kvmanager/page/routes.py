@@ -1,4 +1,4 @@
-"""The HTTP routes of the page: its files, its stream, and the details it asks for when somebody looks closer."""
+"""The HTTP routes of the page: its files, its stream, and details of single blocks and requests."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from pagekv.kvmanager.page.hub import PageHub, Viewer, request_rows, state_name
 from pagekv.kvmanager.text.tokenizer import Tokenizer
 from pagekv.v1 import operator_service_pb2 as pb
 
-# Seconds that one message may take to be read before its reader counts as gone.
+# Seconds that a viewer may take to read a message before it counts as gone.
 WRITE_TIMEOUT_S = 30.0
-# Seconds without a message after which a reader is written a comment.
+# Seconds without a message after which a comment is sent.
 KEEP_ALIVE_S = 5.0
 STATIC = Path(__file__).with_name("static")
 # The place for a warning in index.html.
 NO_WARNING = '<p id="warning" role="note" hidden></p>'
-# Of the tenants of a manager, and their fields that are shown.
+# Most tenants that are shown, and their fields.
 MAX_TENANTS_SHOWN = 100
 _TENANT = (
     *("name", "blocks", "floor_blocks", "running_requests", "waiting_requests"),
     *("prompt_tokens_total", "cached_tokens_total", "output_tokens_total"),
 )
-# Fields of a device block, and of what is known beside it, that are shown.
+# Fields of BlockInfo and of BlockDetail that are shown for a device block.
 _BLOCK = ("block_id", "ref_count", "pins", "block_hash", "parent_hash")
 _DETAIL = ("cached_s", "chain", "chain_complete", "requests")
 
@@ -52,7 +52,7 @@ class Page:
         reached: Mapping[str, str],
     ) -> None:
         """`show_text`: whether blocks are shown with their content. `reached`: addresses at which other machines can
-        connect, by the names of their flags, which the page warns of.
+        connect, by the names of their flags; the page warns of them.
         """
         self._index_page = _with_warning((STATIC / "index.html").read_text(encoding="utf-8"), reached)
         self._engine = engine
@@ -77,12 +77,12 @@ class Page:
         return web.Response(text=self._index_page, content_type="text/html")
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: a snapshot, then changes, each a JSON object. Another snapshot begins an epoch."""
+        """Server-sent events, each a JSON object: a snapshot, then changes. Each epoch begins with another snapshot."""
         viewer = self._hub.add_viewer()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         try:
             await response.prepare(request)
-            # The browser then knows that it is connected before there is an executor to tell of.
+            # Tells the browser that it is connected, even if there is no frame yet for lack of an executor.
             await response.write(b"retry: 1000\n\n")
             while True:
                 lines = await _next_lines(viewer)
@@ -109,10 +109,10 @@ class Page:
         return web.json_response({"requests": requests, "live": live})
 
     async def _request(self, request: web.Request) -> web.Response:
-        # Not part of the path: "." and ".." are ids, and mean something else in a path.
+        # The id is not part of the path, because "." and ".." are valid ids.
         request_id = request.query.get("id", "")
         check_request_id("id", request_id)
-        # Requests end while somebody looks at them, so one that is not live is no error.
+        # A request may end while its blocks are shown, so one that is not live is no error.
         found = await self._engine.snapshots.block_tables(request_id) or pb.GetBlockTableResponse()
         return web.json_response({"request_id": request_id, "sequences": list(map(sequence_detail, found.sequences))})
 
@@ -121,7 +121,7 @@ class Page:
 
     async def _explain(self, request: web.Request) -> web.Response:
         try:
-            # As UTF-8, whatever the header says.
+            # Read as UTF-8, whatever the header says.
             asked = json.loads(await request.read())
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("body", "must be JSON") from error
@@ -130,11 +130,11 @@ class Page:
 
 
 def _with_warning(page: str, reached: Mapping[str, str]) -> str:
-    """The page, whose place for a warning is filled where other machines can connect."""
+    """The page, with a warning if other machines can connect."""
     if not reached:
         return page
     where = ", ".join(f"--{name} {address}" for name, address in reached.items())
-    # Ports other than gRPC's change nothing (SECURITY.md).
+    # Only the gRPC port lets callers change anything (SECURITY.md).
     most = "read what this page shows and steer the manager" if "listen" in reached else "read what is served there"
     words = (
         f"Other machines can connect to this manager ({where}). There is no TLS and no login: everybody who reaches it "
@@ -144,7 +144,7 @@ def _with_warning(page: str, reached: Mapping[str, str]) -> str:
 
 
 async def _next_lines(viewer: Viewer) -> bytes:
-    """The next message, or a comment when there is none for a while: only writing shows that a reader has gone."""
+    """The next message, or a comment after KEEP_ALIVE_S: only writing shows that a viewer has gone."""
     try:
         async with asyncio.timeout(KEEP_ALIVE_S):
             return f"data: {await viewer.next()}\n\n".encode()
@@ -153,7 +153,7 @@ async def _next_lines(viewer: Viewer) -> bytes:
 
 
 def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_tokens: bool) -> dict[str, Any]:
-    """A device block. `with_tokens`: with its content, as text too where there is a tokenizer."""
+    """A device block. `with_tokens`: with its token ids and, if there is a tokenizer, its text."""
     block, tokens = detail.block, detail.token_ids
     shown: dict[str, Any] = {name: getattr(block, name) for name in _BLOCK}
     shown |= {name: getattr(detail, name) for name in _DETAIL}
@@ -163,7 +163,7 @@ def block_detail(detail: BlockDetail, tokenizer: Tokenizer | None, *, with_token
 
 
 def tenant_rows(answer: pb.ListTenantsResponse) -> dict[str, Any]:
-    """The tenants with most blocks, and how many there are."""
+    """The tenants with most blocks, and the number of all tenants."""
     most = sorted(answer.tenants, key=lambda tenant: -tenant.blocks)[:MAX_TENANTS_SHOWN]
     rows = [{name: getattr(tenant, name) for name in _TENANT} for tenant in most]
     return {"tenants": rows, "total": len(answer.tenants)}

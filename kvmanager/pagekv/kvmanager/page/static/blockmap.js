@@ -1,6 +1,6 @@
-// A pool as a map: one pixel a block in an image, drawn enlarged, with what is chosen marked on a canvas above it.
-// A block that changes is lit up or pale for a moment, in the colour of its state: hue is state, always. Between two
-// changes nothing is computed and nothing drawn.
+// A pool as a map: an image with one pixel for each block, drawn enlarged, and a canvas above it with marks on chosen
+// blocks. A block that changes lights up or turns pale for a moment, in the colour of its state: the hue always shows
+// the state. Between two changes nothing is computed or drawn.
 
 import { forEachChange, holders, state } from "./codec.js";
 import { Grid } from "./grid.js";
@@ -8,21 +8,21 @@ import { drawMarks, showTip } from "./marks.js";
 import { color, mix, onThemeChange, pixel, reducedMotion } from "./theme.js";
 
 const FADE_MS = 900;
-// Share, in 256ths, of the strongest light in a block that was just taken, and of the card's colour in one that was
-// just given back, at the beginning of the fade.
+// At the beginning of a fade, in 256ths: the share of the flash colour in a block that was just allocated or hit, and
+// the share of the card's colour in a block that was just freed.
 const TAKEN_SHARE = 125;
 const GIVEN_SHARE = 165;
 const REVEAL_MS = 1100;
-// Blocks that a map which grows begins with.
+// Blocks of a growing map at its beginning.
 const FEWEST = 256;
-// Rows from one id at the left to the next.
+// Possible numbers of rows between two ids at the left.
 const STEPS = [1, 2, 4, 5, 10, 20, 40, 50, 100, 200];
 
 export class BlockMap {
-  // `palette`: names of colours by state. `describe(index)`: words for a block. `onFocus(index, kept)`: it is looked
-  // at, -1 for none; `kept`: until somebody lets it go. `onTap()`: one was chosen with a finger. `onLeave(what)`: by the
-  // keyboard, "table" for the block table that is lit, else to the block's details. `grows`: only as many blocks as were
-  // ever used are drawn, rounded up.
+  // `palette`: names of colours by state. `describe(index)`: text for a block. `onFocus(index, kept)`: a block has the
+  // focus, -1 for none; `kept`: it keeps the focus until the user ends it. `onTap()`: a block was chosen by touch.
+  // `onLeave(what)`: the user leaves the map by keyboard, for the lit block table if `what` is "table", else for the
+  // block's details. `grows`: only as many blocks as were ever used are drawn, rounded up.
   constructor(root, { palette, describe, onFocus, onTap, onLeave, grows }) {
     Object.assign(this, { root, palette, describe, onFocus, onTap, onLeave, grows });
     this.cells = root.querySelector(".cells");
@@ -41,7 +41,7 @@ export class BlockMap {
     this.listen();
   }
 
-  // A snapshot of a pool of `size` blocks follows; of another epoch it is another pool.
+  // A snapshot of a pool of `size` blocks follows. Another epoch means another pool.
   begin(size, epoch) {
     if (size === this.size && epoch === this.epoch) {
       this.bytes.fill(0);
@@ -51,7 +51,7 @@ export class BlockMap {
     }
   }
 
-  // Room for a block that was not drawn so far.
+  // Makes room for a block that was not drawn so far.
   grow(index) {
     const { bytes } = this;
     const focus = [this.focused, this.kept];
@@ -60,12 +60,12 @@ export class BlockMap {
     [this.focused, this.kept] = focus;
   }
 
-  // `count` blocks, all free.
+  // Starts with `count` blocks, all free.
   reset(count) {
     this.count = count;
     this.bytes = new Uint8Array(count);
     this.from = new Uint32Array(count);
-    // Blocks whose colour is on its way, and where they are in this list.
+    // The first `numFading` entries are blocks whose colour is fading.
     this.fading = new Int32Array(count);
     this.numFading = 0;
     this.isFading = new Uint8Array(count);
@@ -111,7 +111,7 @@ export class BlockMap {
     const many = pixel("shared-many");
     for (let byte = 0; byte < 256; byte++) {
       let shade = base[state(byte)] ?? base[0];
-      // Shared by more is a stronger colour.
+      // A block with more holders has a stronger colour.
       const doublings = Math.log2(Math.max(2, holders(byte)) / 2);
       if (this.palette[state(byte)] === "shared") shade = mix(shade, many, Math.min(256, Math.round(52 * doublings)));
       if (this.only >= 0 && state(byte) !== this.only) shade = mix(shade, paper, 218);
@@ -122,7 +122,7 @@ export class BlockMap {
     this.gaps = this.gapPattern();
   }
 
-  // A cell's edge in the colour of the card, to be drawn over all cells at once.
+  // A pattern of one cell's edge in the colour of the card, which is drawn over all cells at once.
   gapPattern() {
     const { cell, gap, radius } = this.grid;
     if (!gap) return null;
@@ -137,9 +137,9 @@ export class BlockMap {
     return this.context.createPattern(tile, "repeat");
   }
 
-  // -- what is
+  // -- states of blocks
 
-  // A change as it comes from the manager; `quietly`: without showing it as news.
+  // Applies a change from the manager; `quietly`: without fading.
   apply(change, quietly = false) {
     if (!change) return;
     const now = performance.now();
@@ -153,7 +153,7 @@ export class BlockMap {
       if (byte === old) return;
       this.bytes[index] = byte;
       if (still) return this.paint(index);
-      // Taken or hit: it lights up. Given back or evicted: it is pale at first.
+      // A block that was allocated or hit lights up; one that was freed or evicted turns pale.
       this.fade(index, (holders(byte) > holders(old) ? this.taken : this.given)[byte], now);
     });
     this.draw();
@@ -201,9 +201,9 @@ export class BlockMap {
         this.isFading[index] = 0;
         this.paint(index);
       } else {
-        // Fast first, then slowly.
+        // The fade is fast first, then slow.
         const rest = 1 - Math.max(0, share);
-        // Beside a request's blocks all others are dim, and so is what happens to them.
+        // While a request's blocks are lit, all others are dim, and so are their fades.
         const strength = this.lit && !this.lit[index] ? 50 : 256;
         this.pixels[index] = mix(this.shade(index), this.from[index], Math.round(strength * rest * rest));
         this.fading[left++] = index;
@@ -223,7 +223,7 @@ export class BlockMap {
       context.fillRect(0, 0, columns * cell, rows * cell);
     }
     this.drawLabels(context);
-    // Milliseconds that the latest frames took, for measurements from outside.
+    // Milliseconds that the latest frames took, for tests that measure them.
     this.frames.push(performance.now() - begun);
     if (this.frames.length > 600) this.frames.shift();
     if (left) this.draw();
@@ -239,23 +239,23 @@ export class BlockMap {
     context.textBaseline = cell > 14 * ratio ? "middle" : "top";
     const middle = cell > 14 * ratio ? (cell - this.grid.gap) / 2 : 0;
     for (let row = 0; row < rows; row += every) {
-      // The last one may not have room.
+      // The last id may not have room.
       if (cell > 14 * ratio || row * cell + 11 * ratio <= this.grid.height) {
         context.fillText(row * columns, -9 * ratio, row * cell + middle);
       }
     }
   }
 
-  // -- what is chosen
+  // -- choice
 
-  // Shows one state alone; -1: all.
+  // Shows only the blocks in one state; -1: all.
   isolate(wanted) {
     this.only = wanted;
     if (this.grid) this.readColors();
     this.repaint();
   }
 
-  // Lights the blocks of a block table one after the other; null: none. The same table again shows no news.
+  // Lights the blocks of a block table; null: none. `afresh`: one after the other, unlike a refresh of the same table.
   choose(table, afresh = true) {
     this.table = table;
     this.revealed = afresh && table && !reducedMotion.matches ? 0 : Infinity;
@@ -280,7 +280,7 @@ export class BlockMap {
     this.mark();
   }
 
-  // The blocks before the one looked at.
+  // Shows the chain of blocks before the one with the focus.
   showChain(blocks) {
     this.chain = blocks;
     this.mark();
@@ -301,7 +301,7 @@ export class BlockMap {
     showTip(this);
   }
 
-  // -- who looks
+  // -- input
 
   listen() {
     const at = (event) => {
@@ -339,7 +339,7 @@ export class BlockMap {
     }[event.key];
     if (to !== undefined) {
       const step = Math.abs(to - from) >= columns ? columns : 1;
-      // Up and down end in the same column, not at the first or last block.
+      // Up and down stop in the same column, not at the first or last block.
       const within = Math.max(0, Math.min(last, to));
       this.focus(within === to || step === 1 ? within : to < 0 ? from % columns : from);
       this.scrollTo(this.focused);

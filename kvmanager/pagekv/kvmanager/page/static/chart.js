@@ -1,15 +1,14 @@
-// A line over the last two minutes, drawn by the times of its points, with its value under the pointer or the cursor
-// that the arrow keys move.
+// A line chart of the last two minutes. Shows the value under the pointer, or under a cursor that the arrow keys move.
 
 import { color, onThemeChange } from "./theme.js";
 
 const SECONDS = 120;
-// Points that one press of Page Up or Page Down goes over: ten seconds.
+// Points that Page Up and Page Down move by: ten seconds.
 const PAGE = 20;
 
 export class Chart {
-  // `read(point)`: the value or null. `format(value)`. `top`: what the axis ends at, or 0 for the highest value.
-  // `announce(text)`: what the cursor came to.
+  // `read(point)`: the value, or null. `format(value)`: its text. `top`: upper end of the axis; 0: the highest value.
+  // `announce(text)`: called with the value at which the cursor arrives.
   constructor(tile, { read, format, announce, top = 0, beside = () => "" }) {
     Object.assign(this, { read, format, announce, top, beside, values: [], at: -1, byKey: false });
     this.canvas = tile.querySelector("canvas");
@@ -27,7 +26,7 @@ export class Chart {
     this.canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
-  // At a value, -1 for none: now.
+  // Moves to a value, by its index; -1: to the latest value.
   point(at, byKey = false) {
     Object.assign(this, { at, byKey });
     this.draw();
@@ -56,17 +55,17 @@ export class Chart {
     for (const point of points) this.values.push({ value: this.read(point), point });
     const before = this.values.length;
     this.values = this.values.filter((value, index) => this.age(index) <= SECONDS);
-    // The cursor stays at its point, the pointer where it is.
+    // The cursor stays at its point; the pointer's value changes, because the points move under it.
     if (this.byKey) this.at = Math.max(-1, this.at - (before - this.values.length));
     this.draw();
   }
 
-  // Seconds from a point to the last one.
+  // Seconds between a point and the last one.
   age(index) {
     return this.values.at(-1).point.at - this.values[index].point.at;
   }
 
-  // The point so many seconds before the last one, -1 where there was none.
+  // The point nearest to `age` seconds before the last one; -1 if there is none within a second.
   nearest(age) {
     let found = -1;
     this.values.forEach((value, index) => {
@@ -106,7 +105,7 @@ export class Chart {
     this.tell(context, x, y, height, ratio);
   }
 
-  // [begin, end) of neighbours that have a value, and between which somebody looked.
+  // [begin, end) of each run of points that have a value and no pause between them.
   stretches() {
     const found = [];
     this.values.forEach(({ value, point }, index) => {

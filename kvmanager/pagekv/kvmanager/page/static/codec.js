@@ -1,4 +1,4 @@
-// Bytes of blocks as the manager sends them: three bits of state, five bits of holders.
+// Decodes the bytes of blocks that the manager sends: three bits of state, five bits of holders.
 
 export const STATES = ["free", "cached", "active", "shared", "pinned"];
 export const HOST_STATES = ["free", "cached", "held"];
@@ -13,7 +13,7 @@ function decode(text) {
   return bytes;
 }
 
-// Calls `set(index, byte)` for what a change names; see block_states.py.
+// Calls `set(index, byte)` for each block in a change; block_states.py has the format.
 export function forEachChange(change, set) {
   if (change.all !== undefined) {
     decode(change.all).forEach((byte, index) => set(index, byte));

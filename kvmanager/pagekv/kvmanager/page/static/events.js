@@ -1,11 +1,11 @@
-// The last events, newest first.
+// The latest events, newest first.
 
 import { element, plural } from "./format.js";
 
 const SHOWN = 60;
 const who = (id) => element("span", { class: "who" }, id);
 
-// An event of each kind as text and elements.
+// By kind of event: its text and elements.
 const WORDS = {
   admitted: (e) => [
     who(e.request), ` admitted: ${plural(e.tokens, "token")}, ${e.computed} cached, ${plural(e.blocks, "block")}`,
@@ -36,7 +36,7 @@ export class Events {
     this.apply();
   }
 
-  // A new connection tells of some again.
+  // A new connection repeats some events, which are skipped.
   apply(events = []) {
     for (const event of events) {
       if (event.n <= this.last) continue;

@@ -1,4 +1,4 @@
-// The explain box: a prompt, block by block.
+// The explain box: shows for each block of a prompt whether it hits.
 
 import { count, element, percent, plural } from "./format.js";
 import { ask } from "./stream.js";
@@ -9,7 +9,7 @@ const NAMES = {
 };
 
 export class Explain {
-  // `onBlock(index)`: a block of the pool is pointed at, -1 for none.
+  // `onBlock(index)`: the user points at a block of the pool, -1 for none.
   constructor({ onBlock }) {
     this.onBlock = onBlock;
     this.form = document.getElementById("explain-form");

@@ -1,4 +1,4 @@
-// Numbers and elements for people.
+// Formats numbers for people, and makes elements.
 
 const whole = new Intl.NumberFormat("en");
 const short = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
@@ -17,7 +17,7 @@ export function duration(seconds) {
   return `${Math.round(seconds / 3600)} h`;
 }
 
-// An element; children are elements and text. Text is never read as markup.
+// Makes an element. Children are elements and text; text is never parsed as markup.
 export function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {

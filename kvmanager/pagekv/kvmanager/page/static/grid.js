@@ -1,22 +1,22 @@
-// Where each block's cell is. All lengths are device pixels, so that cells are sharp.
+// The places of the blocks' cells. All lengths are device pixels, so that cells are sharp.
 
 const LARGEST = 26;
 const LABELS = 46;
 
 export class Grid {
-  // As large as possible cells for `count` blocks `width` wide and, if that can be, not higher than `height`.
+  // The largest cells with which `count` blocks fit into `width` and, if possible, into `height`.
   constructor(count, width, height, ratio) {
     this.count = count;
     this.ratio = ratio;
-    // Ids at the left are worth their room where there are many rows.
+    // Ids at the left are shown only if there are many blocks and enough room.
     this.left = width > 560 * ratio && count > 60 ? Math.round(LABELS * ratio) : 0;
     const room = width - this.left;
     let cell = Math.round(LARGEST * ratio);
     while (cell > 1 && Math.ceil(count / this.columnsOf(cell, room)) * cell > height) cell--;
-    // Below two points a cell cannot be seen; then the map grows instead.
+    // Cells below two CSS pixels cannot be seen, so the map becomes higher instead.
     cell = Math.max(cell, count > 500000 ? 1 : Math.round(2 * ratio));
     this.columns = this.columnsOf(cell, room);
-    // Room that the round number of columns leaves over goes to the cells.
+    // Cells get the room that the round number of columns leaves.
     if (this.columns < count) cell = Math.max(cell, Math.floor(room / this.columns));
     this.cell = cell;
     this.rows = Math.max(1, Math.ceil(count / this.columns));
@@ -26,7 +26,7 @@ export class Grid {
     this.height = this.rows * cell;
   }
 
-  // A round number, so that the ids at the left are round ones.
+  // A round number of columns, so that the ids at the left are round numbers.
   columnsOf(cell, room) {
     const fit = Math.max(1, Math.floor(room / cell));
     const step = fit >= 200 ? 50 : fit >= 100 ? 20 : fit >= 32 ? 8 : fit >= 8 ? 4 : 1;

@@ -1,4 +1,4 @@
-// The inspector: everything that is known of one block.
+// The inspector: shows everything that is known about one block.
 
 import { HOST_STATES, STATES, state } from "./codec.js";
 import { duration, element, plural } from "./format.js";
@@ -17,7 +17,7 @@ const MEANINGS = {
 };
 
 export class Inspector {
-  // `onOpen(index)`: somebody wants to see another device block; `onRequest(id)`: a request.
+  // `onOpen(index)`: the user opens another device block. `onRequest(id)`: the user opens a request.
   constructor({ onOpen, onRequest }) {
     Object.assign(this, { onOpen, onRequest, map: null, index: -1, timer: 0, bringing: false });
     this.title = document.getElementById("inspector-title");
@@ -35,13 +35,13 @@ export class Inspector {
     });
   }
 
-  // Back to where it was chosen, which goes on from there.
+  // Gives the keyboard back to the map, at the block that was chosen there.
   letGo() {
     this.map.marks.focus();
     this.map.focus(this.index, false);
   }
 
-  // A block of a map; -1: none.
+  // Shows a block of a map; -1: none.
   show(map, index, kept) {
     this.close.hidden = !kept;
     if (map === this.map && index === this.index) return;
@@ -50,7 +50,7 @@ export class Inspector {
     this.load(PAUSE_MS);
   }
 
-  // Something may have changed.
+  // Loads the block again, because it may have changed.
   refresh() {
     if (this.index >= 0) this.load(0);
   }
@@ -75,7 +75,7 @@ export class Inspector {
     }, pause);
   }
 
-  // Into view, on a screen that has it below the map, as soon as there is something to see.
+  // Scrolls the inspector into view, on a screen where it is below the map, as soon as it has content.
   bring() {
     this.bringing = !this.detail && !this.problem;
     if (this.bringing) return;
@@ -102,12 +102,12 @@ export class Inspector {
       if (this.problem) rows.push(["", element("span", { class: "problem" }, this.problem)]);
       return rows;
     });
-    // Asked for again and again while it is shown, so it goes on counting.
+    // The block is loaded again and again while it is shown, so its age goes on counting.
     if (cached != null) this.age.textContent = `cached for ${duration(cached)}`;
   }
 
-  // The rows stay as they are, so that nobody who reads or walks them is disturbed, unless `said`, which stands for
-  // their text, has changed.
+  // Replaces the rows only if `said`, which stands for their text, has changed: a user who reads them, or moves through
+  // them by keyboard, is not disturbed.
   fill(said, makeRows) {
     if (said === this.said) return;
     this.said = said;

@@ -89,7 +89,7 @@ const hostLegend = makeLegend(byId("host-legend"), host, HOST_LEGENDS, hostSwatc
 // -- charts
 
 let totals = {};
-// A tile with the chart of one value of the points, at the end of a section.
+// Adds a tile with the chart of one value of the points to the end of a section.
 function tile(section, name, title, options) {
   const figure = element("figure", { class: "tile", id: `tile-${name}` },
     element("figcaption", {}, title),
@@ -101,7 +101,7 @@ function tile(section, name, title, options) {
   byId(section).append(figure);
   return new Chart(figure, { read: (point) => point[name], announce, ...options });
 }
-// Without active blocks there is no share.
+// Without active blocks there is no share of filled slots.
 const filled = () => (totals.active_blocks ? percent(totals.utilization) : "–");
 const charts = [
   tile("rates", "hit_rate", "Prefix hit rate", {
@@ -138,7 +138,7 @@ async function lightRequest(id, afresh) {
     const { sequences } = await ask(`/api/request?id=${encodeURIComponent(id)}`);
     if (requests.chosen !== id) return;
     requests.tell("");
-    // It has ended; the list cannot tell, which may be too short for it.
+    // The request has ended. The list does not show that, because it may be too short to contain the request.
     if (!sequences.length) return requests.choose(null);
     device.choose([...new Set(sequences.flatMap((sequence) => sequence.block_ids))], afresh);
     if (afresh) announce(`request ${id}: ${plural(device.table.length, "block")} lit in order`);
@@ -156,7 +156,7 @@ let boot = null;
 
 function show(message) {
   if (message.type === "snapshot") {
-    // Another manager counts everything from 1.
+    // Another run of the manager counts events from 1 again.
     if (message.boot !== boot) events.clear();
     boot = message.boot;
     const epoch = `${boot} ${message.epoch}`;
@@ -193,7 +193,7 @@ function setLink(name) {
   if (byId("link-text").textContent !== LINK[name]) byId("link-text").textContent = LINK[name];
 }
 
-// A manager without an executor has nothing to say; one with it says so at once.
+// A manager with an executor sends a message at once; without one it sends none.
 let silence = 0;
 new Stream("/api/stream", show, (connected) => {
   clearTimeout(silence);
@@ -201,5 +201,5 @@ new Stream("/api/stream", show, (connected) => {
   if (connected) silence = setTimeout(() => document.body.dataset.link === "connecting" && setLink("waiting"), SILENCE_MS);
 });
 
-// The parts of the page for tests and for people with the console open.
+// The parts of the page, for tests and for the browser's console.
 window.pagekv = { device, host, ranks, requests, tenants, charts };

@@ -1,10 +1,10 @@
-// The chosen blocks of a map, marked above its cells.
+// Marks on the chosen blocks of a map, drawn above its cells.
 
 import { color } from "./theme.js";
 
 const TIP_MARGIN = 10;
 
-// The chosen block table, the chain of blocks before the one looked at, and that one.
+// Marks the chosen block table, the block with the focus, and the chain of blocks before it.
 export function drawMarks({ grid, marks, table, shown, chain, focused }) {
   const context = marks.getContext("2d");
   const { cell, gap, ratio } = grid;
@@ -23,7 +23,7 @@ export function drawMarks({ grid, marks, table, shown, chain, focused }) {
   }
 }
 
-// Around a cell, `out` beyond it; at the edges of the canvas, beyond which nothing is drawn, on the cell itself.
+// Draws a ring around a cell at the distance `out`, or less at the edges of the canvas, so that it stays visible.
 function ring(context, grid, block, size, out, radius = 0) {
   const half = context.lineWidth / 2;
   const left = Math.max(half, grid.x(block) - out);
@@ -35,7 +35,7 @@ function ring(context, grid, block, size, out, radius = 0) {
   context.stroke();
 }
 
-// A request's blocks are joined in order; where there is room each says which it is.
+// Joins a request's blocks with a line in their order, and numbers them if there is room.
 function markTable(context, grid, size, shown) {
   const { cell, ratio } = grid;
   context.globalAlpha = shown.length > 400 ? 0.25 : 0.55;
@@ -65,7 +65,7 @@ function markTable(context, grid, size, shown) {
   });
 }
 
-// Words for the block looked at, beside it.
+// Shows the text of the block with the focus beside it.
 export function showTip(map) {
   const { grid, tip, focused } = map;
   tip.hidden = focused < 0;

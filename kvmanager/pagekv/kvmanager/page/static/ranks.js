@@ -1,8 +1,8 @@
-// The work of each rank of an executor on a step, where it has ranks.
+// The work of each rank on a step, if the executor is a group of ranks.
 
 import { count, element, milliseconds } from "./format.js";
 
-// Of more the rest is like these, or quicker.
+// Ranks that are shown; the others are not slower.
 const MOST = 16;
 const TITLE = "its work on the latest step that all ranks have ended, without waiting for the others";
 
@@ -13,7 +13,7 @@ export class Ranks {
     this.list = document.getElementById("rank-list");
   }
 
-  // Microseconds by rank; none of an executor without ranks, or before its first step.
+  // `micros`: microseconds by rank; empty for an executor without ranks, or before its first step.
   show(micros) {
     this.card.hidden = !micros.length;
     if (this.card.hidden) return;

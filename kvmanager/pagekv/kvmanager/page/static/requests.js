@@ -1,10 +1,10 @@
-// The live requests; one of them may be chosen, and its blocks are lit in order.
+// The list of live requests. One of them may be chosen; its blocks are then lit in order.
 
 import { compact, count, element, plural } from "./format.js";
 import { color, onThemeChange } from "./theme.js";
 
 export class Requests {
-  // `onChoose(id)`: an id, or null for none.
+  // `onChoose(id)`: the user chose a request, or null for none.
   constructor({ onChoose }) {
     Object.assign(this, { onChoose, rows: new Map(), chosen: null, items: new Map(), totals: {} });
     this.list = document.getElementById("request-list");
@@ -17,7 +17,7 @@ export class Requests {
     onThemeChange(() => this.render());
   }
 
-  // A request that is not in the list any more may live on beyond the list's end.
+  // A request that is no longer in the list may still be live, because the list is bounded.
   show(rows) {
     this.rows = new Map(Object.entries(rows));
     this.render();
@@ -57,7 +57,7 @@ export class Requests {
     if (this.problem.textContent !== problem) this.problem.textContent = problem;
   }
 
-  // All there are, which may be more than are listed.
+  // Shows the numbers of all requests, which may be more than the listed ones.
   sum() {
     const { live_requests: live = 0, running_sequences: running, waiting_sequences: waiting } = this.totals;
     this.sub.textContent = live ? `${plural(running, "sequence")} running, ${count(waiting)} waiting` : "";
@@ -91,7 +91,7 @@ export class Requests {
     this.progress(bar, row);
   }
 
-  // A request's progress as shares of all tokens that it may come to have: cached, computed of the prompt, generated.
+  // Draws a request's progress: cached, computed prompt and generated tokens as shares of all that it may come to have.
   progress(bar, row) {
     const context = bar.getContext("2d");
     const scale = bar.width / Math.max(row.max_total_tokens, 1);

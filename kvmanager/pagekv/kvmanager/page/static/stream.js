@@ -1,9 +1,10 @@
-// The connection to the manager: server-sent events, again and again, and none while the page cannot be seen.
+// The connection to the manager: server-sent events. It is opened again after errors, and closed while the page is
+// hidden.
 
 const RETRY_MS = 2000;
 
 export class Stream {
-  // `onMessage` gets each message; `onLink` gets true and false.
+  // `onMessage` gets each message. `onLink` gets true when connected and false after an error.
   constructor(url, onMessage, onLink) {
     Object.assign(this, { url, onMessage, onLink, source: null, timer: 0 });
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
@@ -17,7 +18,7 @@ export class Stream {
     source.onopen = () => this.onLink(true);
     source.onmessage = (event) => this.onMessage(JSON.parse(event.data));
     source.onerror = () => {
-      // It would retry by itself, but not after an answer such as "too many viewers".
+      // EventSource retries by itself, but not after an error status such as that for too many viewers.
       this.close();
       this.onLink(false);
       this.timer = setTimeout(() => this.open(), RETRY_MS);
@@ -31,7 +32,7 @@ export class Stream {
   }
 }
 
-// The JSON at `url`. Throws an Error with the manager's words.
+// Returns the JSON at `url`. Throws an Error with the manager's text.
 export async function ask(url, body) {
   const options = body === undefined ? {} : { method: "POST", body: JSON.stringify(body) };
   const response = await fetch(url, options);

@@ -1,10 +1,10 @@
-// The tenants with most blocks, where there are any; a manager whose callers have no identities has none.
+// The tenants with most blocks. A manager whose callers have no identities has no tenants.
 
 import { compact, count, element, plural } from "./format.js";
 import { ask } from "./stream.js";
 
 const REFRESH_MS = 2000;
-// Where there are none: the first may come at any time.
+// Without tenants the page asks less often; the first may come at any time.
 const NONE_MS = 30000;
 
 export class Tenants {
@@ -15,7 +15,7 @@ export class Tenants {
     this.timer = 0;
   }
 
-  // Begins to ask, or ends.
+  // Starts or stops asking for the tenants.
   follow(live) {
     clearTimeout(this.timer);
     this.live = live;
@@ -23,7 +23,7 @@ export class Tenants {
   }
 
   async refresh() {
-    // The stream is opened again, and this goes on, once the page can be seen.
+    // When the page becomes visible, the stream is opened again and calls `follow`.
     if (document.hidden) return;
     let wait = REFRESH_MS;
     try {
@@ -31,7 +31,7 @@ export class Tenants {
       this.show(tenants, total);
       if (!total) wait = NONE_MS;
     } catch {
-      // The link in the page's head says that nobody answers; a later answer may.
+      // The page's head shows that the manager does not answer; a later attempt may succeed.
     }
     clearTimeout(this.timer);
     if (this.live) this.timer = setTimeout(() => this.refresh(), wait);
