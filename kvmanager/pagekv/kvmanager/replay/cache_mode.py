@@ -1,4 +1,4 @@
-"""Cache mode: prompts alone, one at a time in file order, against the real block pool and its digests."""
+"""Cache mode: replays only prompts, one at a time in file order, on the real block pool and its digests."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def replay_cache(
     num_blocks: int | None,
     progress: Callable[[int], None],
 ) -> Row:
-    """One row of cache mode. Records must have hash ids; `num_blocks` None: unbounded. `progress` gets the records done
-    so far. The rule by which hits are counted, found by comparing all candidates with published figures of the Mooncake
-    trace:
+    """One row of cache mode. Records must have hash ids; `num_blocks` None: unbounded. `progress` gets the number of
+    finished records. The rule for counting hits was found by comparing all candidates with published figures of the
+    Mooncake trace:
 
-    - a prompt of n tokens is ceil(n / block_size) blocks; the last one counts, and is cached, even when it is not full
-      (a trace's last hash id names it just as well); with `partial_blocks` off it is floor(n / block_size);
-    - hits are the leading run of cached blocks, and may be the whole prompt: nothing is sampled here, so no token is
-      left to compute, as a real request must;
-    - then the whole prompt becomes most recently used, its last block first, so the deepest block is the oldest of it;
-    - blocks / all prompt blocks, and tokens: each hit counts the prompt tokens it covers.
+    - a prompt of n tokens has ceil(n / block_size) blocks; the last one counts, and is cached, even if it is not full
+      (the trace has a hash id for it, too); with `partial_blocks` off a prompt has floor(n / block_size) blocks;
+    - hits are the leading run of cached blocks, which may be the whole prompt: nothing is sampled here, while a real
+      request always computes at least one token;
+    - then the whole prompt becomes most recently used, its last block first, so its deepest block is its oldest one;
+    - the block hit rate is hits / all prompt blocks; for the token hit rate each hit counts the prompt tokens in it.
     """
     begun = time.perf_counter()
     size, unbounded = options.block_size, num_blocks is None
-    # With a block for every distinct one a pool never evicts.
+    # A pool with a block for every distinct block of the trace never evicts.
     num_blocks = num_blocks or -(-options.tokens_per_id // size) * distinct_prefixes(records)
     pool = BlockPool(num_blocks, size, options.order(policy, num_blocks))
     root = root_digest("replay", "", "")
@@ -68,7 +68,7 @@ def replay_cache(
 
 
 def _use(pool: BlockPool, root: bytes, tokens: NDArray[np.uint32]) -> int:
-    """Takes blocks for one prompt, as far as the pool goes, and frees them again; returns hits."""
+    """Allocates the blocks of one prompt, as many as the pool has, and frees them again; returns the number of hits."""
     chunks = tokens.reshape(-1, pool.block_size)
     hits = pool.table.trie.match(root, chunks)
     parent = pool.table.digest(hits[-1]) if hits else root

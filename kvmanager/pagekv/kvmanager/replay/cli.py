@@ -47,7 +47,7 @@ In cache mode a prompt's partial last block counts as a block; --full-blocks cou
 
 
 def _listed(read: Callable[[str], _Value]) -> Callable[[str], list[_Value]]:
-    """A type for values with commas between them."""
+    """A type for lists of values with commas between them, without repetitions."""
     return lambda text: list(dict.fromkeys(read(part.strip()) for part in text.split(",")))
 
 
@@ -68,7 +68,7 @@ def _policy(text: str) -> str:
 
 
 def make_parser() -> FlagParser:
-    """Flags of `pagekv replay`. No environment variables: a figure must not depend on what nobody sees."""
+    """Flags of `pagekv replay`. It reads no environment variables: a figure must follow from its command line."""
     parser = FlagParser(
         PROG,
         "Replay a recorded workload on the real scheduler and block pool, without a model: hit rates, evictions,\n"
@@ -182,7 +182,7 @@ def _replay_trace(args: argparse.Namespace) -> None:
     if args.mode == "cache" and not all(record.hash_ids for record in records):
         raise TraceError(f"{args.trace}: has no hash ids, so no prompt shares anything; use --mode timed")
     if args.plot is not None:
-        # Refused now rather than after minutes of replay.
+        # Checked now and not after minutes of replay.
         if find_spec("matplotlib") is None:
             raise TraceError("--plot needs matplotlib: pip install 'pagekv[plot]'")
         args.plot.open("a").close()

@@ -1,4 +1,4 @@
-"""The options of one replay, checked, and the cost of a simulated step: linear in what it computes and reads."""
+"""The checked options of one replay, and the cost of a simulated step: linear in the tokens it computes and reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pagekv.kvmanager.kvcache.eviction_policy import DEFAULT_POLICY, DEFAULT_PRO
 from pagekv.kvmanager.kvcache.eviction_policy import POLICIES as EVICTION_POLICIES
 from pagekv.kvmanager.scheduling.limits import SchedulerLimits
 
-# How to treat prefixes: an eviction policy of the pool, or `none`, which switches the prefix cache off.
+# Values of --policy: an eviction policy of the pool, or `none`, which switches the prefix cache off.
 NO_CACHE = "none"
 POLICIES = (*EVICTION_POLICIES, NO_CACHE)
 MODES = ("timed", "cache")
@@ -17,20 +17,21 @@ MODES = ("timed", "cache")
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """Coefficients. The defaults are what a data sheet gives for a dense 8B model in bfloat16 on one 80 GB accelerator
-    (about 400 TFLOP/s, 3 TB/s, 128 KiB of KV per token), not measured. Fit them to your own executor.
+    """Coefficients of a step's time. The defaults are not measured: they follow from a data sheet for a dense 8B model
+    in bfloat16 on one 80 GB accelerator (about 400 TFLOP/s, 3 TB/s, 128 KiB of KV per token). Fit them to your own
+    executor.
     """
 
-    # Reading the weights once, and launching.
+    # Reading the weights once, and launching the step.
     step_ms: float = flag("every step that computes anything", default=6.0, type=number(0, 1e6), metavar="MS")
     prefill_us: float = flag("each prompt token computed", default=40.0, type=number(0, 1e6), metavar="US")
     # A sequence that computes its last known token: sampling, and its row through the layers.
     decode_us: float = flag("each sequence that decodes", default=20.0, type=number(0, 1e6), metavar="US")
-    # Once a step for each position of keys and values.
+    # For each position whose keys and values the step reads.
     kv_read_ns: float = flag("each token of context attended to", default=45.0, type=number(0, 1e6), metavar="NS")
 
     def seconds(self, prefill_tokens: int, decodes: int, kv_tokens: int) -> float:
-        """Duration of a step; 0 when it computes nothing."""
+        """Duration of a step, in seconds; 0 if it computes nothing."""
         if prefill_tokens + decodes == 0:
             return 0.0
         return (
@@ -43,7 +44,7 @@ class StepCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedOptions:
-    """Options of timed mode alone."""
+    """Options that only timed mode has."""
 
     speed: float = flag("arrivals come so many times as fast", default=1.0, type=number(1e-6, 1e6), metavar="X")
     max_batch_tokens: int = flag(
@@ -64,12 +65,12 @@ class TimedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions(TimedOptions):
-    """The same for every row of a report."""
+    """Options that are the same for every row of a report."""
 
     block_size: int
-    # Prompt tokens behind one hash id of the workload trace.
+    # Prompt tokens that one hash id of the workload trace stands for.
     tokens_per_id: int
-    # Cache mode: also blocks that a prompt fills only in part count, and are cached, like the trace's last ids.
+    # Cache mode: a partial last block of a prompt counts, too, and is cached, because the trace has an id for it.
     partial_blocks: bool
     # Share of the pool, 0 to 1, that `slru` protects at most.
     protected_share: float = DEFAULT_PROTECTED_SHARE
@@ -78,5 +79,5 @@ class ReplayOptions(TimedOptions):
         return SchedulerLimits(self.max_batch_tokens, self.max_running, self.watermark, policy != NO_CACHE)
 
     def order(self, policy: str, num_blocks: int) -> EvictionOrder:
-        """Free blocks of a pool in the order of a policy; without a cache any order will do."""
+        """The eviction order of a policy; without the prefix cache any order will do."""
         return EvictionOrder(num_blocks, DEFAULT_POLICY if policy == NO_CACHE else policy, self.protected_share)

@@ -15,7 +15,7 @@ from pagekv.kvmanager.replay.options import ReplayOptions
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Percentiles (linear between neighbours), mean and maximum, in seconds."""
+    """Percentiles (interpolated linearly), mean and maximum, in seconds."""
 
     p50: float
     p90: float
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: array[float]) -> Spread | None:
-        """None where there are no values."""
+        """The spread of these values, in seconds; None without values."""
         if not values:
             return None
         seconds = np.frombuffer(values, dtype=np.float64)
@@ -38,33 +38,33 @@ class StepTiming:
 
     ttft_s: Spread | None
     inter_token_s: Spread | None
-    # Mean over simulated time of (slots that hold or await a known token) / (slots of allocated blocks).
+    # Mean over simulated time of (slots with, or for, a known token) / (slots of allocated blocks).
     utilisation: float | None
     preemptions: int
-    # Requests that could never fit the pool; not replayed and in no other figure.
+    # Requests that can never fit into the pool; they are not replayed and in no other figure.
     refused: int
     output_tokens: int
     steps: int
-    # Arrival of the first request to the last token.
+    # From the arrival of the first request to the last token.
     simulated_s: float
-    # Sequences that wait for admission, and blocks held by sequences, at most.
+    # Most sequences that waited for admission, and most blocks that sequences held, at one time.
     peak_waiting: int
     peak_blocks: int
-    # Equal for replays that decided the same, step by step.
+    # A digest that is equal for replays with the same decisions in every step.
     decisions: str
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One replay. Hits count at a request's first admission, from its first block to its first miss."""
+    """The figures of one replay. Hits are counted at a request's first admission, up to its first miss."""
 
     policy: str
     blocks: int
-    # The pool has a block for everything the trace can ask for.
+    # Whether the pool has blocks for everything that the trace can ask for.
     unbounded: bool
     requests: int
     hit_blocks: int
-    # Blocks that count: full prompt blocks, in cache mode partial last ones too (docs/cli.md).
+    # Full prompt blocks; in cache mode partial last blocks, too (docs/cli.md).
     prompt_blocks: int
     hit_tokens: int
     prompt_tokens: int
@@ -94,7 +94,7 @@ def as_json(trace: str, mode: str, options: ReplayOptions, rows: Sequence[Row]) 
 
 
 def as_table(rows: Sequence[Row]) -> str:
-    """Columns to the right, two spaces apart."""
+    """The report as a table with a header."""
     header = ["policy", "blocks", "hits/blocks", "hits/tokens", "evictions"]
     timed = any(row.timing for row in rows)
     if timed:
@@ -121,7 +121,7 @@ def as_table(rows: Sequence[Row]) -> str:
 
 
 def aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Cells of equal columns, to the right, two spaces apart."""
+    """A table of right-aligned columns, two spaces apart."""
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
 
@@ -142,11 +142,11 @@ def duration(seconds: float | None) -> str:
 
 
 def draw(path: Path, title: str, rows: Sequence[Row]) -> None:
-    """Draws hit rates, and times to first token where there are any. Needs matplotlib. Raises OSError."""
+    """Draws hit rates and, if there are any, times to first token. Needs matplotlib. Raises OSError."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import Formatter, FuncFormatter, NullLocator, PercentFormatter
 
-    # Title, how values are written, and label, capacity and value of each point.
+    # Title, format of values, and label, capacity and value of each point.
     panels: list[tuple[str, Formatter, list[tuple[str, int, float]]]] = [
         ("prefix hits / prompt blocks", PercentFormatter(1.0), [(r.policy, r.blocks, r.block_hit_rate) for r in rows])
     ]

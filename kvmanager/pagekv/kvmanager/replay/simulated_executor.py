@@ -1,4 +1,4 @@
-"""The executor of timed mode, which computes nothing and takes the time that a step would."""
+"""The executor of timed mode: computes nothing, but says how long each step would take."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class BegunStep:
-    """A step's work, all of it known when the step is planned."""
+    """The work of a step, known completely when the step is planned."""
 
     plan: StepPlan
     # Requests of the sequences in plan.sampling, by position.
     requests: NDArray[np.int64]
     seconds: float
-    # Slots in block tables that no known token needs: the unused ends of last blocks.
+    # Slots in block tables that no known token needs, at the ends of last blocks.
     unused_slots: int
 
 
 class SimulatedExecutor:
-    """Only keeps count: learns everything from step plans, as a real executor does, and answers by a clock. `begin`
-    steps in order as they are planned, `finish` them in order as they complete.
+    """Counts the tokens of sequences. Learns everything from step plans, as a real executor does. Call `begin` for
+    steps in the order in which they are planned, and `finish` in the order in which they complete.
     """
 
     def __init__(self, cost: StepCost, block_size: int, arrivals: array[float]) -> None:
-        """`arrivals[i]` is when request i arrives, in seconds."""
+        """`arrivals[i]`: the time at which request i arrives, in seconds."""
         self.ttft_s = array("d")
-        # The request of each of these times.
+        # The request of each time in `ttft_s`.
         self.ttft_requests = array("q")
         self.inter_token_s = array("d")
         self.generated_tokens = 0
         self.steps = 0
         self._cost = cost
         self._block_size = block_size
-        # By request: seconds, the latest token; before the first one, the arrival.
+        # By request: the time of its latest token, in seconds; before the first token, its arrival.
         self._last_token_s = np.array(arrivals)
         self._has_token = np.zeros(len(arrivals), np.bool_)
-        # By seq_id: the request, tokens computed, tokens known, slots; all 0 where there is no sequence.
+        # By seq_id: request, computed tokens, known tokens, slots; all 0 if there is no sequence.
         self._columns = np.zeros((4, 64), np.int64)
 
     def begin(self, plan: StepPlan) -> BegunStep:

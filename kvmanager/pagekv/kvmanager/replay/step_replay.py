@@ -1,7 +1,7 @@
-"""`pagekv replay --steps`: a recording of `pagekv-manager --record-steps` put to the real scheduler once more.
+"""`pagekv replay --steps`: replays a recording of `pagekv-manager --record-steps` on the real scheduler.
 
 A new scheduler gets the same calls in the same order, and every step that it plans is compared with the recorded one.
-So a recording is a bug report in one file: what happened in it happens again.
+So a recording is a bug report in one file, which reproduces the bug.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, SeqStatus, live_re
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.kvmanager.scheduling.swapping import SwapPolicy
 
-# A record has one prompt or one step; a larger one is no record.
+# Most bytes of a record, which has one prompt or one step; a larger value is no record.
 _MAX_RECORD_BYTES = 2**30
 
 
 class StepsError(ValueError):
-    """The recording cannot be read, or something else happened this time; the message names the step."""
+    """The recording cannot be read, or the scheduler decided otherwise this time; the message names the step."""
 
 
 @dataclass(slots=True)
 class StepsReport:
-    """Numbers of what was derived again, all of it equal."""
+    """Numbers of steps, requests and so on whose decisions were derived again and were equal."""
 
     steps: int = 0
     requests: int = 0
     epochs: int = 0
     preemptions: int = 0
-    # Whether the last record is whole, that is, the file was not cut off.
+    # Whether the last record is whole; if not, the file was cut off.
     complete: bool = True
 
 
@@ -89,7 +89,7 @@ def _after(report: StepsReport) -> str:
 
 
 def _records(path: Path, report: StepsReport) -> Iterator[Any]:
-    """Every whole record, checked. Raises StepsError where the file is not what was written, and ValueError."""
+    """Every whole record, with its CRC checked. Raises StepsError if the file was changed, and ValueError."""
     check = 0
     with path.open("rb") as file:
         unpacker = msgpack.Unpacker(file, max_buffer_size=_MAX_RECORD_BYTES)
@@ -121,7 +121,7 @@ class _Replay:
         self._scheduler: Scheduler | None = None
         self._requests: dict[int, LiveRequest] = {}
         self._in_flight: deque[StepPlan] = deque()
-        # Raised by the latest call, until the record after it has been looked at.
+        # The error of the latest call, until the next record is read.
         self._error: InvariantError | None = None
         self._do: dict[str, Callable[..., object]] = {
             "attach": self._attach,
@@ -141,7 +141,7 @@ class _Replay:
         self._now().set_tenants(dict(weights), dict(floors), {tenant: Cap(*cap) for tenant, cap in caps})
 
     def apply(self, record: Any) -> None:
-        """Does what a record says, and compares."""
+        """Makes the call of a record, or compares its plan."""
         kind, *values = record
         if kind == "error":
             self._expect_error(values[0])
@@ -198,7 +198,7 @@ class _Replay:
             fields["priority"],
             tenant=Tenant("", fields["tenant"]),
         )
-        # The stream has no reader, and nothing is written to it.
+        # The stream has no reader, and nothing is pushed into it.
         stream = RequestStream(command.request_id, command.n)
         request = live_request(command, stream, arrival, root, self._header["priority_aging"])
         self._requests[arrival] = request

@@ -1,14 +1,15 @@
-"""A quiet tenant beside busy ones, in timed mode: its waits and hits alone, first come first served, and as tenants.
+"""A quiet tenant beside busy ones, in timed mode: its waits and hits alone, first come first served, and with tenants.
 
-The first tenant is quiet: of each `QUIET_SHARE * tenants` conversations it has one, the others have the rest in turns.
-So it asks for a quarter of an equal share, and everything is decided by the trace. Four cases for each pool:
+The first tenant is quiet: it has one of each `QUIET_SHARE * tenants` conversations, and the others have the rest in
+turn. So it asks for a quarter of an equal share, and the trace alone decides which requests are its own. There are four
+cases for each pool:
 
     alone   only the quiet tenant's requests
-    one     all requests as one tenant's, first come first served
-    fair    as tenants of equal weights
+    one     all requests belong to one tenant, first come first served
+    fair    tenants of equal weights
     floor   the same, and half of the pool is the quiet tenant's floor
 
-As in the manager tenants share no prefix, not even a system prompt; as one tenant they do.
+As in the manager, tenants share no prefix, not even a system prompt; in the case `one` all requests share prefixes.
 """
 
 from __future__ import annotations
@@ -35,45 +36,46 @@ CASES = ("alone", "one", "fair", "floor")
 
 @dataclass(frozen=True, slots=True)
 class TenantFigures:
-    """Figures of the requests of one tenant or more. Hits count at a request's first admission."""
+    """Figures of the requests of one or more tenants. Hits are counted at a request's first admission."""
 
     requests: int
     prompt_tokens: int
     hit_tokens: int
-    # Arrival to first token, seconds of simulated time, linear between neighbours; None without requests.
+    # From arrival to first token, in seconds of simulated time, interpolated linearly; None without requests.
     ttft_p50_s: float | None
     ttft_p95_s: float | None
 
     @property
     def hit_rate(self) -> float:
-        """Hits of all prompt tokens, 0 to 1."""
+        """Hit tokens / prompt tokens, 0 to 1."""
         return self.hit_tokens / max(1, self.prompt_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class TenantRow:
-    """One case of one policy and capacity."""
+    """The figures of one case, for one policy and capacity."""
 
     policy: str
     blocks: int
     unbounded: bool
     case: str
-    # Blocks of the quiet tenant that others cannot evict.
+    # Cached blocks of the quiet tenant that others cannot evict.
     floor: int
-    # Requests that are in no case, because they need more blocks than are left beside the floor.
+    # Requests that are left out of every case, because they need more blocks than are left beside the floor.
     refused: int
     quiet: TenantFigures
     others: TenantFigures
     preemptions: int
-    # Equal for replays that decided the same, step by step.
+    # A digest that is equal for replays with the same decisions in every step.
     decisions: str
     # Seconds that the replay took on this machine.
     wall_s: float
 
 
 def conversations(records: Sequence[TraceRecord]) -> list[int]:
-    """The conversation of each record, numbered in their order. One begins with the same hash id, ids that more than
-    half of the records have left out: a system prompt. A record without ids is a conversation of its own.
+    """The conversation of each record, numbered in order. Records of one conversation begin with the same hash id,
+    after leaving out ids of a system prompt, which more than half of the records have. A record without ids is a
+    conversation of its own.
     """
     counts = Counter(each for record in records for each in set(record.hash_ids))
     numbers: dict[tuple[int, ...], int] = {}
@@ -86,7 +88,7 @@ def conversations(records: Sequence[TraceRecord]) -> list[int]:
 
 
 def owners(records: Sequence[TraceRecord], tenants: int) -> list[int]:
-    """The tenant of each record, 1 to `tenants`; 1 is the quiet one. Raises TraceError where a tenant has none."""
+    """The tenant of each record, 1 to `tenants`; 1 is the quiet one. Raises TraceError if a tenant has no record."""
     period = QUIET_SHARE * tenants
     found = []
     for number in conversations(records):
@@ -105,8 +107,8 @@ def replay_tenants(
     tenants: int,
     progress: Callable[[int], None],
 ) -> list[TenantRow]:
-    """A row for each case; `num_blocks` None: unbounded, without the case `floor`. `progress` gets the number
-    of requests that have arrived, again for each case. Raises TraceError.
+    """A row for each case. `num_blocks` None: unbounded, without the case `floor`. `progress` gets the number of
+    arrived requests, from the beginning for each case. Raises TraceError.
     """
     in_order = sorted(records, key=lambda record: record.arrival_s)
     numbers = owners(in_order, tenants)
@@ -117,7 +119,7 @@ def replay_tenants(
             of_tenant.setdefault(number, []).append(record)
         num_blocks = sum(enough_blocks(own, options) for own in of_tenant.values())
     floor = 0 if unbounded else num_blocks // 2
-    # The same requests in every case.
+    # Every case replays the same requests.
     kept = [at for at, record in enumerate(in_order) if fits(record, num_blocks - floor, options.block_size)]
     fitting, owned = [in_order[at] for at in kept], [numbers[at] for at in kept]
     if 1 not in owned:
@@ -181,7 +183,7 @@ def tenants_as_json(trace: str, options: ReplayOptions, tenants: int, rows: Sequ
 
 
 def tenants_as_table(tenants: int, rows: Sequence[TenantRow]) -> str:
-    """The rule by which requests were given to tenants, and the quiet tenant's figures, each over those alone."""
+    """The rule that gave requests to tenants, and a table of the quiet tenant's figures."""
     alone = rows[0]
     head = (
         f"{tenants} tenants: the first has one conversation of each {QUIET_SHARE * tenants} and is quiet, the others "

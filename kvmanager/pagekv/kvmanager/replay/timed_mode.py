@@ -1,7 +1,7 @@
-"""Timed mode: requests arrive when the trace says, the real scheduler batches them, a simulated executor takes time.
+"""Timed mode: requests arrive as the trace says, the real scheduler batches them, and a simulated executor takes time.
 
-As in the engine loop, up to `pipeline_depth` steps are planned ahead, so a step sees the arrivals up to the moment it
-was planned.
+As in the engine loop, up to `pipeline_depth` steps are planned ahead, so a step can contain only requests that had
+arrived when it was planned.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from pagekv.kvmanager.scheduling.sequence import LiveRequest, live_request
 
 
 def enough_blocks(records: Sequence[TraceRecord], options: ReplayOptions) -> int:
-    """Blocks with which a pool never evicts and never preempts."""
+    """Number of blocks with which a pool never evicts and the scheduler never preempts."""
     size = options.block_size
     total = -(-options.tokens_per_id // size) * distinct_prefixes(records)
     for record in records:
-        # Besides the shared blocks: the output, the partial block it begins in, and a full hit that is computed again.
+        # Besides shared blocks: the output, the partial block in which it begins, and one for a full hit, whose last
+        # token is computed again.
         own = record.output_length + (0 if record.hash_ids else record.input_length)
         total += -(-own // size) + 2
     return total
@@ -49,11 +50,11 @@ def replay_timed(
     num_blocks: int | None,
     progress: Callable[[int], None],
 ) -> Row:
-    """One row of timed mode; `num_blocks` None: unbounded. `progress` gets the number of requests that have arrived."""
+    """One row of timed mode. `num_blocks` None: unbounded. `progress` gets the number of arrived requests."""
     begun = time.perf_counter()
     unbounded = num_blocks is None
     num_blocks = num_blocks or enough_blocks(records, options)
-    # Records of equal times stay in the order of the file.
+    # Records with equal times stay in the order of the file.
     in_order = sorted(records, key=lambda record: record.arrival_s)
     fitting = [record for record in in_order if fits(record, num_blocks, options.block_size)]
     replay = TimedReplay(fitting, options, policy, num_blocks)
@@ -88,13 +89,13 @@ def replay_timed(
 
 
 def fits(record: TraceRecord, num_blocks: int, block_size: int) -> bool:
-    """Whether a request can ever run in so many blocks: the last token's keys and values are never needed."""
+    """Whether a request can ever run in `num_blocks` blocks. The last token's keys and values are never needed."""
     return -(-(record.input_length + record.output_length - 1) // block_size) <= num_blocks
 
 
 class TimedReplay:
-    """Requests that all fit, in the order of their arrival, on their way through the scheduler. As in the engine loop
-    steps are bounded while tenants compete, and planned just in time: each when the one before it has ended.
+    """Runs requests, which all fit, through the scheduler in the order of their arrival. As in the engine loop, steps
+    are bounded while tenants compete, and planned just in time: each one when the one before has ended.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class TimedReplay:
         num_blocks: int,
         tenants: Sequence[Tenant] = (),
     ) -> None:
-        """`tenants`: of each record; without them all are one tenant's. A prefix is shared only under one name."""
+        """`tenants`: the tenant of each record; empty: all have the same. Only records of one tenant share prefixes."""
         self.arrivals = array("d", [record.arrival_s / options.speed for record in records])
         self.executor = SimulatedExecutor(options.cost, options.block_size, self.arrivals)
         pool = BlockPool(num_blocks, options.block_size, options.order(policy, num_blocks))
@@ -127,7 +128,7 @@ class TimedReplay:
         self._in_flight: deque[BegunStep] = deque()
 
     def run(self, progress: Callable[[int], None]) -> None:
-        """Plans and commits steps until every request has all its tokens."""
+        """Plans and commits steps until every request has all of its tokens."""
         while True:
             self._arrive()
             while len(self._in_flight) < (1 if self.scheduler.competing else self._options.pipeline_depth):
@@ -162,7 +163,7 @@ class TimedReplay:
         prompt = prompt_tokens(record, index, self._options.tokens_per_id, record.input_length).tolist()
         tenant = self._tenants[index]
         command = GenerateCommand(f"r{index}", prompt, SamplingParams(max_tokens=record.output_length), tenant=tenant)
-        # Nobody reads the stream: the executor counts the generated tokens.
+        # The stream is never read, because the simulated executor counts the generated tokens.
         return live_request(command, RequestStream(command.request_id, 1), index, self._roots[tenant.name], 0)
 
     def _plan(self) -> bool:

@@ -1,15 +1,15 @@
 """Reads workload traces: Mooncake JSONL (with prefix identities) and Azure LLM inference CSV (lengths only).
 
     Mooncake  {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [one id per 512 prompt tokens]}
-              and, as `pagekv-manager --record` writes it, "block_size": tokens that an id stands for instead
+              and, if `pagekv-manager --record` wrote it, "block_size": tokens of an id instead of 512
     Azure     TIMESTAMP,ContextTokens,GeneratedTokens
 
 Two records share a prefix as far as their hash ids agree. The last id covers the rest of the prompt, so there
 are ceil(input_length / tokens per id) ids.
 
-In a replay every token of a span is the span's hash id. So two prompts agree precisely as far as their hash ids agree,
-whatever the block size, and spans with different ids share not even one token. Outputs are not hashed in traces: each
-request's are unlike anything else, and a next turn that repeats them has hash ids of its own. Token ids are
+In a replay every token of a span is the span's hash id. So two prompts are equal exactly as far as their hash ids are,
+whatever the block size, and spans with different ids share no token. Traces have no hash ids of outputs: the output of
+each request is unlike anything else, and a later turn that repeats it has hash ids of its own. Token ids are
 
     0 .. 2**30 - 1      hash ids          2**31 .. 2**32 - 1   outputs, by request
     2**30 .. 2**31 - 1  prompts of traces without hash ids, by request
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 FORMATS = ("auto", "mooncake", "azure")
 MAX_LENGTH = 2**24
 MAX_HASH_ID = 2**53 - 1
-# Where a trace has hash ids from here on, all of its ids are numbered anew.
+# If a trace has hash ids of this size or more, all of its ids are renumbered.
 _UNSHARED = 2**30
 _OUTPUT = 2**31
 DEFAULT_TOKENS_PER_ID = 512
@@ -48,16 +48,16 @@ class TraceError(ValueError):
 class TraceRecord:
     """One request. Lengths in tokens."""
 
-    # Seconds after the first record of the file; negative for a record that is older.
+    # Seconds after the first record of the file; negative for an older record.
     arrival_s: float
     input_length: int
     output_length: int
-    # Empty when the workload trace says nothing about shared prefixes.
+    # Empty if the trace does not say which prefixes are shared.
     hash_ids: tuple[int, ...]
 
 
 def block_size_of(path: Path) -> int | None:
-    """Tokens that a hash id stands for, where the first line of a workload trace says so. Raises OSError."""
+    """Tokens that a hash id stands for, if the first line of a workload trace says it; else None. Raises OSError."""
     with path.open("rb") as lines:
         try:
             value = json.loads(lines.readline(MAX_LENGTH).lstrip(b"\xef\xbb\xbf"))
@@ -172,12 +172,12 @@ def shown(value: Any) -> str:
 
 
 def output_tokens(requests: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The token ids that the requests with these indices generate again and again."""
+    """For each of these requests, by index, the one token id that it generates again and again."""
     return _OUTPUT + requests
 
 
 def distinct_prefixes(records: Iterable[TraceRecord]) -> int:
-    """How many prefixes, each ending with one hash id, all prompts have between them."""
+    """Number of distinct prefixes of all prompts, where a prefix is a leading run of hash ids."""
     tree: dict[tuple[int, int], int] = {}
     for record in records:
         node = -1
@@ -187,6 +187,6 @@ def distinct_prefixes(records: Iterable[TraceRecord]) -> int:
 
 
 def prompt_tokens(record: TraceRecord, index: int, tokens_per_id: int, length: int) -> NDArray[np.uint32]:
-    """The first `length` token ids of the prompt of request `index`; its last hash id is repeated to fill up."""
+    """The first `length` token ids of the prompt of request `index`. Its last hash id is repeated as far as needed."""
     ids = np.array(record.hash_ids or (_UNSHARED + index,), np.uint32)
     return np.take(ids, np.arange(length) // tokens_per_id, mode="clip")
