@@ -1,4 +1,4 @@
-"""`pagekv-manager`, and `python -m pagekv.kvmanager`: the manager, or one line that says what is not installed."""
+"""`pagekv-manager`, and `python -m pagekv.kvmanager`: runs the manager, or names the packages that are missing."""
 
 from __future__ import annotations
 
