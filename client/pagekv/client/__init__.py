@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        """Names are loaded when they are first asked for. Loading them imports gRPC, which reads GRPC_VERBOSITY only
-        then; `pagekv.client.cli.main`, whose import begins with this module, sets the variable before.
+        """Loads a name when it is first used. Loading imports gRPC, which reads GRPC_VERBOSITY only while it is
+        imported; `pagekv.client.cli.main`, whose import begins with this module, sets the variable before that.
         """
         if name == "__version__":
             return pagekv_version()

@@ -1,4 +1,4 @@
-"""The asyncio client: `pagekv.client.client` method for method; see there for what each raises."""
+"""The asyncio client. It has the methods of `pagekv.client.client`, which documents the errors that each raises."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ T = TypeVar("T")
 
 
 class AsyncPageKVClient(ClientCalls):
-    """A connection to a PageKV manager, for one event loop, where it is made: not for other threads. Close it, or use
-    it in an `async with` statement. One for each process, as `PageKVClient`. Outside a running event loop, and in
-    another one than its own, it raises FailedPrecondition.
+    """A connection to a PageKV manager. It belongs to the event loop in which it is made, and is not for other threads
+    or loops. Close it, or use it in an `async with` statement. Like `PageKVClient`, make one in each process. Raises
+    FailedPrecondition outside a running event loop, and in an event loop other than its own.
 
-    Cancelling a task that generates aborts its request. Errors as those of `PageKVClient`.
+    Cancelling a task that generates aborts its request. Raises the same errors as `PageKVClient`.
     """
 
     _library: ClassVar[ModuleType] = grpc.aio
@@ -68,21 +68,21 @@ class AsyncPageKVClient(ClientCalls):
     def stream(self, prompt: Prompt, *, n: int = 1, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Generates and yields chunks as they arrive. Closing the stream, or cancelling its task, aborts the request.
 
-        The call starts with the first chunk asked for. A broken connection is resumed as in `PageKVClient.stream`.
+        The call starts when the first chunk is requested. A broken connection is resumed as in `PageKVClient.stream`.
         """
         return AsyncStream(self._begin(prompt, n, options))
 
     def iter_requests(self) -> AsyncGenerator[RequestInfo]:
-        """The live requests, as `PageKVClient.iter_requests` tells them."""
+        """The live requests, as in `PageKVClient.iter_requests`."""
         return self._requests()
 
     def iter_blocks(self, state: BlockState | None = None) -> AsyncGenerator[BlockInfo]:
-        """The blocks of the pool, as `PageKVClient.iter_blocks` tells them."""
+        """The blocks of the pool, as in `PageKVClient.iter_blocks`."""
         return self._blocks(state)
 
     @with_options_of(WatchOptions)
     def watch_events(self, **options: Unpack[WatchOptions]) -> AsyncWatch:
-        """The prefix tables as they change, as `PageKVClient.watch_events` tells it."""
+        """The changes of the prefix tables, as in `PageKVClient.watch_events`."""
         return AsyncWatch(self._begin_watch(options))
 
 
@@ -105,8 +105,8 @@ class _Closable(AsyncIterator[T]):
         await self.close()
 
     async def close(self) -> None:
-        """Ends the call, which aborts a request that has not ended. Idempotent, and for any task: iteration in another
-        one stops as at its end.
+        """Ends the call; a request that has not ended is aborted. Idempotent, and may be called from any task: an
+        iteration in another task stops as at the end of the stream.
         """
         self._running.end()
         if not self._items.ag_running:
@@ -114,8 +114,8 @@ class _Closable(AsyncIterator[T]):
 
 
 class AsyncWatch(_Closable[EventBatch]):
-    """As `Watch`, in `async with`."""
+    """Like `Watch`, for `async with`."""
 
 
 class AsyncStream(StreamState, _Closable[Chunk]):
-    """As `Stream`, in `async with`."""
+    """Like `Stream`, for `async with`."""

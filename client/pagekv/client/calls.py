@@ -1,4 +1,6 @@
-"""Both clients but for their way of waiting: each call is written once, as a coroutine that each client carries out."""
+"""The calls of both clients. Each call is written once, as a coroutine; the blocking client runs it at once, the
+asyncio client returns it.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ from pagekv.v1 import cache_service_pb2 as cache_pb
 from pagekv.v1 import inference_service_pb2 as pb
 from pagekv.v1 import operator_service_pb2 as operator_pb
 
-# Entries that the server gives in one answer, at most.
+# Most entries that the server returns in one answer.
 LARGEST_PAGE = 4096
 
 
@@ -74,13 +76,13 @@ class ClientCalls(Connection):
 
     @for_both
     async def tokenize(self, prompt: Prompt) -> tuple[int, ...]:
-        """Token ids of a prompt, exactly as generating would encode it; ids come back as they are."""
+        """Token ids of a prompt, encoded exactly as for generation; token ids are returned unchanged."""
         request = prompt_request(pb.TokenizeRequest(), prompt)
         return tuple((await self._ask(self._inference.Tokenize, request)).token_ids)
 
     @for_both
     async def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
+        """Text of token ids, without special tokens."""
         request = filled(pb.DetokenizeRequest(), token_ids=token_ids)
         return (await self._ask(self._inference.Detokenize, request)).text
 
@@ -112,8 +114,9 @@ class ClientCalls(Connection):
         page_size: int | None = None,
         page_token: str = "",
     ) -> PrefixExplanation:
-        """Why each block of a prompt hits or misses. All of them, over as many calls as it takes; with `page_size` a
-        page of 1 to 4096 blocks. Begins with the first block, or where `next_page_token` of the page before says.
+        """Why each block of a prompt hits or misses. Without `page_size` the answer has all blocks, from as many calls
+        as needed; with it, one page of 1 to 4096 blocks. Begins with the first block, or at `page_token`, the
+        `next_page_token` of the page before.
         """
         request = prompt_request(
             cache_pb.ExplainPrefixRequest(),
@@ -141,9 +144,10 @@ class ClientCalls(Connection):
         cache: CacheControls | None = None,
         adapter: str = "",
     ) -> Pin:
-        """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. The `pin_id` of an earlier pin renews
-        that one, which then keeps what is cached now; without one the client makes a new one, so that a call repeated
-        after a lost connection makes no second pin. Raises LimitExceeded; a pin that could not be renewed stays.
+        """Keeps what is cached of a prompt from eviction for 1 to 86400 seconds. With the `pin_id` of an earlier pin,
+        the call renews that pin, which then keeps the blocks that are cached now. Without a `pin_id` the client
+        generates one, so that a call repeated after a lost connection makes no second pin. Raises LimitExceeded; a pin
+        that could not be renewed stays as it was.
         """
         request = prompt_request(
             cache_pb.PinPrefixRequest(),
@@ -157,20 +161,21 @@ class ClientCalls(Connection):
 
     @for_both
     async def list_pins(self) -> tuple[PinInfo, ...]:
-        """The pins whose lease runs, the one that expires first standing first."""
+        """The pins whose lease has not ended, ordered by expiry."""
         answer = await self._ask(self._cache.ListPins, cache_pb.ListPinsRequest())
         return tuple(flat(PinInfo, pin) for pin in answer.pins)
 
     @for_both
     async def unpin_prefix(self, pin_id: str) -> int:
-        """Ends a pin; tokens no longer pinned by it, 0 when it was unknown or had expired."""
+        """Ends a pin. Returns the number of tokens that it no longer pins, 0 when the pin was unknown or had expired.
+        """
         request = filled(cache_pb.UnpinPrefixRequest(), pin_id=pin_id)
         return (await self._ask(self._cache.UnpinPrefix, request)).unpinned_tokens
 
     @for_both
     async def list_requests(self, page_size: int = 1000, page_token: str = "") -> RequestList:
-        """A page of 1 to 4096 live requests, those that run first: the first one, or the one that `next_page_token`
-        of the page before names.
+        """A page of 1 to 4096 live requests, running requests first. `page_token` is empty for the first page, else the
+        `next_page_token` of the page before.
         """
         return await self._request_page(page_size, page_token)
 
@@ -184,7 +189,7 @@ class ClientCalls(Connection):
 
     @for_both
     async def list_tenants(self) -> tuple[TenantInfo, ...]:
-        """The tenants by name: limits, use now, and what each took; none where callers have no identities."""
+        """The tenants, ordered by name: limits, current use and counters; empty if callers have no identities."""
         answer = await self._ask(self._operator.ListTenants, operator_pb.ListTenantsRequest())
         return tuple(flat(TenantInfo, tenant) for tenant in answer.tenants)
 
@@ -199,8 +204,8 @@ class ClientCalls(Connection):
     async def list_blocks(
         self, state: BlockState | None = None, *, page_size: int = 1000, page_token: str = ""
     ) -> BlockList:
-        """A page of 1 to 4096 blocks of the pool by id, only those in `state` if given: the first one, or the one
-        that `next_page_token` of the page before names.
+        """A page of 1 to 4096 blocks of the pool, ordered by id, only those in `state` if given. `page_token` is empty
+        for the first page, else the `next_page_token` of the page before.
         """
         return await self._block_page(state, page_size, page_token)
 
@@ -213,8 +218,8 @@ class ClientCalls(Connection):
 
     @for_both
     async def reset_prefix_cache(self, *, force: bool = False) -> CacheReset:
-        """Removes every cached prefix. While requests or pins hold blocks it raises FailedPrecondition, unless
-        `force` preempts the requests, which go on by themselves, and ends the pins.
+        """Removes every cached prefix. Raises FailedPrecondition while requests or pins hold blocks, unless `force` is
+        set: then the requests are preempted and continue by themselves, and the pins end.
         """
         request = filled(operator_pb.ResetPrefixCacheRequest(), force=force)
         return await self._ask_for(CacheReset, self._operator.ResetPrefixCache, request)
@@ -222,7 +227,7 @@ class ClientCalls(Connection):
     @for_both
     async def health(self, service: str = "") -> HealthStatus:
         """Health of the server, or of one of its services by full name. Raises Unreachable when nothing answers."""
-        # Imported here, since few programs ask.
+        # Imported here, because few programs ask for health.
         from grpc_health.v1 import health_pb2
 
         # Not by HealthStub, which crashes the process when it is made on a closed channel (gRPC 1.85).
@@ -241,19 +246,19 @@ class ClientCalls(Connection):
         return cast("HealthStatus", status)
 
     def _begin_watch(self, options: WatchOptions) -> RunningStream[EventBatch, ResumableWatch]:
-        """A watch, of which nothing is sent yet. Raises TypeError for unknown options."""
+        """A watch whose call has not been sent yet. Raises TypeError for unknown options."""
         check_known(options, WatchOptions)
         watch = ResumableWatch(**options, resume_timeout=self._settings.resume_timeout)
         return RunningStream(self, watch, partial(self._begin_call, self._operator.WatchEvents))
 
     def _begin(self, prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool = False) -> Generating:
-        """A generation, of which nothing is sent yet."""
+        """A generation whose call has not been sent yet."""
         generation = ResumableGeneration(prompt, n, options, self._settings, only_complete=only_complete)
         return RunningStream(self, generation, partial(self._begin_call, self._inference.Generate))
 
 
 async def _entries(field: str, ask: Callable[[str], Awaitable[Any]]) -> AsyncGenerator[Any]:
-    """The entries of every page that `ask` gives for the token of the page before."""
+    """The entries of all pages. `ask` returns the page for a page token."""
     page = await ask("")
     while True:
         for entry in getattr(page, field):
@@ -273,7 +278,7 @@ Generating: TypeAlias = RunningStream[Chunk, ResumableGeneration]
 
 
 class StreamState:
-    """The part that both streams share: results of the generation that they carry."""
+    """The results of the generation behind a stream, for both clients."""
 
     _running: Generating
 
@@ -289,8 +294,8 @@ class StreamState:
 
     @property
     def completion(self) -> Completion:
-        """The finished sequence of an ended stream of one. Raises RuntimeError while the stream has not ended, and for
-        good when it was closed before or an error ended it.
+        """The finished sequence of a stream with one sequence. Raises RuntimeError before the stream has ended, and
+        also if it was closed early or an error ended it.
         """
         if 0 not in self.completions:
             if self._running.was_ended:

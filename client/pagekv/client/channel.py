@@ -12,17 +12,16 @@ from pagekv.common.loopback import is_local
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 TARGET_VARIABLE = "PAGEKV_TARGET"
-# Beginnings of addresses for other programs, such as the gateway's: gRPC would look for a machine of the whole name.
+# Schemes of addresses for other programs, such as the gateway's: gRPC would take the whole address for a host name.
 _URL = re.compile(r"(https?|grpcs?|tcp)://", re.IGNORECASE)
-# gRPC takes 443 for a port that is missing, and of one out of bounds it says no more than that nothing is there.
+# gRPC uses 443 if the port is missing, and for a port out of bounds it only says that nothing is there.
 _WITHOUT_PORT = re.compile(r"[\w.-]+:?|\[[^]]*\]:?")
 _PORT = re.compile(r"(?!unix:)(?:[\w.-]+|\[[^]]*\]):(\d+)")
 
-# Milliseconds between connection attempts at most, but for a fifth more by chance, and for one attempt, which may hang
-# where a machine takes the connection and no process answers: a stream that is resumed waits for them.
+# Most milliseconds between two connection attempts (gRPC adds up to a fifth at random), and most milliseconds of one attempt, which may hang if a machine accepts the connection but no process answers. A stream that is resumed waits for both.
 LONGEST_BACKOFF_MS = 500
 ATTEMPT_MS = 2_000
-# Calls that change nothing, or nothing twice: gRPC itself repeats them when the connection fails.
+# Idempotent calls: gRPC itself repeats them when the connection fails.
 _IDEMPOTENT = {
     "InferenceService": ("Abort", "Tokenize", "Detokenize", "GetModelInfo"),
     "CacheService": ("LookupPrefix", "ExplainPrefix", "PinPrefix", "ListPins", "UnpinPrefix"),
@@ -65,15 +64,15 @@ def target_or_default(target: str | None) -> str:
 def channel_options(target: str) -> list[tuple[str, Any]]:
     """Options of a channel to `target`, for sync and asyncio channels alike."""
     options: list[tuple[str, Any]] = [
-        # An answer has every token with its log-probabilities at most; the server bounds both.
+        # The longest answer has every token with its log-probabilities; the server bounds both.
         ("grpc.max_receive_message_length", 64 * 2**20),
-        # A host that died without a word is noticed within half a minute, also in the middle of a stream.
+        # A host that dies without closing its connections is noticed within half a minute, also in the middle of a stream.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         # gRPC's own pauses between connection attempts grow to two minutes; a restarted server is back in seconds.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", LONGEST_BACKOFF_MS),
-        # The name misleads: how long one attempt may take.
+        # In spite of its name this is the time limit of one attempt.
         ("grpc.min_reconnect_backoff_ms", ATTEMPT_MS),
         ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
     ]

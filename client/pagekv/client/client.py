@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def _carry_out(steps: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits for an event loop, since all that it awaits has blocked."""
+    """The result of a coroutine that never waits for an event loop, because everything that it awaits blocks."""
     try:
         steps.send(None)
     except StopIteration as end:
@@ -33,7 +33,9 @@ def _carry_out(steps: Coroutine[Any, Any, T]) -> T:
 
 
 def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
-    """The items of a generator that never waits for an event loop, which is closed with this one."""
+    """The items of an asynchronous generator that never waits for an event loop. Closing this generator closes that
+    one.
+    """
     try:
         while True:
             yield _carry_out(items.asend(None))
@@ -46,12 +48,12 @@ def _one_by_one(items: AsyncGenerator[T]) -> Generator[T]:
 class PageKVClient(ClientCalls):
     """A connection to a PageKV manager, for use by any number of threads. Close it, or use it in a `with` statement.
 
-    It is one HTTP/2 connection, on which a manager takes 4,096 calls at once; more wait for room. A client made before
-    a fork (of multiprocessing, or a server that loads the application first) does not work behind it: make one in each
-    process.
+    It is one HTTP/2 connection, on which a manager accepts 4,096 calls at once; further calls wait. A client made
+    before a fork (of multiprocessing, or of a server that loads the application first) does not work after it: make one
+    in each process.
 
-    Every method raises subclasses of `pagekv.client.errors.PageKVError`: InvalidRequest names the field that is wrong,
-    Overloaded and Unavailable say when to come back, Unreachable that nothing answers at the address.
+    Every method raises subclasses of `pagekv.client.errors.PageKVError`: InvalidRequest names the wrong field,
+    Overloaded and Unavailable say when to retry, Unreachable says that nothing answers at the address.
     """
 
     _library: ClassVar[ModuleType] = grpc
@@ -91,22 +93,23 @@ class PageKVClient(ClientCalls):
         return Stream(self._begin(prompt, n, options))
 
     def iter_requests(self) -> Generator[RequestInfo]:
-        """The live requests, those that run first, page by page. Requests that come, go or move meanwhile may be left
-        out or stand twice.
+        """The live requests, running requests first, page by page. Requests that arrive, end or change state meanwhile
+        may be missing or appear twice.
         """
         return _one_by_one(self._requests())
 
     def iter_blocks(self, state: BlockState | None = None) -> Generator[BlockInfo]:
-        """The blocks of the pool by id, page by page, only those in `state` if given."""
+        """The blocks of the pool, ordered by id, page by page, only those in `state` if given."""
         return _one_by_one(self._blocks(state))
 
     @with_options_of(WatchOptions)
     def watch_events(self, **options: Unpack[WatchOptions]) -> Watch:
-        """The prefix tables as they change: a snapshot, then a batch at every step boundary with changes.
+        """The changes of the prefix tables: first a snapshot, then a batch at every step boundary with changes.
 
-        `TableReplica` applies them. Goes on until it is closed, from any thread, unless `snapshot_only`; where the
-        connection broke, it goes on behind the last whole batch. Raises RevisionGone when the server holds the changes
-        no longer, or is another one, and FellBehind when batches are taken too slowly: watch again from a snapshot.
+        `TableReplica` applies the batches. The watch continues until it is closed, from any thread, or ends after the
+        snapshot with `snapshot_only`. After a broken connection it continues after the last complete batch. Raises
+        RevisionGone when the server no longer keeps the changes, or is a different one, and FellBehind when batches are
+        read too slowly: watch again from a snapshot.
         """
         return Watch(self._begin_watch(options))
 
@@ -122,7 +125,7 @@ class _Closable(Iterator[T]):
         try:
             return next(self._items)
         except ValueError:
-            # Another thread is in it, to close it.
+            # Another thread runs the generator, to close it.
             if self._running.was_ended:
                 raise StopIteration from None
             raise
@@ -134,11 +137,11 @@ class _Closable(Iterator[T]):
         self.close()
 
     def close(self) -> None:
-        """Ends the call, which aborts a request that has not ended. Idempotent, and for any thread: iteration in
-        another one stops as at its end.
+        """Ends the call; a request that has not ended is aborted. Idempotent, and may be called from any thread: an
+        iteration in another thread stops as at the end of the stream.
         """
         self._running.end()
-        # ValueError: another thread is in it, and leaves it now that its call is cancelled.
+        # ValueError: another thread runs the generator, and leaves it now because its call is cancelled.
         with suppress(ValueError):
             self._items.close()
 
@@ -146,12 +149,13 @@ class _Closable(Iterator[T]):
 class Watch(_Closable[EventBatch]):
     """Batches of changes of the prefix tables. Use it in a `with` statement, or close it.
 
-    States: open → ended (every batch asked for was taken, or an error was raised) or closed.
+    States: open → ended (every batch was delivered, or an error was raised) or closed.
     """
 
 
 class Stream(StreamState, _Closable[Chunk]):
-    """Chunks of a running generation; at the end `completion` has the whole. Use it in a `with` statement, or close it.
+    """Chunks of a running generation; at the end `completion` has the whole result. Use it in a `with` statement, or
+    close it.
 
-    States: open → ended (every chunk was taken, or an error was raised) or closed (the request is aborted).
+    States: open → ended (every chunk was delivered, or an error was raised) or closed (the request is aborted).
     """

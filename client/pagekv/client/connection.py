@@ -1,4 +1,6 @@
-"""Where the clients' calls go and how: the channel, settings, and calls written once for both ways of waiting."""
+"""The connection of a client: its channel, its settings, and calls that are written once for the blocking and the
+asyncio client.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class ClientMethod(Protocol[P, ResultOut]):
 
 
 def for_both(make: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]]) -> ClientMethod[P, Result]:
-    """Makes a method that carries a coroutine out: at once in the blocking client, awaited in the asyncio one."""
+    """Makes a method from a coroutine function. The blocking client runs the coroutine at once, the asyncio client
+    awaits it.
+    """
 
     @wraps(make)
     def method(client: Any, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -53,13 +57,13 @@ def for_both(make: Callable[Concatenate[Any, P], Coroutine[Any, Any, Result]]) -
 
 
 class Connection:
-    """A channel to a manager. A client says with which library it connects and how it waits: parts that are for the
-    modules of this package alone.
+    """A channel to a manager. The subclass of each client says which library it uses and how it waits; the members for
+    this are private to this package.
     """
 
     # grpc or grpc.aio.
     _library: ClassVar[ModuleType]
-    # Of the library's kind of waiting.
+    # The event class of that library: threading.Event or asyncio.Event.
     _new_event: ClassVar[type[Any]]
 
     @with_options_of(CallOptions)
@@ -76,7 +80,8 @@ class Connection:
         channel: Any = None,
         **options: Unpack[CallOptions],
     ) -> None:
-        """Nothing is connected before the first call. Raises InvalidRequest for an argument out of bounds, by name.
+        """Connects only with the first call. Raises InvalidRequest, which names the argument, for one that is out of
+        bounds.
 
         `target`: host:port or unix:/path; without one PAGEKV_TARGET, then 127.0.0.1:50051.
         `api_key`: 1 to 8,000 printable ASCII characters, sent with every call as "authorization: Bearer ..."; without
@@ -109,7 +114,9 @@ class Connection:
         self._operator = operator_service_pb2_grpc.OperatorServiceStub(channel)
 
     def _check_own(self, credentials: Any, channel: Any) -> None:
-        """Credentials and channel that the caller has made."""
+        """Raises InvalidRequest unless the caller's credentials or channel have the right type, and only one of them is
+        given.
+        """
         if credentials is not None and not isinstance(credentials, grpc.ChannelCredentials):
             raise InvalidRequest("credentials", f"must be grpc.ChannelCredentials, is {type(credentials).__name__}")
         if channel is not None and not isinstance(channel, self._library.Channel):
@@ -127,7 +134,7 @@ class Connection:
     def with_options(self, **options: Unpack[CallOptions]) -> Self:
         """The same connection with other settings for its calls. Closing it closes nothing.
 
-        `client.with_options(timeout=2, metadata=[("traceparent", parent)]).stats()` is one call's own.
+        `client.with_options(timeout=2, metadata=[("traceparent", parent)]).stats()` changes the settings of one call.
         """
         other = copy.copy(self)
         other._settings = self._settings.changed("with_options", options)
@@ -135,14 +142,14 @@ class Connection:
         return other
 
     def _running_loop(self) -> Any:
-        """The event loop that runs here, of a client that belongs to one. Raises FailedPrecondition for none."""
+        """The running event loop, for a client that belongs to one. Raises FailedPrecondition if none is running."""
         raise NotImplementedError
 
     def _carry_out(self, steps: Coroutine[Any, Any, Any]) -> Any:
         raise NotImplementedError
 
     async def _wait_for(self, begun: Any) -> Any:
-        """The result of what a stub returned."""
+        """The result of a call that a stub has begun."""
         raise NotImplementedError
 
     def _messages(self, call: Any) -> AsyncIterator[Any]:
@@ -154,7 +161,7 @@ class Connection:
         raise NotImplementedError
 
     def _begin_call(self, method: Any, request: Any, timeout: float | None) -> Any:
-        """A call that runs; of the blocking client's unary methods the answer. Raises FailedPrecondition where the
+        """A running call; for unary methods of the blocking client, the answer. Raises FailedPrecondition if the
         connection is closed, or belongs to another event loop.
         """
         if self._loop is not self._running_loop():
@@ -163,7 +170,7 @@ class Connection:
         try:
             return method(request, timeout=timeout, metadata=self._settings.metadata)
         except (ValueError, grpc.aio.UsageError) as error:
-            # Of the two libraries. A look beforehand would miss a thread that closes meanwhile.
+            # Each of the two libraries raises one of these. A check beforehand would miss a thread that closes meanwhile.
             if "closed" not in str(error):
                 raise
             problem = f"the connection to PageKV at {self.target} was closed here: make another client"

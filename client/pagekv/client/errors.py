@@ -1,6 +1,6 @@
-"""From gRPC statuses back to exceptions: by code and reason as `pagekv.common.statuses` has them, else by the code.
+"""Converts gRPC statuses back to exceptions: by code and reason as in `pagekv.common.statuses`, else by the code alone.
 
-Every call of the clients raises subclasses of `PageKVError` and nothing of gRPC's, also for reasons that only later
+Every call of the clients raises subclasses of `PageKVError` and no exceptions of gRPC, also for reasons that only later
 servers know.
 """
 
@@ -62,8 +62,8 @@ class ConnectionLost(Unavailable, ConnectionError):
 
 
 class ServerError(PageKVError):
-    """Any other failure; `code` is the gRPC status name, such as INTERNAL, `reason` the server's name of an
-    ErrorReason, such as COMPUTATION_FAILED, "" where it gave none.
+    """Any other failure. `code` is the name of the gRPC status, such as INTERNAL; `reason` is the ErrorReason that the
+    server gave, such as COMPUTATION_FAILED, or "".
     """
 
     def __init__(self, code: str, message: str, reason: str = "") -> None:
@@ -73,22 +73,19 @@ class ServerError(PageKVError):
 
 
 class DataLoss(ServerError):
-    """The messages of an answer do not make one whole: tokens are missing or come twice, or a sequence does."""
+    """The messages of an answer do not fit together: tokens or sequences are missing or come twice."""
 
     def __init__(self, message: str) -> None:
         super().__init__("DATA_LOSS", message)
 
 
-# Without those of which a caller has no use: nothing of his own can be done about a failed computation, PageKV serves
-# every call of the clients (see UNIMPLEMENTED in `_without_class`), and an executor tells the manager alone of memory
-# and epochs.
+# Without the exceptions that are of no use to a caller: a caller can do nothing about a failed computation, PageKV serves every call of the clients (see UNIMPLEMENTED in `_without_class`), and an executor reports memory and epochs only to the manager.
 _CLASSES: dict[tuple[grpc.StatusCode, str], type[PageKVError]] = {
     (row.code, row.reason): cls
     for cls, row in STATUS_TABLE.items()
     if cls not in (ComputationFailed, NotImplementedYet, OutOfMemory, StaleEpoch)
 }
-# For reasons of later servers, and for statuses of proxies and of gRPC itself, which have none. A code that is not here
-# says too little.
+# For reasons of later servers, and for statuses of proxies and of gRPC itself, which have no reason. Other codes say too little to choose a class.
 _BY_CODE: dict[grpc.StatusCode, type[PageKVError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
@@ -100,7 +97,7 @@ _BY_CODE: dict[grpc.StatusCode, type[PageKVError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 _NUMBERS = ("needed_blocks", "available_blocks", "pinned_blocks", "limit")  # of ErrorInfo.metadata
-# How gRPC words a connection that was never made. Only this text tells it from one that broke: the code is the same.
+# gRPC's messages for a connection that was never made. Only the message distinguishes it from a connection that broke: the status code is the same.
 _NEVER_CONNECTED = (
     "failed to connect",
     "resolution failed",
@@ -108,9 +105,7 @@ _NEVER_CONNECTED = (
     "errors resolving",
     "Failed to create secure",
 )
-# How gRPC words a handshake that failed, and what that means; the first that is found counts. A server that wants TLS,
-# or another certificate than the client's, tells no reason: it closes the connection before the first call, as a proxy
-# does behind which no manager listens.
+# gRPC's messages for a handshake that failed, and their meaning; the first match counts. A server that requires TLS, or another certificate than the client's, gives no reason: it closes the connection before the first call. So does a proxy behind which no manager listens.
 _HANDSHAKES = (
     ("WRONG_VERSION_NUMBER", "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)"),
     (
@@ -132,17 +127,17 @@ _HANDSHAKES = (
         "authority that it trusts (--client-cert; client_cert=)? Or does a proxy there find no manager?",
     ),
 )
-# How gRPC's server words a message beyond its bound, which reaches no code that could name a field.
+# The message of gRPC's server for a request above its size limit, which never reaches code that could name a field.
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
-# Of these, the words for a name that leads to no address.
+# Those of `_NEVER_CONNECTED` that mean a host name without an address.
 _NO_SUCH_NAME = ("Domain name not found", "hostname lookup error")
-# How gRPC words a cancellation that began on this side.
+# gRPC's messages for a cancellation that began on this side.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     """The exception for a failed call of a sync or asyncio stub to `target`."""
-    # Any: what stubs raise is an RpcError with the methods of a Call, which no common type of grpc's says.
+    # Any: stubs raise an RpcError that also has the methods of a Call; grpc has no type for both.
     call: Any = error
     code, message = call.code() or grpc.StatusCode.UNKNOWN, call.details() or ""
     found: dict[str, Any] = {}
@@ -152,7 +147,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     reason = found.get("reason")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED and (sizes := _TOO_LARGE.search(message)):
         return InvalidRequest("request", f"must be at most {sizes[2]} bytes as a message, has {sizes[1]}")
-    # Without a reason UNAVAILABLE is most often gRPC's own: there is no connection.
+    # UNAVAILABLE without a reason usually comes from gRPC itself: there is no connection.
     by_code = None if code is grpc.StatusCode.UNAVAILABLE and reason is None else _BY_CODE.get(code)
     cls = _CLASSES.get((code, reason or ""), by_code)
     if cls is None:
@@ -189,7 +184,7 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
         case grpc.StatusCode.CANCELLED, None:
             if any(words in message for words in _CANCELLED_HERE):
                 return Cancelled(f"the call to PageKV at {target} was cancelled")
-            # A gRPC server that shuts down cancels calls that it has not looked at (github.com/grpc/grpc/issues/41785).
+            # A gRPC server that shuts down cancels calls that it has not accepted yet (github.com/grpc/grpc/issues/41785).
             return ConnectionLost(f"PageKV at {target} shut down before it took the call")
         case grpc.StatusCode.DEADLINE_EXCEEDED, _:
             return DeadlineExceeded(
@@ -205,7 +200,7 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
 
 
 def _details(raw: bytes) -> dict[str, Any]:
-    """Arguments of exceptions by name, and the reason where it is of our domain."""
+    """Arguments of exceptions by name, and the reason if it belongs to PageKV's error domain."""
     try:
         status = status_pb2.Status.FromString(raw)
         return {name: value for detail in status.details for name, value in _detail(detail).items()}

@@ -1,6 +1,7 @@
-"""How a client and its manager know each other: TLS made of PEM files, and an API key; all checked here, once.
+"""How a client and its manager authenticate each other: TLS from PEM files, and an API key. Everything is checked here,
+once.
 
-A message names the argument, and the file or the variable of the environment; none shows a key.
+Error messages name the argument, and the file or the environment variable; no message shows a key.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from pagekv.common.errors import InvalidRequest
 from pagekv.common.loopback import is_local
 
 API_KEY_VARIABLE = "PAGEKV_API_KEY"
-# Of the environment, by argument.
+# Environment variables by argument.
 FILE_VARIABLES = {"ca": "PAGEKV_CA", "client_cert": "PAGEKV_CLIENT_CERT", "client_key": "PAGEKV_CLIENT_KEY"}
 AUTHORIZATION = "authorization"
 # The entry of metadata that names the tenant a call is for.
 TENANT = "pagekv-tenant"
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
-# Of a key: what a client's metadata have room for, in the scheme's word and with the entry's own bytes.
+# Longest key: it fits into the client's metadata together with "Bearer " and the bytes that HTTP/2 adds to an entry.
 _MOST_CHARACTERS = 8000
 _API_KEY = re.compile(rf"[!-~]{{1,{_MOST_CHARACTERS}}}")
 _CERTIFICATE = re.compile(rb"-----BEGIN CERTIFICATE-----")
@@ -30,14 +31,14 @@ _PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY-----")
 _PASSPHRASE = re.compile(rb"-----BEGIN ENCRYPTED PRIVATE KEY-----|^Proc-Type: 4,ENCRYPTED", re.MULTILINE)
 
 FilePath: TypeAlias = str | Path
-# Of metadata.
+# Entries of metadata.
 Entries: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 
 def authorization(api_key: str | None, entries: Entries, target: str, *, encrypted: bool) -> Entries:
-    """The metadata with the key given, else with that of the environment, which yields to an authorization that is in
-    the metadata. Raises InvalidRequest for a key that is no key, that comes beside an authorization, or that others
-    could read on its way.
+    """The metadata with the given key, or else with the key of the environment, which is ignored if the metadata has an
+    authorization already. Raises InvalidRequest for a malformed key, for a key given together with an authorization,
+    and for a key that would cross the network unencrypted.
     """
     has_own = any(key == AUTHORIZATION for key, _ in entries)
     key, source = api_key, ""
@@ -64,7 +65,9 @@ def authorization(api_key: str | None, entries: Entries, target: str, *, encrypt
 
 
 def for_tenant(act_for: str | None, entries: Entries) -> Entries:
-    """The metadata with the tenant of the calls. Raises InvalidRequest for a name that is none, or a second one."""
+    """The metadata with the tenant of the calls. Raises InvalidRequest for a malformed name, or if the metadata names a
+    tenant already.
+    """
     if act_for is None:
         return entries
     if any(key == TENANT for key, _ in entries):
@@ -79,10 +82,10 @@ def for_tenant(act_for: str | None, entries: Entries) -> Entries:
 def tls_credentials(
     *, ca: FilePath | None, client_cert: FilePath | None, client_key: FilePath | None, beside: str = ""
 ) -> grpc.ChannelCredentials | None:
-    """Credentials of the files given, else of those that the environment names; None where there are none.
+    """Credentials from the given files, or else from the files that the environment names; None if there are none.
 
-    Without `ca` the authorities count that gRPC brings. `beside` is the argument that has credentials of its own, if
-    one is given: a file is then refused, and the environment is not asked. Raises InvalidRequest.
+    Without `ca`, gRPC's built-in authorities are trusted. `beside` is the name of an argument that already has
+    credentials, if one is given: files are then refused, and the environment is ignored. Raises InvalidRequest.
     """
     given = {"ca": ca, "client_cert": client_cert, "client_key": client_key}
     if beside:
@@ -106,7 +109,7 @@ def tls_credentials(
 
 
 class _File:
-    """A PEM file, read. `source` says where its path comes from if not from the argument."""
+    """A PEM file and its content. `source` says where its path comes from if not from the argument."""
 
     def __init__(self, name: str, path: FilePath, source: str = "") -> None:
         self.name = name
@@ -125,16 +128,16 @@ class _File:
         return InvalidRequest(self.name, f"{self.shown}: {problem}")
 
     def must_have(self, begin: re.Pattern[bytes], what: str) -> None:
-        """Raises InvalidRequest where nothing begins so in the file."""
+        """Raises InvalidRequest unless the file has a PEM block with this beginning."""
         if not begin.search(self.pem):
             raise self.refuse(f"must have {what} in PEM, which begins with -----BEGIN")
 
 
 def _check(files: dict[str, _File]) -> None:
-    """Raises InvalidRequest for files of which gRPC could make nothing: it would only say so at every call, and as if
+    """Raises InvalidRequest for files that gRPC could not use. gRPC itself would report this only at each call, as if
     no server were there.
     """
-    # Costs 15 ms, and most clients have no files.
+    # Imported here: the import costs 15 ms, and most clients have no files.
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

@@ -1,8 +1,8 @@
-"""Options of a call as the keys of a class: one that the class does not have is refused, since Python does not look at
-the keys, and `help` shows what each means.
+"""Options of a call as the keys of a TypedDict class. Python does not check the keys at run time, so unknown options
+are refused here, and `help` shows the meaning of each option.
 
-Python drops the literals below a class's keys, which only editors read: `described` puts them into the docstring of the
-class, `with_options_of` into that of a method.
+Python drops the string literals below the keys of a class; only editors read them. `described` copies them into the
+docstring of the class, `with_options_of` into the docstring of a method.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any, TypeVar
 
-# Of a line, in characters; `help` indents it by 8.
+# Width of a line in characters; `help` indents it by 8.
 _WIDTH = 100
 
 Class = TypeVar("Class", bound=type)
@@ -23,9 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def described(cls: Class) -> Class:
-    """The class, whose docstring has a line for each key. Unchanged where its source is not there to be read."""
+    """The class, with a line for each key added to its docstring. Unchanged if the source file cannot be read."""
     try:
-        # Not by inspect.getsource, which takes ten times as long, at every start of a program.
+        # Not with inspect.getsource, which takes ten times as long, at every start of a program.
         tree = ast.parse(Path(str(sys.modules[cls.__module__].__file__)).read_bytes())
     except OSError:
         return cls
@@ -36,7 +36,7 @@ def described(cls: Class) -> Class:
 
 
 def with_options_of(options: type) -> Callable[[Function], Function]:
-    """Decorator of a method: its docstring ends with that of its options."""
+    """Decorator of a method: appends the docstring of its options class to the docstring of the method."""
 
     def decorate(function: Function) -> Function:
         _append(function, options.__doc__ or "")
@@ -46,7 +46,7 @@ def with_options_of(options: type) -> Callable[[Function], Function]:
 
 
 def check_known(options: Mapping[str, Any], known: type, where: str = "") -> None:
-    """Raises TypeError for options that are no keys of the class `known`; the message begins with `where`."""
+    """Raises TypeError for options that are not keys of the class `known`; the message begins with `where`."""
     names = sorted(known.__annotations__)
     if unknown := sorted(options.keys() - names):
         raise TypeError(f"{where}unknown option {unknown[0]!r}; known are {', '.join(names)}")

@@ -1,4 +1,4 @@
-"""A connection that broke, and the pauses before each attempt at another one. No I/O: callers wait."""
+"""An outage of the connection, and the pauses before each attempt to reconnect. No I/O: the callers do the waiting."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 from pagekv.client.errors import PageKVError
 
-# Without logging set up, Python would write warnings to the standard error of whichever program uses this library.
+# Without this handler, and without logging set up, Python would write warnings to the standard error of the program.
 logging.getLogger("pagekv.client").addHandler(logging.NullHandler())
 
 FIRST_PAUSE_S = 0.1
-# Where no server answers, which costs nobody anything; and where one refuses, as most often it asks for.
+# Longest pause if no server answers, when an attempt costs nobody anything; and if a server refuses, which is the delay that servers usually ask for.
 LONGEST_PAUSE_UNANSWERED_S = 0.5
 LONGEST_PAUSE_S = 1.0
 
@@ -21,7 +21,9 @@ class Outage:
     """States: none ⇄ under way, from a call of `pause_s` to `end`."""
 
     def __init__(self, timeout_s: float, clock: Callable[[], float], log: logging.Logger) -> None:
-        """An outage lasts `timeout_s` at most, 0 for not at all; that it begins is a warning of `log`."""
+        """An outage lasts `timeout_s` at most; with 0 nothing is tried again. `log` gets a warning when an outage
+        begins.
+        """
         self.timeout_s = timeout_s
         self._clock = clock
         self._log = log

@@ -1,11 +1,11 @@
-"""One generation as its caller sees it, over as many connections as it takes. No I/O: the clients drive it.
+"""One generation as its caller sees it, over as many connections as needed. No I/O: the clients do that.
 
-The broken stream of one sequence is resumed, not replayed: the next call is the same request with the tokens received
-so far, which the server counts as output and does not send again. Sampling is a pure function of (logits, seed,
-sequence index, position), so the tokens that follow are those that would have followed.
+If the request has one sequence, its broken stream is resumed, not replayed: the next call is the same request with the
+tokens received so far, which the server counts as output and does not send again. Sampling is a pure function of
+(logits, seed, sequence index, position), so the stream continues with the same tokens as without the break.
 
-Several sequences are replayed as a whole, for the same reason: each brings the same tokens once more, and the part that
-the caller has already is left out. So is a beam search, whose results come at its end.
+Several sequences are replayed as a whole: for the same reason each brings the same tokens again, and the part that the
+caller already has is left out. A beam search, whose results come at its end, is replayed, too.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from pagekv.client.settings import CallSettings, check_resume_timeout, check_tim
 from pagekv.client.wire import flat, generate_request
 from pagekv.v1 import inference_service_pb2 as pb
 
-# SamplingParams.n at most, as the contract has it.
+# Largest SamplingParams.n, as in the contract.
 MOST_SEQUENCES = 64
-# A server that asks for more patience than this is the caller's to know.
+# If a server asks for a longer delay than this, the caller gets the error.
 LONGEST_RETRY_S = 60.0
 
 
 @dataclass(slots=True)
 class _Sequence:
-    """One sequence as far as the caller has it, and the place of the present connection in it. A connection begins at
-    the first token or, if the sequence `resumes`, behind the last one of the connection before.
+    """The part of one sequence that the caller has, and the position of the current connection in it. A connection
+    begins at the first token or, if the sequence `resumes`, after the last token of the connection before.
     """
 
     resumes: bool
-    # Every token comes in a chunk, before the completion; and with log-probabilities.
+    # Whether every token comes in a chunk before the completion, and whether it comes with log-probabilities.
     streamed: bool
     with_logprobs: bool
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[PositionLogprobs] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
     num_chars: int = 0
-    # From the first connection that brought tokens.
+    # As reported by the first connection that brought tokens.
     cached_tokens: int = 0
     # 0 before the first message.
     prompt_tokens: int = 0
-    # Where the present connection began, in tokens and in characters, and how far it has come.
+    # Position at which the current connection began, in tokens and characters, and the position that it has reached.
     first_token: int = 0
     first_char: int = 0
     next_token: int = 0
@@ -72,8 +72,9 @@ class _Sequence:
         self.next_token, self.next_char = self.first_token, self.first_char
 
     def unseen_part(self, chunk: Chunk) -> Chunk | None:
-        """The part that the caller does not have, None where there is none. Cached tokens are the prompt's: a resumed
-        call counts the answer too. Raises ServerError for other tokens, DataLoss for a gap.
+        """The part of the chunk that the caller does not have yet, None if there is none. `cached_tokens` are those of
+        the first call, because a resumed call also counts tokens of the answer. Raises ServerError if tokens differ
+        from those received, DataLoss for a gap.
         """
         known = len(self.token_ids[self.next_token : self.next_token + len(chunk.token_ids)])
         self._check_count(chunk, self.next_token + len(chunk.token_ids), len(chunk.logprobs))
@@ -96,12 +97,13 @@ class _Sequence:
         return new if new.token_ids or new.text else None
 
     def finish(self, end: Completion, num_logprobs: int) -> tuple[Completion, Chunk | None]:
-        """The whole sequence, and its last chunk with what did not come in chunks; no chunk where it ends once more.
-        The end came with `num_logprobs` positions of log-probabilities, which `end` has if they did not come in chunks.
+        """The whole sequence, and its last chunk, with everything that did not come in chunks; no chunk if the sequence
+        had ended before. The server's end had `num_logprobs` positions of log-probabilities; `end` has them only if
+        they did not come in chunks.
 
-        The end of a resumed call leaves out what was generated before, and that of one that was aborted while it came
-        again what had come before. Raises ServerError for other tokens, DataLoss unless the chunks and the end say the
-        same.
+        The end of a resumed call does not contain the tokens generated before, and the end of a replay that was aborted
+        may be shorter than the tokens received before. Raises ServerError if tokens differ from those received,
+        DataLoss unless the chunks and the end agree.
         """
         total, received = self.first_token + len(end.token_ids), len(self.token_ids)
         self._check_count(end, total, num_logprobs)
@@ -133,7 +135,9 @@ class _Sequence:
         return whole, Chunk(**{each.name: getattr(rest, each.name) for each in fields(Chunk)})
 
     def _check_count(self, part: Chunk | Completion, came: int, num_logprobs: int) -> None:
-        """Raises DataLoss unless as many tokens came as the server counts, with the log-probabilities asked for."""
+        """Raises DataLoss unless the number of tokens is the server's count, and the requested log-probabilities are
+        there.
+        """
         if part.completion_tokens != came:
             raise self._gap(part, f"has {part.completion_tokens} tokens by the server's count, {came} came")
         if self.with_logprobs and num_logprobs != len(part.token_ids):
@@ -143,7 +147,9 @@ class _Sequence:
         return DataLoss(f"the answer has a gap: sequence {part.index} {words}")
 
     def _check(self, part: Chunk | Completion, token_ids: tuple[int, ...], start: int) -> None:
-        """Raises ServerError unless `part` is of the same prompt, and these are the tokens received from `start` on."""
+        """Raises ServerError unless `part` has the same number of prompt tokens, and these are the tokens received from
+        `start` on.
+        """
         if self.prompt_tokens not in (0, part.prompt_tokens):
             raise ServerError(
                 "FAILED_PRECONDITION",
@@ -172,7 +178,9 @@ class ResumableGeneration:
         only_complete: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises InvalidRequest and TypeError as `generate_request` does, and for time limits out of bounds."""
+        """Raises InvalidRequest and TypeError like `generate_request`, and InvalidRequest for time limits out of
+        bounds.
+        """
         check_whole("n", n, 1, MOST_SEQUENCES)
         self._clock = clock
         resume_timeout, timeout = options.get("resume_timeout"), options.get("timeout")
@@ -180,21 +188,21 @@ class ResumableGeneration:
         check_resume_timeout(resume_timeout)
         self._outage = Outage(resume_timeout, clock, logging.getLogger(__name__))
         check_timeout(timeout)
-        # Only chunks tell what was received, so what is to be resumed must be streamed.
+        # Only chunks show which tokens were received, so a generation that may be resumed must be streamed.
         only_complete = only_complete and (n > 1 or resume_timeout <= 0)
         self._request = generate_request(prompt, n, options, only_complete=only_complete)
-        # Fixed here and not left to the server, so that every connection of this generation means the same one.
+        # Chosen here and not by the server, so that every connection of this generation has the same seed and id.
         sampling = self._request.sampling_params
         if not sampling.HasField("seed") and not sampling.beam_width:
             sampling.seed = secrets.randbits(63)
         if not self._request.request_id:
             self._request.request_id = f"req-{secrets.token_hex(12)}"
         self._deadline = None if timeout is None else clock() + timeout
-        # By index. One alone is resumed; several are replayed, and none of them leaves out what was received.
+        # By index. A single sequence is resumed; several are replayed, and each replay sends the received tokens again.
         streamed = not (only_complete or sampling.beam_width)
         asked = sampling.HasField("logprobs")
         self._sequences = [_Sequence(resumes=n == 1, streamed=streamed, with_logprobs=asked) for _ in range(n)]
-        # A message of a sequence has come.
+        # Whether a message of the stream has come.
         self._begun = False
         # Fingerprint of the model that generated the tokens received.
         self._model_fingerprint = ""
@@ -208,7 +216,7 @@ class ResumableGeneration:
         return len(self.completions) == len(self._sequences)
 
     def remaining_s(self) -> float | None:
-        """Seconds left of the caller's timeout. Raises DeadlineExceeded when it has passed."""
+        """Seconds left of the caller's timeout, None without one. Raises DeadlineExceeded when it has passed."""
         if self._deadline is None:
             return None
         left = self._deadline - self._clock()
@@ -220,18 +228,18 @@ class ResumableGeneration:
         return left
 
     def request(self) -> pb.GenerateRequest:
-        # Another model would go on in other words: the server refuses that.
+        # Another model would continue with other words: with the fingerprint the server refuses to do so.
         self._request.model_fingerprint = self._model_fingerprint
         first = self._sequences[0]
         self._request.resumed_token_ids[:] = first.token_ids[: first.first_token]
         return self._request
 
     def take(self, response: pb.GenerateResponse) -> tuple[Chunk, ...]:
-        """A message of the stream; the part of it that the caller gets. The end of a sequence is a chunk, and goes into
-        `completions`; an event that this client does not know is left out.
+        """Takes a message of the stream and returns the chunks that the caller gets. The end of a sequence gives a
+        chunk and an entry of `completions`; an event that this client does not know is ignored.
 
-        Raises ServerError where a replay differs from what was received, DataLoss where messages are missing or the
-        sequence is none that was asked for.
+        Raises ServerError if a replay differs from the tokens received, DataLoss if messages are missing or the
+        sequence was not requested.
         """
         self._outage.end()
         self._model_fingerprint = response.model_fingerprint or self._model_fingerprint
@@ -246,11 +254,11 @@ class ResumableGeneration:
             message, given = response.complete, dict[str, Any](request_id=response.request_id)
             sequence = self._sequence(message.index)
             if sequence.streamed:
-                # Its chunks had them, and to read one again takes an event loop 60 microseconds.
+                # The chunks had the log-probabilities; reading them again would cost the event loop 60 microseconds each.
                 given["logprobs"] = ()
             end = flat(Completion, message, **given)
             whole, new = sequence.finish(end, len(message.logprobs))
-            # A sequence that ended before the connection broke ends again, and keeps its first end.
+            # A sequence that ended before the connection broke ends again in the replay, and keeps its first end.
             self.completions.setdefault(end.index, replace(whole, resumes=self._resumes))
         return () if new is None else (new,)
 
@@ -260,12 +268,16 @@ class ResumableGeneration:
         return self._sequences[index]
 
     def ended(self) -> None:
-        """The server closed the stream without an error. Raises DataLoss unless every sequence is complete."""
+        """Called when the server has closed the stream without an error. Raises DataLoss unless every sequence is
+        complete.
+        """
         if not self.done:
             raise DataLoss("the stream ended before its sequences were complete")
 
     def failed(self, error: PageKVError) -> float:
-        """An outage that begins is a warning of this module's logger."""
+        """Seconds to wait before the next call. Raises the error if there is to be none. This module's logger warns
+        when an outage begins.
+        """
         if self._is_refused(error):
             return self._retry_in(error)
         if not self._may_go_on(error):
@@ -280,7 +292,7 @@ class ResumableGeneration:
         return pause if remaining is None else min(pause, remaining)
 
     def _give_up(self, error: PageKVError) -> NoReturn:
-        """Raises the error, with its class and its facts. Its message tells of the outage, if there is one."""
+        """Raises the error, with its class and attributes. If there is an outage, the message describes it."""
         if self._outage.under_way:
             is_gone = isinstance(error, Unavailable)
             why = f"did not come back within {self._outage.timeout_s:g} s" if is_gone else "the stream could not go on"
@@ -292,28 +304,26 @@ class ResumableGeneration:
         return f"the connection was lost after {received} token{'s' * (received != 1)}"
 
     def _is_refused(self, error: PageKVError) -> bool:
-        """Nothing has begun, and the server, if there is one, does not take the request now."""
+        """Whether nothing has begun, and the server, if there is one, does not accept the request now."""
         if self._begun or self._outage.under_way or self._may_go_on(error):
             return False
         return isinstance(error, (Overloaded, Unavailable)) and not isinstance(error, ConnectionLost)
 
     def _retry_in(self, error: PageKVError) -> float:
-        """Seconds to wait before a refused request is sent again. Raises the error when it is not to be."""
+        """Seconds to wait before a refused request is sent again. Raises the error if it must not be retried."""
         asked_for = max(getattr(error, "retry_delay_s", 0.0), FIRST_PAUSE_S)
         remaining = self.remaining_s()
         if not self._retries_left or asked_for > LONGEST_RETRY_S or (remaining is not None and asked_for >= remaining):
             raise error
         self._retries_left -= 1
-        # Not sooner, and not all at once.
+        # Not sooner than asked, and with a random part, so that clients do not come all at once.
         return asked_for * (1 + random.random() / 4)
 
     def _may_go_on(self, error: PageKVError) -> bool:
         if self._outage.timeout_s <= 0:
             return False
-        # A manager that shuts down is followed by another one, also for calls that it never took.
+        # A manager that shuts down is followed by another one, which also serves calls that the first never accepted.
         if isinstance(error, (ConnectionLost, Draining)):
             return True
-        # A first call that finds no server, or a server that refuses it, is retried or the caller's to know. In the
-        # middle of a generation the same means that the server is not back yet; ALREADY_EXISTS, that it has not noticed
-        # the broken call of this request_id.
+        # A first call that finds no server, or a server that refuses it, is retried, or the caller gets the error. In the middle of a generation the same errors mean that the server is not back yet; ALREADY_EXISTS means that it has not noticed the broken call with this request_id yet.
         return (self._begun or self._outage.under_way) and isinstance(error, (Unavailable, Overloaded, AlreadyExists))

@@ -1,8 +1,9 @@
-"""One reader of the prefix tables' changes, over as many connections as it takes. No I/O: the clients drive it.
+"""One reader of the changes of the prefix tables, over as many connections as needed. No I/O: the clients do that.
 
-The server holds the latest changes, so a watch whose connection broke goes on behind the last batch that its caller has
-whole, without another snapshot. Batches of changes are therefore given to the caller whole or not at all; only the
-parts of a snapshot are passed on as they come, and a connection that breaks among them ends the watch.
+The server keeps the latest changes, so after a broken connection a watch continues after the last complete batch that
+its caller has, without another snapshot. For this reason the caller gets batches of changes only when they are
+complete. The parts of a snapshot are passed on as they come, and a connection that breaks during the snapshot ends the
+watch.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagekv.client.types import EventBatch
 from pagekv.client.wire import filled, flat
 from pagekv.v1 import operator_service_pb2 as pb
 
-# Bounds of a watch's longest silence, as the contract has them.
+# Bounds of `progress_interval` in seconds, as in the contract.
 LEAST_PROGRESS_S = 1
 MOST_PROGRESS_S = 3600
 
@@ -43,11 +44,11 @@ class ResumableWatch:
             self._request.progress_interval.FromNanoseconds(int(progress_interval * 1e9))
         self._outage = Outage(resume_timeout, clock, logging.getLogger(__name__))
         self._instance_id = self._request.instance_id
-        # Messages given to the caller, and those of earlier connections.
+        # Number of messages given to the caller, in all and by earlier connections.
         self._given = self._before = 0
-        # Parts of a batch that is not whole.
+        # Parts of a batch that is not complete yet.
         self._parts: list[EventBatch] = []
-        # The server has told all that was asked for.
+        # Whether the server has sent everything that was requested.
         self.done = False
 
     def remaining_s(self) -> None:
@@ -58,11 +59,11 @@ class ResumableWatch:
         return self._request
 
     def take(self, message: pb.WatchEventsResponse) -> Iterator[EventBatch]:
-        """The batches that the caller gets now: none while a batch of changes is not whole."""
+        """The batches that the caller gets now; none while a batch of changes is not complete."""
         self._outage.end()
         self._instance_id = message.instance_id or self._instance_id
         batch = flat(EventBatch, message)
-        # Numbered through all connections; a gap in one of them stays a gap.
+        # Batches are numbered across all connections; a gap in the numbers of one connection stays a gap.
         batch = replace(batch, sequence=self._before + batch.sequence, instance_id=self._instance_id)
         self._parts.append(batch)
         if batch.more and not batch.snapshot:
@@ -78,8 +79,10 @@ class ResumableWatch:
         self.done = True
 
     def failed(self, error: PageKVError) -> float:
-        """An outage that begins is a warning of this module's logger."""
-        # The server may not have noticed yet that the connection broke, and count its call beside the new one.
+        """Seconds to wait before the next call. Raises the error if there is to be none. This module's logger warns
+        when an outage begins.
+        """
+        # The server may not have noticed yet that the connection broke, and may count the old call beside the new one.
         is_full = self._outage.under_way and isinstance(error, Overloaded)
         if not (is_full or isinstance(error, Unavailable)):
             raise error

@@ -1,4 +1,4 @@
-"""A stream of answers with the call that carries it, which may be ended from any thread or task."""
+"""A stream of answers and the call that carries it. It may be ended from any thread or task."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ItemOut = TypeVar("ItemOut", covariant=True)
 
 
 class Resumable(Protocol[ItemOut]):
-    """One stream as its caller sees it, over as many calls as it takes, without I/O: a generation or a watch."""
+    """One stream as its caller sees it, over as many calls as needed, without I/O: a generation or a watch."""
 
     @property
     def done(self) -> bool:
-        """Everything has come."""
+        """Whether everything has come."""
 
     def request(self) -> Any:
         """The message for the next call."""
@@ -29,20 +29,24 @@ class Resumable(Protocol[ItemOut]):
         """Seconds that the next call may take."""
 
     def take(self, response: Any, /) -> Iterable[ItemOut]:
-        """A message of the call; what the caller gets of it."""
+        """Takes a message of the call and returns the items that the caller gets."""
 
     def ended(self) -> None:
-        """The server closed the stream without an error. Raises PageKVError where that was too early."""
+        """Called when the server has closed the stream without an error. Raises PageKVError if that was too early."""
 
     def failed(self, error: PageKVError) -> float:
-        """The call failed; seconds to wait before the next one. Raises the error when there is to be none."""
+        """Called when the call failed. Returns the seconds to wait before the next call; raises the error if there is
+        to be none.
+        """
 
 
 State = TypeVar("State", bound=Resumable[Any])
 
 
 class RunningStream(Generic[Item, State]):
-    """States: running → ended, by itself, an error or `end`. `begin` calls, with a request and a limit in seconds."""
+    """States: running → ended, by itself, by an error or by `end`. `begin` starts a call, given a request and a time
+    limit in seconds.
+    """
 
     def __init__(self, client: Connection, resumable: State, begin: Callable[[Any, float | None], Any]) -> None:
         self._client, self.resumable, self._begin = client, resumable, begin
@@ -50,8 +54,8 @@ class RunningStream(Generic[Item, State]):
         self._ended = client._new_event()
 
     def end(self) -> None:
-        """Cancels the call: a wait for the next item finds that there is none. Idempotent."""
-        # The event first: a call that begins meanwhile sees it, or is here already.
+        """Cancels the call: a wait for the next item ends as if the stream had ended. Idempotent."""
+        # The event is set first: a call that begins meanwhile either sees it or is already in `_call`.
         self._ended.set()
         if self._call is not None:
             self._call.cancel()
@@ -62,7 +66,7 @@ class RunningStream(Generic[Item, State]):
         return ended
 
     async def items(self) -> AsyncGenerator[Item]:
-        """The items, over as many calls as it takes. Raises PageKVError."""
+        """The items, over as many calls as needed. Raises PageKVError."""
         resumable = self.resumable
         while not resumable.done and not self.was_ended:
             try:
@@ -73,7 +77,7 @@ class RunningStream(Generic[Item, State]):
                             for item in resumable.take(response):
                                 yield item
                 finally:
-                    # Ends the call when the caller gave up; no effect on one that has ended.
+                    # Ends the call if the caller gave up; has no effect on a call that has ended.
                     call.cancel()
                 if not self.was_ended:
                     resumable.ended()
@@ -82,7 +86,7 @@ class RunningStream(Generic[Item, State]):
                     pause_s = resumable.failed(from_rpc_error(error, self._client.target))
                     await self._client._pause(self._ended, pause_s)
             except asyncio.CancelledError:
-                # grpc.aio tells the reader of a cancelled call so, as if the reader's own task were cancelled.
+                # grpc.aio raises this in the reader of a cancelled call, as if the reader's own task were cancelled.
                 task = asyncio.current_task()
                 if not self.was_ended or (task is not None and task.cancelling()):
                     raise

@@ -1,4 +1,4 @@
-"""How a client carries its calls out, wherever the server is: time limits, retries and metadata, checked once."""
+"""Settings for the calls of a client: time limits, retries and metadata, checked once."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ DEFAULT_RESUME_TIMEOUT_S = 30.0
 DEFAULT_MAX_RETRIES = 2
 _LONGEST_S = 1e6
 _MOST_RETRIES = 100
-# Of all entries together, each with the 32 bytes that HTTP/2 adds: half of what a manager takes, since proxies and
-# tracing add their own.
+# Size of all entries together, each with the 32 bytes that HTTP/2 adds. It is half of what a manager accepts, because proxies and tracing add their own entries.
 _METADATA_BYTES = 8192
 _KEY = re.compile(r"[a-z0-9_.-]+")
-# Of the connection or of gRPC itself, which drop, double or refuse such an entry (RFC 9113, 8.2.2 and 8.3.1).
+# Keys of the connection or of gRPC itself, which drop, double or refuse such an entry (RFC 9113, 8.2.2 and 8.3.1).
 _RESERVED_KEYS = (
     "connection", "content-length", "content-type", "host", "keep-alive", "proxy-connection", "te", "transfer-encoding",
     "upgrade", "user-agent",
@@ -33,8 +32,8 @@ Metadata: TypeAlias = Iterable[tuple[str, str | bytes]]
 
 @described
 class CallOptions(TypedDict, total=False):
-    """Keyword arguments of a client, where what is left out takes the default, and of `with_options`, where it stays as
-    it is.
+    """Keyword arguments of a client, where an option left out takes the default, and of `with_options`, where an option
+    left out stays as it is.
     """
 
     timeout: float | None
@@ -42,18 +41,18 @@ class CallOptions(TypedDict, total=False):
     own, watch_events has none. Default 30.
     """
     resume_timeout: float
-    """Seconds that a generation or a watch goes on trying after its connection broke, 0 to 1,000,000; 0: it raises
-    ConnectionLost at once. Default 30.
+    """Seconds for which a generation or a watch keeps trying to resume after its connection broke, 0 to 1,000,000; 0:
+    it raises ConnectionLost at once. Default 30.
     """
     max_retries: int
-    """Times that a generation refused with Overloaded or Unavailable before its first token is asked for again, 0 to
-    100, each time after the pause that the server asks for; one above a minute raises the error. Default 2.
+    """Number of retries, 0 to 100, of a generation that was refused with Overloaded or Unavailable before its first
+    token. Each retry waits for the delay that the server asks for; a delay above a minute raises the error. Default 2.
     """
     metadata: Metadata
-    """Pairs of key and value sent with every call, such as ("authorization", "Bearer ..."), 8 KiB in all; those of
-    `with_options` besides the client's own, in whose place a key given again stands. Keys are lower case, and none of
-    gRPC's or of the connection's own, such as grpc-timeout, content-type or user-agent; one that ends with -bin has
-    bytes.
+    """Pairs of key and value sent with every call, such as ("authorization", "Bearer ..."), 8 KiB in all. The pairs of
+    `with_options` are added to those of the client, and replace pairs with the same key. Keys are lower case, and not
+    reserved for gRPC or the connection, such as grpc-timeout, content-type or user-agent. The value of a key that ends
+    with -bin is bytes.
     """
 
 
@@ -62,20 +61,22 @@ class WatchOptions(TypedDict, total=False):
     """Keyword arguments of `watch_events`. An option left out takes the default."""
 
     token_ids: bool
-    """Whether blocks come with their tokens. Default True."""
+    """Whether blocks come with their token ids. Default True."""
     snapshot_only: bool
-    """The tables now, and no changes. Default False."""
+    """True: only the present tables, no changes. Default False."""
     start_revision: int
-    """That of a `TableReplica` or of the last whole batch, to begin behind it, without a snapshot. Default: none."""
+    """The revision of a `TableReplica` or of the last complete batch, to begin after it, without a snapshot. Default:
+    none.
+    """
     instance_id: str
-    """That of the same, which goes with `start_revision`."""
+    """The instance id that came with this revision; required with `start_revision`."""
     progress_interval: float | None
     """Seconds of silence, 1 to 3600, after which an empty batch says that nothing changed. Default: none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSettings:
-    """CallOptions with every value; InvalidRequest names the one that is out of bounds."""
+    """CallOptions with all values set. Raises InvalidRequest, which names the value that is out of bounds."""
 
     timeout: float | None = DEFAULT_TIMEOUT_S
     resume_timeout: float = DEFAULT_RESUME_TIMEOUT_S
@@ -90,7 +91,9 @@ class CallSettings:
         _check_metadata(self.metadata)
 
     def changed(self, where: str, options: CallOptions) -> Self:
-        """With these options of the function `where`. Raises TypeError for unknown ones."""
+        """The settings with these options changed. Raises TypeError for unknown options, in a message that begins with
+        `where`.
+        """
         check_known(options, CallOptions, f"{where}: ")
         values: dict[str, Any] = {**options}
         if "metadata" in values:
@@ -101,8 +104,8 @@ class CallSettings:
 
 
 def check_timeout(value: object) -> None:
-    """Raises InvalidRequest unless it is a time limit, or None for no limit. 0 is none: whether a call is answered in
-    no time would be chance.
+    """Raises InvalidRequest unless it is a time limit, or None for no limit. 0 is not allowed: it would be chance
+    whether a call is answered in no time.
     """
     if value is not None and not (_is_number(value) and 0 < value <= _LONGEST_S):
         problem = f"must be above 0 and up to {_LONGEST_S:,.0f} seconds, or None for no limit, is {value!r:.80}"
@@ -110,7 +113,7 @@ def check_timeout(value: object) -> None:
 
 
 def check_resume_timeout(value: object) -> None:
-    """Raises InvalidRequest unless it is how long to go on trying, 0 for not at all."""
+    """Raises InvalidRequest unless it is a number of seconds to keep trying, 0 for not at all."""
     check_seconds("resume_timeout", value, 0, _LONGEST_S)
 
 
@@ -131,10 +134,10 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def as_metadata(entries: Metadata) -> tuple[tuple[str, str | bytes], ...]:
-    """The entries as pairs. Raises InvalidRequest for what are none."""
+    """The entries as pairs. Raises InvalidRequest for entries that are not pairs."""
     pairs = tuple(entries) if isinstance(entries, Iterable) else (entries,)
     for each in pairs:
-        # Text of two characters, also as a mapping's key, would pass for a pair. No value is shown: it may be secret.
+        # A text of two characters, also as the key of a mapping, would count as a pair. No value is shown: it may be secret.
         if not isinstance(each, (tuple, list)) or len(each) != 2:
             kind = type(each if isinstance(entries, (tuple, list)) else entries).__name__
             raise InvalidRequest("metadata", f"must be a list of pairs of key and value, is or has a {kind}")

@@ -1,4 +1,4 @@
-"""A copy of the manager's prefix tables, kept up with `watch_events`."""
+"""A replica of the manager's prefix tables, kept up to date with `watch_events`."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ __all__ = ["TableReplica"]
 
 
 class TableReplica:
-    """Blocks by hash: exactly those of the manager's tables at a step boundary, whenever `apply` returns True.
+    """Blocks by hash. Whenever `apply` returns True, they are exactly those of the manager's tables at a step boundary.
 
-    A watch that begins at `revision` of `instance_id` takes up where the one before ended.
+    A watch that begins with `start_revision=revision` and this `instance_id` continues where the watch before ended.
     """
 
     def __init__(self) -> None:
-        # On the device, and in the host pool; a block may be in both.
+        # Blocks on the device and in the host pool; a block may be in both.
         self.blocks: dict[str, BlockStored] = {}
         self.host_blocks: dict[str, BlockStored] = {}
-        # The last whole batch's, for `watch_events` to go on from.
+        # Those of the last complete batch, from which `watch_events` can continue.
         self.revision = 0
         self.instance_id = ""
         self._sequence = 0
-        # The snapshot is in; and so is every batch that has begun.
+        # Whether the snapshot is complete, and whether every batch that has begun is complete.
         self._founded = self._whole = False
 
     def apply(self, batch: EventBatch) -> bool:
-        """Takes in the next batch, or part of one; True when it ended at a step boundary.
+        """Applies the next batch, or a part of a batch. True when the batch is complete, at a step boundary.
 
-        Raises ValueError when a batch is missing, or says what cannot be true of a copy: start again with a new one.
+        Raises ValueError when a batch is missing, or does not fit the tables: start again with a new replica.
         """
         goes_on = batch.sequence == 1 and not batch.snapshot and batch.instance_id == self.instance_id
         if batch.sequence != self._sequence + 1 and not (goes_on and self._whole):

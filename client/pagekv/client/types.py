@@ -1,4 +1,4 @@
-"""Results of all calls but generating: plain values, no protobuf. Times are in UTC."""
+"""Results of all calls except generation: plain values, no protobuf. Times are in UTC."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = [
 ]  # fmt: skip  # one name a line would fill a screen
 
 Tier: TypeAlias = Literal["device", "host"]
-# "unknown" is anything that only later servers say.
+# "unknown" stands for values that only later servers know.
 SequenceState: TypeAlias = Literal["waiting", "running", "swapped", "unknown"]
 BlockState: TypeAlias = Literal["free", "cached", "active", "pinned"]
 BlockOutcome: TypeAlias = Literal[
@@ -26,7 +26,7 @@ HealthStatus: TypeAlias = Literal["serving", "not_serving", "service_unknown", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """The model served and its limits; meanings as in GetModelInfoResponse."""
+    """The served model and its limits; meanings as in GetModelInfoResponse."""
 
     model_id: str
     model_fingerprint: str
@@ -108,8 +108,8 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixLookup:
-    """The cached part of a prompt: leading tokens in device blocks, then further ones in the host pool, then
-    `partial_tokens` that begin a cached block, which a copy of it serves.
+    """The cached part of a prompt: first tokens in device blocks, then tokens in the host pool, then `partial_tokens`,
+    the beginning of a cached block, which is reused by copying that block.
     """
 
     prompt_tokens: int
@@ -141,7 +141,7 @@ class RequestInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestList:
-    """A page of the live requests, those that run first, of `total`; `next_page_token` is "" at the end."""
+    """A page of the `total` live requests, running requests first; `next_page_token` is "" on the last page."""
 
     requests: tuple[RequestInfo, ...]
     total: int
@@ -163,7 +163,7 @@ class SequenceBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockInfo:
-    """One block of the device pool; the hashes are in hex, empty unless it is in the prefix table."""
+    """One block of the device pool. The hashes are in hex, and empty unless the block is in the prefix table."""
 
     block_id: int
     ref_count: int
@@ -193,7 +193,7 @@ class BlockExplanation:
     """In hex; empty for a partial tail."""
     block_id: int | None
     reason: str
-    """In words."""
+    """Why the block hits or misses, in words."""
     shared_tokens: int
     steps_ago: int | None
     seconds_ago: float | None
@@ -212,7 +212,7 @@ class PrefixExplanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pin:
-    """A lease on a cached prefix; "" and 0 when nothing of the prompt was cached."""
+    """A lease on a cached prefix; `pin_id` is "" and `pinned_tokens` 0 when nothing of the prompt was cached."""
 
     pin_id: str
     pinned_tokens: int
@@ -221,7 +221,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinInfo:
-    """A pin whose lease runs, with the namespace and adapter of the blocks that it keeps."""
+    """A pin whose lease has not ended, with the namespace and adapter of its blocks."""
 
     pin_id: str
     pinned_tokens: int
@@ -232,7 +232,7 @@ class PinInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantInfo:
-    """A tenant: its limits, None where it has none, its use now and counters (`_total`, since the manager started);
+    """A tenant: its limits (None for no limit), its current use, and counters (`_total`, since the manager started);
     meanings and units as in the contract.
     """
 
@@ -275,7 +275,8 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """A block entered the prefix table of a tier; hashes in hex, `token_ids` empty when they were left out."""
+    """A block entered the prefix table of a tier. Hashes are in hex; `token_ids` are empty if the watch left them out.
+    """
 
     block_hash: str
     parent_hash: str
@@ -300,7 +301,7 @@ class TableCleared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnknownEvent:
-    """A change that this client does not know: a table kept up with the events is no longer the manager's."""
+    """A change that this client does not know: a replica of the tables no longer equals the manager's."""
 
 
 Event: TypeAlias = BlockStored | BlockRemoved | TableCleared | UnknownEvent
@@ -308,8 +309,8 @@ Event: TypeAlias = BlockStored | BlockRemoved | TableCleared | UnknownEvent
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventBatch:
-    """Changes of the prefix tables, to be applied in order; with `more`, the batch goes on in the next of these. One
-    without events says that nothing changed.
+    """Changes of the prefix tables, to be applied in order. With `more`, the batch continues in the next EventBatch. A
+    batch without events says that nothing changed.
     """
 
     sequence: int
@@ -318,6 +319,6 @@ class EventBatch:
     events: tuple[Event, ...]
     more: bool
     revision: int
-    """Of the tables, when the batch is applied whole; 0 with `more`."""
+    """Revision of the tables when the whole batch has been applied; 0 with `more`."""
     instance_id: str
-    """The run of the manager that revisions belong to."""
+    """Identifies the run of the manager to which the revision belongs."""

@@ -1,4 +1,4 @@
-"""Between the clients' types and protobuf messages."""
+"""Converts between the clients' types and protobuf messages."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ Values = TypeVar("Values", bound="DataclassInstance")
 Request = TypeVar("Request", bound=Message)
 
 _SAMPLING_FIELDS = frozenset(field.name for field in types_pb2.SamplingParams.DESCRIPTOR.fields)
-# Sequences of numbers that nobody means as such.
+# Sequences of numbers that are never meant as token ids.
 _BYTES = (bytes, bytearray, memoryview)
 
 
 def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_complete: bool) -> pb.GenerateRequest:
-    """Raises InvalidRequest for values that have no place in a message, TypeError for unknown options. Bounds are left
-    to the server, which knows the model.
+    """The request for a generation. Raises InvalidRequest for values that do not fit into a message, TypeError for
+    unknown options. The server checks bounds, because it knows the model.
     """
     check_known(options, GenerateOptions)
     values = {name: value for name, value in {**options, "n": n}.items() if value is not None}
@@ -46,18 +46,18 @@ def generate_request(prompt: Prompt, n: int, options: GenerateOptions, *, only_c
 
 
 def prompt_request(request: Request, prompt: Prompt, cache: CacheControls | None = None, **values: Any) -> Request:
-    """The request with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
+    """The request, filled with a prompt, cache controls if they are given, and these fields. Raises InvalidRequest."""
     filled(request, prompt=_prompt(prompt), **values)
     if cache is None:
         return request
     if not isinstance(cache, CacheControls):
         raise InvalidRequest("cache", f"must be a CacheControls or None, is {_shown(cache)}")
-    # True is the server's default, and calls that only look refuse both.
+    # True is the server's default for `read` and `write`, and calls that only look refuse both fields.
     return filled(request, cache={name: value for name, value in asdict(cache).items() if value is not True})
 
 
 def _prompt(prompt: Prompt) -> dict[str, Any]:
-    """The fields of a Prompt. Raises InvalidRequest when it is none of the three kinds."""
+    """The fields of a Prompt message. Raises InvalidRequest unless the prompt is of one of the three kinds."""
     if isinstance(prompt, str):
         return {"text": prompt}
     if not isinstance(prompt, Iterable) or isinstance(prompt, (*_BYTES, Mapping)):
@@ -85,15 +85,16 @@ def _message(position: int, item: object) -> Mapping[str, Any]:
 
 
 def filled(request: Request, **values: Any) -> Request:
-    """The request with these fields; mappings are for the messages in it. Raises InvalidRequest, with the path of a
-    field and what it takes, for a value of another type and a number that has no place in the field.
+    """The request with these fields set; a mapping fills a nested message. Raises InvalidRequest, which names the path
+    of the field and the values that it takes, for a value of another type and for a number that does not fit into the
+    field.
     """
     _fill(request, values, "")
     return request
 
 
 def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
-    # Any: stubs know of two kinds of descriptors, which are one here.
+    # Any: the type stubs have two kinds of descriptors, which are the same at run time.
     descriptor: Any = message.DESCRIPTOR
     for name, value in values.items():
         field, known = getattr(message, name), descriptor.fields_by_name[name]
@@ -110,13 +111,15 @@ def _fill(message: Message, values: Mapping[str, Any], path: str) -> None:
             else:
                 setattr(message, name, _single(known, value))
         except (TypeError, ValueError, AttributeError, OverflowError) as error:
-            # Of a long list protobuf says what is wrong with the entry that does not fit.
+            # For a list, protobuf's message says which entry does not fit.
             reason = f": {error}" if str(error) and known.default_value == [] else ""
             raise InvalidRequest(f"{path}{name}", f"must be {_wanted(known)}, is {_shown(value)}{reason}") from error
 
 
 def _entries(field: FieldDescriptor, value: Any) -> Any:
-    """Entries for a repeated field; text alone is one. Raises TypeError for values that protobuf would take apart."""
+    """Entries for a repeated field; a single text is one entry. Raises TypeError for values that protobuf would split
+    into entries.
+    """
     if isinstance(value, (*_BYTES, Mapping)):
         raise TypeError
     if field.cpp_type != FieldDescriptor.CPPTYPE_STRING:
@@ -125,7 +128,7 @@ def _entries(field: FieldDescriptor, value: Any) -> Any:
 
 
 def _single(field: FieldDescriptor, value: Any) -> Any:
-    """The value. Raises TypeError where it is of another type, which protobuf would turn into this one."""
+    """The value. Raises TypeError if it is of another type that protobuf would convert silently."""
     if field.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         fits = isinstance(value, str)
     else:
@@ -146,7 +149,7 @@ _WANTED = {
 
 
 def _wanted(field: FieldDescriptor) -> str:
-    """The values of a field, in words."""
+    """The allowed values of a field, in words."""
     kind = field.message_type
     if kind is not None and kind.GetOptions().map_entry:
         return f"a mapping of {_wanted(kind.fields_by_name['key'])} to {_wanted(kind.fields_by_name['value'])}"
@@ -163,7 +166,7 @@ def _shown(value: object) -> str:
 def list_blocks_request(
     state: types.BlockState | None, page_size: int, page_token: str
 ) -> operator_pb.ListBlocksRequest:
-    """Raises InvalidRequest for an unknown state."""
+    """The request for a page of blocks. Raises InvalidRequest for an unknown state."""
     request = filled(operator_pb.ListBlocksRequest(), page_size=page_size, page_token=page_token)
     if state is not None:
         if state not in get_args(types.BlockState):
@@ -173,11 +176,11 @@ def list_blocks_request(
 
 
 def flat(cls: type[Values], message: Message, **given: Any) -> Values:
-    """A dataclass whose fields are the message's, by name, but for those that are given.
+    """A dataclass instance with the fields of the message, by name; `given` fields are taken as they are.
 
-    A message becomes the dataclass of its name, a repeated field a tuple, a map a dict, a time a datetime in UTC, a
-    time or an optional field that is not set None, and an enum's value its name in lower case without the prefix,
-    "unknown" where it has none here: later servers have more values.
+    A nested message becomes the dataclass of its name, a repeated field a tuple, a map a dict, and a time a datetime in
+    UTC. A time or an optional field that is not set becomes None. An enum value becomes its name in lower case without
+    the prefix, or "unknown" if this client does not know it: later servers have more values.
     """
     for name, read in _readers(cls, message.DESCRIPTOR):
         if name not in given:
@@ -190,7 +193,7 @@ _CLASSES = vars(types) | vars(generation_types)
 
 @cache
 def _readers(cls: type[Any], descriptor: Descriptor) -> list[tuple[str, Callable[[Any], Any]]]:
-    """Functions that read the fields of `cls` which the message has."""
+    """For each field of `cls` that the message has: its name, and a function that reads it."""
     known = descriptor.fields_by_name
     return [(field.name, _reader(known[field.name])) for field in fields(cls) if field.name in known]
 
@@ -216,7 +219,7 @@ def _reader(field: FieldDescriptor) -> Callable[[Any], Any]:
 
 
 def _enum_names(enum: EnumDescriptor) -> dict[int, str]:
-    """Names of an enum's values in lower case, without the prefix that all of them have, and without UNSPECIFIED."""
+    """Names of an enum's values in lower case, without their common prefix, and without UNSPECIFIED."""
     prefix = re.sub("(?<!^)(?=[A-Z])", "_", enum.name).upper()
     return {value.number: value.name.removeprefix(f"{prefix}_").lower() for value in enum.values if value.number}
 
@@ -229,5 +232,5 @@ def _event(message: operator_pb.CacheEvent) -> types.Event:
     if kind is None:
         return types.UnknownEvent()
     event: types.Event = flat(_EVENTS[kind], getattr(message, kind))
-    # A table that this client does not keep.
+    # The event is about a tier that this client does not know.
     return types.UnknownEvent() if getattr(event, "tier", "") == "unknown" else event
