@@ -167,8 +167,7 @@ class ClientCalls(Connection):
 
     @for_both
     async def unpin_prefix(self, pin_id: str) -> int:
-        """Ends a pin. Returns the number of tokens that it no longer pins, 0 when the pin was unknown or had expired.
-        """
+        """Ends a pin. Returns the number of tokens that it no longer pins, 0 if the pin is unknown or has expired."""
         request = filled(cache_pb.UnpinPrefixRequest(), pin_id=pin_id)
         return (await self._ask(self._cache.UnpinPrefix, request)).unpinned_tokens
 

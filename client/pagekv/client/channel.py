@@ -18,7 +18,9 @@ _URL = re.compile(r"(https?|grpcs?|tcp)://", re.IGNORECASE)
 _WITHOUT_PORT = re.compile(r"[\w.-]+:?|\[[^]]*\]:?")
 _PORT = re.compile(r"(?!unix:)(?:[\w.-]+|\[[^]]*\]):(\d+)")
 
-# Most milliseconds between two connection attempts (gRPC adds up to a fifth at random), and most milliseconds of one attempt, which may hang if a machine accepts the connection but no process answers. A stream that is resumed waits for both.
+# Most milliseconds between two connection attempts (gRPC adds up to a fifth at random), and most milliseconds of one
+# attempt, which may hang if a machine accepts the connection but no process answers. A stream that is resumed waits for
+# both.
 LONGEST_BACKOFF_MS = 500
 ATTEMPT_MS = 2_000
 # Idempotent calls: gRPC itself repeats them when the connection fails.
@@ -66,7 +68,8 @@ def channel_options(target: str) -> list[tuple[str, Any]]:
     options: list[tuple[str, Any]] = [
         # The longest answer has every token with its log-probabilities; the server bounds both.
         ("grpc.max_receive_message_length", 64 * 2**20),
-        # A host that dies without closing its connections is noticed within half a minute, also in the middle of a stream.
+        # A host that dies without closing its connections is noticed within half a minute, also in the middle of a
+        # stream.
         ("grpc.keepalive_time_ms", 20_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         # gRPC's own pauses between connection attempts grow to two minutes; a restarted server is back in seconds.

@@ -170,7 +170,8 @@ class Connection:
         try:
             return method(request, timeout=timeout, metadata=self._settings.metadata)
         except (ValueError, grpc.aio.UsageError) as error:
-            # Each of the two libraries raises one of these. A check beforehand would miss a thread that closes meanwhile.
+            # Each of the two libraries raises one of these. A check beforehand would miss a thread that closes
+            # meanwhile.
             if "closed" not in str(error):
                 raise
             problem = f"the connection to PageKV at {self.target} was closed here: make another client"

@@ -79,13 +79,16 @@ class DataLoss(ServerError):
         super().__init__("DATA_LOSS", message)
 
 
-# Without the exceptions that are of no use to a caller: a caller can do nothing about a failed computation, PageKV serves every call of the clients (see UNIMPLEMENTED in `_without_class`), and an executor reports memory and epochs only to the manager.
+# Without the exceptions that are of no use to a caller: a caller can do nothing about a failed computation, PageKV
+# serves every call of the clients (see UNIMPLEMENTED in `_without_class`), and an executor reports memory and epochs
+# only to the manager.
 _CLASSES: dict[tuple[grpc.StatusCode, str], type[PageKVError]] = {
     (row.code, row.reason): cls
     for cls, row in STATUS_TABLE.items()
     if cls not in (ComputationFailed, NotImplementedYet, OutOfMemory, StaleEpoch)
 }
-# For reasons of later servers, and for statuses of proxies and of gRPC itself, which have no reason. Other codes say too little to choose a class.
+# For reasons of later servers, and for statuses of proxies and of gRPC itself, which have no reason. Other codes say
+# too little to choose a class.
 _BY_CODE: dict[grpc.StatusCode, type[PageKVError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequest,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExists,
@@ -97,7 +100,8 @@ _BY_CODE: dict[grpc.StatusCode, type[PageKVError]] = {
     grpc.StatusCode.PERMISSION_DENIED: PermissionDenied,
 }
 _NUMBERS = ("needed_blocks", "available_blocks", "pinned_blocks", "limit")  # of ErrorInfo.metadata
-# gRPC's messages for a connection that was never made. Only the message distinguishes it from a connection that broke: the status code is the same.
+# gRPC's messages for a connection that was never made. Only the message distinguishes it from a connection that broke:
+# the status code is the same.
 _NEVER_CONNECTED = (
     "failed to connect",
     "resolution failed",
@@ -105,7 +109,9 @@ _NEVER_CONNECTED = (
     "errors resolving",
     "Failed to create secure",
 )
-# gRPC's messages for a handshake that failed, and their meaning; the first match counts. A server that requires TLS, or another certificate than the client's, gives no reason: it closes the connection before the first call. So does a proxy behind which no manager listens.
+# gRPC's messages for a handshake that failed, and their meaning; the first match counts. A server that requires TLS, or
+# another certificate than the client's, gives no reason: it closes the connection before the first call. So does a
+# proxy behind which no manager listens.
 _HANDSHAKES = (
     ("WRONG_VERSION_NUMBER", "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)"),
     (
@@ -129,7 +135,7 @@ _HANDSHAKES = (
 )
 # The message of gRPC's server for a request above its size limit, which never reaches code that could name a field.
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
-# Those of `_NEVER_CONNECTED` that mean a host name without an address.
+# The messages in `_NEVER_CONNECTED` that mean a host name without an address.
 _NO_SUCH_NAME = ("Domain name not found", "hostname lookup error")
 # gRPC's messages for a cancellation that began on this side.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
@@ -184,7 +190,8 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
         case grpc.StatusCode.CANCELLED, None:
             if any(words in message for words in _CANCELLED_HERE):
                 return Cancelled(f"the call to PageKV at {target} was cancelled")
-            # A gRPC server that shuts down cancels calls that it has not accepted yet (github.com/grpc/grpc/issues/41785).
+            # A gRPC server that shuts down cancels calls that it has not accepted yet
+            # (github.com/grpc/grpc/issues/41785).
             return ConnectionLost(f"PageKV at {target} shut down before it took the call")
         case grpc.StatusCode.DEADLINE_EXCEEDED, _:
             return DeadlineExceeded(

@@ -12,7 +12,8 @@ from pagekv.client.errors import PageKVError
 logging.getLogger("pagekv.client").addHandler(logging.NullHandler())
 
 FIRST_PAUSE_S = 0.1
-# Longest pause if no server answers, when an attempt costs nobody anything; and if a server refuses, which is the delay that servers usually ask for.
+# Longest pause if no server answers, when an attempt costs nobody anything; and if a server refuses, which is the delay
+# that servers usually ask for.
 LONGEST_PAUSE_UNANSWERED_S = 0.5
 LONGEST_PAUSE_S = 1.0
 

@@ -254,7 +254,8 @@ class ResumableGeneration:
             message, given = response.complete, dict[str, Any](request_id=response.request_id)
             sequence = self._sequence(message.index)
             if sequence.streamed:
-                # The chunks had the log-probabilities; reading them again would cost the event loop 60 microseconds each.
+                # The chunks had the log-probabilities; reading them again would cost the event loop 60 microseconds
+                # each.
                 given["logprobs"] = ()
             end = flat(Completion, message, **given)
             whole, new = sequence.finish(end, len(message.logprobs))
@@ -325,5 +326,7 @@ class ResumableGeneration:
         # A manager that shuts down is followed by another one, which also serves calls that the first never accepted.
         if isinstance(error, (ConnectionLost, Draining)):
             return True
-        # A first call that finds no server, or a server that refuses it, is retried, or the caller gets the error. In the middle of a generation the same errors mean that the server is not back yet; ALREADY_EXISTS means that it has not noticed the broken call with this request_id yet.
+        # A first call that finds no server, or a server that refuses it, is retried, or the caller gets the error. In
+        # the middle of a generation the same errors mean that the server is not back yet; ALREADY_EXISTS means that it
+        # has not noticed the broken call with this request_id yet.
         return (self._begun or self._outage.under_way) and isinstance(error, (Unavailable, Overloaded, AlreadyExists))

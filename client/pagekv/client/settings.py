@@ -17,7 +17,8 @@ DEFAULT_RESUME_TIMEOUT_S = 30.0
 DEFAULT_MAX_RETRIES = 2
 _LONGEST_S = 1e6
 _MOST_RETRIES = 100
-# Size of all entries together, each with the 32 bytes that HTTP/2 adds. It is half of what a manager accepts, because proxies and tracing add their own entries.
+# Size of all entries together, each with the 32 bytes that HTTP/2 adds. It is half of what a manager accepts, because
+# proxies and tracing add their own entries.
 _METADATA_BYTES = 8192
 _KEY = re.compile(r"[a-z0-9_.-]+")
 # Keys of the connection or of gRPC itself, which drop, double or refuse such an entry (RFC 9113, 8.2.2 and 8.3.1).
@@ -69,7 +70,7 @@ class WatchOptions(TypedDict, total=False):
     none.
     """
     instance_id: str
-    """The instance id that came with this revision; required with `start_revision`."""
+    """The instance id that came with this revision; goes with `start_revision`."""
     progress_interval: float | None
     """Seconds of silence, 1 to 3600, after which an empty batch says that nothing changed. Default: none."""
 
@@ -137,7 +138,8 @@ def as_metadata(entries: Metadata) -> tuple[tuple[str, str | bytes], ...]:
     """The entries as pairs. Raises InvalidRequest for entries that are not pairs."""
     pairs = tuple(entries) if isinstance(entries, Iterable) else (entries,)
     for each in pairs:
-        # A text of two characters, also as the key of a mapping, would count as a pair. No value is shown: it may be secret.
+        # A text of two characters, also as the key of a mapping, would count as a pair. No value is shown: it may be
+        # secret.
         if not isinstance(each, (tuple, list)) or len(each) != 2:
             kind = type(each if isinstance(entries, (tuple, list)) else entries).__name__
             raise InvalidRequest("metadata", f"must be a list of pairs of key and value, is or has a {kind}")

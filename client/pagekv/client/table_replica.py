@@ -17,7 +17,7 @@ class TableReplica:
         # Blocks on the device and in the host pool; a block may be in both.
         self.blocks: dict[str, BlockStored] = {}
         self.host_blocks: dict[str, BlockStored] = {}
-        # Those of the last complete batch, from which `watch_events` can continue.
+        # Revision and instance id of the last complete batch, from which `watch_events` can continue.
         self.revision = 0
         self.instance_id = ""
         self._sequence = 0

@@ -275,8 +275,7 @@ class CacheReset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStored:
-    """A block entered the prefix table of a tier. Hashes are in hex; `token_ids` are empty if the watch left them out.
-    """
+    """A block entered the prefix table of a tier. Hashes are in hex; `token_ids` are empty if left out."""
 
     block_hash: str
     parent_hash: str

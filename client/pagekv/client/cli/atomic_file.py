@@ -1,4 +1,4 @@
-"""Files replaced as a whole: a reader finds the old content or the new one, whenever it looks."""
+"""Replaces files atomically: a reader always finds either the old content or the new content."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: bytes, mode: int) -> None:
-    """Writes the file with this mode, new or in the place of the one that is there, whose owner it keeps. Raises
-    OSError, and the file is then as it was.
+    """Writes the file with this mode. An existing file is replaced, and its owner is kept. Raises OSError; the file is
+    then unchanged.
     """
-    # A link leads to the same file as before.
+    # A symbolic link is followed, so it still points to the same file afterwards.
     path = path.resolve()
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
@@ -22,7 +22,7 @@ def replace_file(path: Path, content: bytes, mode: int) -> None:
                 before = path.stat()
                 made = os.fstat(descriptor)
                 if (before.st_uid, before.st_gid) != (made.st_uid, made.st_gid):
-                    # A server reads a file of its own user, and root may be the one that adds to it.
+                    # The file may belong to the user of a server, while root adds to it.
                     os.fchown(descriptor, before.st_uid, before.st_gid)
             file.write(content)
             file.flush()

@@ -1,4 +1,4 @@
-"""The file of `pagekv`: the manager that commands ask, and how both know each other, for every shell of a user."""
+"""The user's configuration file of `pagekv`: the manager that commands call, and the credentials for it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from pathlib import Path
 from pagekv.client.cli.parser import UsageError
 
 KEYS = ("target", "api_key", "ca", "client_cert", "client_key")
-# Keys whose values are files; a path that is not absolute begins where the configuration is.
+# Keys whose values are files; a relative path is relative to the folder of the configuration file.
 _FILES = ("ca", "client_cert", "client_key")
-# Bits of a mode with which others than its owner have to do with a file.
+# Mode bits that give others than the owner access to a file.
 OTHERS = 0o077
 
 
 def config_path(env: Mapping[str, str]) -> Path:
-    """Where the file is, whether it is there or not."""
+    """The path of the file, whether it exists or not."""
     folder = env.get("XDG_CONFIG_HOME", "")
-    # The specification of these folders ignores one that is not absolute.
+    # The XDG specification says to ignore a path that is not absolute.
     return Path(folder if os.path.isabs(folder) else os.path.expanduser("~/.config"), "pagekv", "config.toml")
 
 
 def read_config(path: Path) -> dict[str, str]:
-    """The values of the file by key; none where it is not there. Raises UsageError, which shows no value."""
+    """The values of the file by key; empty if there is no file. Raises UsageError, which shows no value."""
     try:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode

@@ -1,6 +1,6 @@
-"""Flags of the commands that ask a manager: where it is, and how both know each other.
+"""Flags of the commands that call a manager: its address, and the credentials.
 
-A flag wins over its environment variable, and that over the configuration file.
+A flag overrides its environment variable, and the variable overrides the configuration file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Client = TypeVar("Client", PageKVClient, AsyncPageKVClient)
 
 def add_connection(parser: CommandParser, *, timeout: str | None = f"seconds to wait [{DEFAULT_TIMEOUT_S:g}]") -> None:
     """--target and the flags of identity, and --timeout with its help unless that is None."""
-    # None: the file is asked.
+    # None: the value comes from the configuration file.
     parser.flag(
         "target",
         f"address of the PageKV manager, or PAGEKV_TARGET [{DEFAULT_TARGET}]",
@@ -50,20 +50,22 @@ def add_connection(parser: CommandParser, *, timeout: str | None = f"seconds to 
     else:
         parser.add_argument("--timeout", type=number(0.001, 1e6), metavar="S", help=timeout)
     for name, help in _HELP.items():
-        # Not with `flag`, whose help shows the variable's value: it may be a key.
+        # Not with `flag`, because its help shows the value of the variable, which may be a key.
         metavar = {"api_key": "KEY", "act_for": "TENANT"}.get(name, "FILE")
         parser.add_argument(f"--{name.replace('_', '-')}", metavar=metavar, help=help)
 
 
 def connect(args: argparse.Namespace) -> PageKVClient:
-    """The blocking client that the flags ask for. It asks once: scripts branch on the exit status, and people see why.
-    Raises UsageError.
+    """The blocking client that the flags describe. It does not retry: scripts branch on the exit status, and people see
+    the reason. Raises UsageError.
     """
     return client_of_flags(PageKVClient, args, timeout=args.timeout or DEFAULT_TIMEOUT_S, max_retries=0)
 
 
 def client_of_flags(make: Callable[..., Client], args: argparse.Namespace, **options: Any) -> Client:
-    """A client that `make` makes of flags, variables and file. Raises UsageError, which names the wrong one."""
+    """A client, made by `make` from flags, variables and file. Raises UsageError, which names the source of a wrong
+    value.
+    """
     path = config_path(os.environ)
     in_file = read_config(path)
     if "target" in in_file:
@@ -72,9 +74,9 @@ def client_of_flags(make: Callable[..., Client], args: argparse.Namespace, **opt
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"{path}: target: {error}") from error
         if args.target not in (None, in_file["target"]):
-            # Of another manager: its key is not shown elsewhere.
+            # The file is for another manager: its key must not be sent elsewhere.
             in_file = {}
-    # Of no variable and no file: for whom a call is made is said with the call.
+    # There is no variable and no key of the file for `act_for`: the tenant is named with each call.
     given: dict[str, str] = {} if args.act_for is None else {"act_for": args.act_for}
     sources: dict[str, str] = {"act_for": "--act-for"}
     for name, variable in _VARIABLES.items():

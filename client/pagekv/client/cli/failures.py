@@ -26,7 +26,7 @@ Exit status: 0 done, and what was to be ended or removed is gone, whether it was
 """
 # An exception that ends a command; its message is the line that says why.
 Failure: TypeAlias = PageKVError | UsageError | StackError
-# Of errors that are none of the manager's: the command's own and gRPC's. None has a reason.
+# Codes of errors that come from the command itself or gRPC, not from the manager, and therefore have no reason.
 _OWN_CODES: dict[type[PageKVError], str] = {
     PageKVError: FAILED,
     Cancelled: "CANCELLED",
@@ -45,7 +45,7 @@ def exit_status(failure: Failure) -> int:
 
 
 def as_json(failure: Failure) -> str:
-    """`{"error": {...}}` on one line: code and message always, reason, field and retry_delay_s where there are any."""
+    """`{"error": {...}}` on one line: always code and message; reason, field, retry_delay_s if the failure has them."""
     code, facts = FAILED, dict[str, object]()
     if not isinstance(failure, PageKVError):
         code = USAGE if exit_status(failure) == 2 else FAILED

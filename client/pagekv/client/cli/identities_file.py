@@ -1,6 +1,6 @@
-"""The manager's file of identities: keys and certificates of callers, and their roles.
+"""The manager's identities file: keys and certificates of callers, and their roles.
 
-A key itself is nowhere in it, only its SHA-256: a key has 256 random bits, so nothing slower is needed against guesses.
+It contains no key, only the SHA-256 of each key: a key has 256 random bits, so no slow hash is needed against guesses.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from pagekv.client.errors import PageKVError
 # The file's name in a directory of certificates.
 IDENTITIES = "identities.toml"
 ROLES = ("generate", "observe", "operate")
-# The role of those who name other tenants.
+# The role of callers that may name other tenants.
 ACT_FOR = "act-for"
-# Sections of the file, one table each for every caller by name.
+# Sections of the file; each has one table per caller, by name.
 KEYS, CERTIFICATES = "keys", "certificates"
-# The section, and the name, of those who come through a gateway.
+# The section, and the name, of callers that come through a gateway.
 GATEWAY = "gateway"
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,63}")
-# Of a file made here: names of callers are for the manager alone.
+# Mode of a new file: only the manager may read the names of callers.
 _MODE = 0o600
 
 
 class ListedIdentity(NamedTuple):
-    """A caller as the file has it: `kind` is its section without the plural's s. `tenant`: for whom its calls are."""
+    """A caller in the file. `kind` is the name of its section without the plural s; `tenant` is the tenant of its
+    calls.
+    """
 
     name: str
     kind: str
@@ -40,7 +42,7 @@ class ListedIdentity(NamedTuple):
 
 
 def is_name(text: str) -> bool:
-    """Whether a caller can have this name, which stands bare in TOML."""
+    """Whether a caller can have this name, which TOML allows as a bare key."""
     return _NAME.fullmatch(text) is not None
 
 
@@ -52,9 +54,9 @@ def list_identities(path: Path) -> list[ListedIdentity]:
 def add_key(
     path: Path, name: str, key: str, roles: Sequence[str], tenant: str = "", act_for: Sequence[str] = ()
 ) -> None:
-    """Adds a key to the file, which is made where it is not there; all else in it stays as it is. `tenant`: for whom
-    the caller's calls are, one of its own name where it is empty; `act_for`: tenants that it may name instead. Raises
-    PageKVError, also where a caller has the name already.
+    """Adds a key to the file, and creates the file if there is none; the rest of the file is unchanged. `tenant` is the
+    tenant of the caller's calls, if empty a tenant with the caller's name; `act_for` are tenants that it may name
+    instead. Raises PageKVError, also if a caller has the name already.
     """
     # Not by Path.exists, which raises where the folder may not be looked into: to write then fails by name.
     text = _read(path) if os.path.exists(path) else ""
@@ -67,7 +69,7 @@ def add_key(
 
 
 def add_certificate(path: Path, name: str, subject: str, roles: Sequence[str]) -> None:
-    """Makes the file, with one certificate. Raises PageKVError."""
+    """Creates the file, with one certificate. Raises PageKVError."""
     _write(path, "", [f"[{CERTIFICATES}.{name}]", f'subject = "{subject}"', f"roles = {_quoted(roles)}"])
 
 
@@ -76,13 +78,13 @@ def _quoted(names: Sequence[str]) -> str:
 
 
 def _write(path: Path, text: str, lines: list[str]) -> None:
-    """Writes the file with this text and a section of these lines behind it."""
+    """Writes the file: this text, followed by a section with these lines."""
     text += "" if not text or text.endswith("\n") else "\n"
     text += ("\n" if text else "") + "\n".join(lines) + "\n"
     try:
         tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # As where all keys stand in one inline table.
+        # For example if all keys are in one inline table.
         raise PageKVError(f"{path}: takes no section {lines[0]} at its end: {error}") from error
     try:
         replace_file(path, text.encode(), path.stat().st_mode & 0o777 if path.exists() else _MODE)

@@ -1,4 +1,4 @@
-"""Single keys from the terminal, while something else is drawn on it."""
+"""Single key presses from the terminal, while something else is drawn on it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import termios
 import time
 import tty
 
-# A signal that comes between Python's look for one and the wait in the kernel is seen after so many seconds.
+# Python may miss a signal that arrives between its check for signals and the wait in the kernel. Such a signal is
+# handled after at most so many seconds.
 _LONGEST_WAIT_S = 0.5
 
 
 class Keys:
-    """In `with`, keys come as they are pressed and are not shown; Ctrl-C goes on to interrupt. Leaving it gives the
-    terminal back as it was. Where standard input is no terminal there are no keys, and nothing is touched.
+    """In `with`, keys arrive as they are pressed and are not shown; Ctrl-C still interrupts. Leaving `with` restores
+    the terminal. If standard input is not a terminal there are no keys, and nothing is changed.
     """
 
     def __init__(self) -> None:
@@ -36,11 +37,11 @@ class Keys:
 
     @property
     def are_read(self) -> bool:
-        """Whether any can come."""
+        """Whether keys can arrive."""
         return self._input is not None
 
     def wait_for(self, keys: bytes, seconds: float) -> bool:
-        """Whether one of these was pressed within so many seconds; others are dropped."""
+        """Whether one of these keys was pressed within so many seconds; other keys are dropped."""
         source = self._input
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -56,7 +57,7 @@ class Keys:
             if any(key in keys for key in typed):
                 return True
             if not typed:
-                # The terminal is gone; its end would come again and again.
+                # The terminal is gone: poll would report its end again and again.
                 source = None
         return False
 

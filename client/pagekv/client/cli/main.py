@@ -14,8 +14,8 @@ from contextlib import contextmanager, nullcontext
 from textwrap import fill
 
 # gRPC's core writes notices and warnings to standard error, although everything that matters is raised as an exception.
-# The variable is read once, while gRPC is imported. Processes that `up` starts inherit it: at ERROR gRPC's core would
-# write bytes of whoever connects to them into their logs.
+# The variable is read once, while gRPC is imported. Processes that `up` starts inherit it: with ERROR gRPC's core would
+# write bytes from any client into their logs.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from pagekv.client.cli.commands import (
@@ -53,7 +53,8 @@ EXAMPLES = """\
   pagekv bench --concurrency 8             measure a running stack
   pagekv plan demo --memory 1GiB           what fits, before anything runs
 """
-# Errors of a write to a stream that takes no more: its reader, such as `head`, has gone, or its disk is full or broken.
+# Errors of a write to a stream that accepts no more: its reader, such as `head`, has ended, or its disk is full or
+# broken.
 _TAKES_NO_MORE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
 DESCRIPTION = "PageKV: a paged KV cache server for large language models, its client and its tools."
 # The commands as the help shows them.
@@ -71,12 +72,12 @@ GROUPS = {
 
 
 def make_parser(*, as_json: bool = False) -> CommandParser:
-    """The parser of all commands; `as_json`: what it refuses, it refuses in one line of JSON."""
+    """The parser of all commands. With `as_json` it reports wrong usage as one line of JSON."""
     parser = CommandParser("pagekv", DESCRIPTION)
     add_version(parser)
     parser.set_defaults(json=False)
     parser.usage = "pagekv [--json] [--target HOST:PORT] [--timeout S] COMMAND ..."
-    # Without `prog` the commands' own usage would begin with all of the line above.
+    # Without `prog` the usage of each command would begin with the whole line above.
     commands = parser.add_subparsers(prog="pagekv", metavar="COMMAND", required=True, help=SUPPRESS)
     modules = (
         *(demo, up, generate, chat, tokenize, server, stats, top, pool, prefix, tenants),
@@ -114,18 +115,18 @@ def _listed(commands: Mapping[str, CommandParser]) -> Iterator[str]:
 
 
 def command_first(argv: Sequence[str]) -> list[str]:
-    """The arguments with --json and how to reach the manager behind the command, where they were before it."""
+    """The arguments, with --json and the connection flags moved behind the command if they stood before it."""
     before: list[str] = []
     rest = list(argv)
     while rest and rest[0].partition("=")[0] in ("--json", *VALUE_FLAGS):
         option = rest.pop(0)
-        # With its value in one argument: a command that does not know the option must not take the value for its own.
+        # Flag and value become one argument: a command that does not know the flag must not take the value for its own.
         before.append(f"{option}={rest.pop(0)}" if option in VALUE_FLAGS and rest else option)
     return [*rest[:1], *before, *rest[1:]]
 
 
 def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
-    """Ends with status 2 where a flag before the command lacks its value, or the command is abbreviated or misspelt."""
+    """Ends with status 2 if a flag before the command lacks its value, or the command is abbreviated or misspelt."""
     if argv and argv[-1] in VALUE_FLAGS and all(each.startswith("-") for each in argv):
         parser.error(f"argument {argv[-1]}: expected a value, and a command behind it")
     known = [*up.ALIASES, *(name for names in GROUPS.values() for name in names)]
@@ -136,9 +137,9 @@ def _check_command(parser: CommandParser, argv: Sequence[str]) -> None:
 
 
 def _prepare_streams() -> None:
-    """Leads standard streams that were closed (`>&-`), which Python has as None, to /dev/null; lets input that is no
-    UTF-8 be refused by its field, as that of the command line is; and has characters that the encoding of standard
-    output lacks written as on standard error, such as \\u6f22.
+    """Prepares the standard streams. Streams that were closed (`>&-`), which are None in Python, go to /dev/null. Input
+    that is not UTF-8 is accepted here and refused later with the name of its field, like arguments of the command line.
+    Characters that the encoding of standard output lacks are written as on standard error, such as \\u6f22.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -181,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = make_parser(as_json=for_scripts)
         _check_command(parser, given)
         args = parser.parse(given)
-        # Scripts read one line of JSON on standard error, or none.
+        # Scripts expect at most one line of JSON on standard error.
         with nullcontext() if for_scripts else _showing_warnings(terminal):
             status: int = args.run(args, terminal)
         return status
@@ -200,10 +201,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _failed(failure: Failure, terminal: Terminal, for_scripts: bool) -> int:
-    """Says why, where standard error takes it, and returns the exit status."""
+    """Prints the reason, if standard error accepts it, and returns the exit status."""
     try:
         terminal.error(as_json(failure) if for_scripts else f"pagekv: {failure}")
     except OSError:
-        # Else Python tries again at exit, and ends with a status of its own.
+        # Otherwise Python would try again at exit, and end with another status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     return exit_status(failure)

@@ -1,4 +1,4 @@
-"""The parser that every subcommand is made with, and the arguments several of them share."""
+"""The parser of every subcommand, and arguments that several subcommands share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UsageError(Exception):
 
 
 class CommandParser(FlagParser):
-    """A FlagParser whose help ends with examples, printed as they are."""
+    """A FlagParser whose help ends with examples, printed unchanged."""
 
     def __init__(self, prog: str, description: str = "", examples: str = "", **_: Any) -> None:
         # A variable that is empty is none, as in the client library.
@@ -35,7 +35,7 @@ class CommandParser(FlagParser):
         self.epilog = f"examples:\n{examples}" if examples else None
 
     def error(self, message: str) -> NoReturn:
-        """Ends as FlagParser does; a key that a command does not take is not shown."""
+        """Ends like FlagParser; the message does not show a key that was given to a command without --api-key."""
         super().error(re.sub(r"(--api-key[= ])\S+", r"\1...", message))
 
 
@@ -50,13 +50,13 @@ def add_command(
     parser = commands.add_parser(name, help=help, description=description, examples=examples, aliases=aliases)
     parser.set_defaults(run=run)
     help = "JSON on standard output, for scripts: keys are added, never renamed"
-    # Without a default, which a command of a command would set again behind the flag.
+    # Without a default, because a nested subcommand would set the default again after the flag.
     parser.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=help)
     return parser
 
 
 def add_flags(parser: argparse._ActionsContainer, *flags: tuple[str, Callable[[str], Any], Any, str, str]) -> None:
-    """Adds flags with a value: name, type, default, what stands for the value, help."""
+    """Adds flags with a value: name, type, default, metavar, help."""
     for name, kind, default, metavar, help in flags:
         parser.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=help)
 
@@ -94,11 +94,13 @@ def read_identity(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_prompt(args: argparse.Namespace) -> str | list[int]:
-    """The prompt given, that of standard input without its last newline. Raises UsageError unless there is just one."""
+    """The prompt from the command line, or from standard input without its last newline. Raises UsageError unless
+    exactly one prompt is given.
+    """
     if (args.prompt is None) == (args.token_ids is None):
         raise UsageError("exactly one of PROMPT and --token-ids is required")
     if args.token_ids is not None:
         ids: list[int] = args.token_ids
         return ids
-    # As of a command's output in a shell; a newline that is meant would be a token of the prompt.
+    # A shell does the same with the output of a command. A newline that is kept would be a token of the prompt.
     return sys.stdin.read().removesuffix("\n") if args.prompt == "-" else str(args.prompt)

@@ -1,6 +1,7 @@
-"""An authority of a deployment's own, and the certificates of its processes and callers: PEM files in one directory.
+"""A deployment's private certificate authority, and the certificates of its processes and callers: PEM files in one
+directory.
 
-Needs cryptography, which comes with the processes.
+Needs the package cryptography, which the extras of manager and executor install.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from pagekv.client.launcher.certificates import CLIENT, EXECUTOR, MANAGER, PROBE
 from pagekv.common.loopback import ip_address
 
 CA_DAYS = 3650
-# Clocks of other machines may be behind this one's.
+# Certificates are valid from this much earlier, because clocks of other machines may be slow.
 _EARLIER = timedelta(minutes=5)
 _KEY_MODE, _CERTIFICATE_MODE, _DIRECTORY_MODE = 0o600, 0o644, 0o700
 
 
 class CertificateRole(NamedTuple):
-    """A certificate to make: its file without an ending, which uses it has, and how others call it."""
+    """A certificate to make: the name of its file without an ending, its key usages, and the names of its services."""
 
     name: str
     uses: tuple[x509.ObjectIdentifier, ...]
-    # Services of compose.yaml; none for a role that nobody connects to.
+    # Names of the services in compose.yaml; empty for a role that nobody connects to.
     services: tuple[str, ...] = ()
 
 
@@ -44,7 +45,7 @@ ROLES = (
         MANAGER, (_SERVER, _CLIENT), ("manager", "kvmanager", "kvmanager-2", "kvmanager-3", "kvmanager-tp")
     ),
     CertificateRole(EXECUTOR, (_SERVER,), ("executor", "executor-2", "executor-3", "executor-tp")),
-    # Of health checks, where a process asks every connection for a certificate: nobody's identity.
+    # For health checks, if a process asks every connection for a certificate. It identifies no caller.
     CertificateRole(PROBE, (_CLIENT,)),
     CertificateRole(CLIENT, (_CLIENT,)),
 )
@@ -58,7 +59,7 @@ class PrivateAuthority(NamedTuple):
 
 
 def make_directory(directory: Path) -> None:
-    """The directory, for its owner alone where it is made here. Raises PageKVError."""
+    """Creates the directory if it does not exist, accessible only to its owner. Raises PageKVError."""
     try:
         directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
     except OSError as error:
@@ -66,11 +67,12 @@ def make_directory(directory: Path) -> None:
 
 
 def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
-    """The authority whose ca.pem and ca.key are in the directory, else a new one that is written there, with the files
-    written. Raises PageKVError for one that must not sign, or cannot.
+    """The authority whose ca.pem and ca.key are in the directory, or else a new one that is written there; and the
+    files written. Raises PageKVError for an authority that must not or cannot sign.
     """
     certificate, key = directory / "ca.pem", directory / "ca.key"
-    # Not by Path.exists, which raises where nobody else may look: to write then fails by name.
+    # Not with Path.exists, which raises if the folder is not accessible: the write then fails with a message that names
+    # the file.
     match os.path.exists(certificate), os.path.exists(key):
         case True, True:
             return _read_authority(certificate, key), []
@@ -85,9 +87,9 @@ def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
 def issue(
     directory: Path, role: CertificateRole, authority: PrivateAuthority, days: int, names: Sequence[str]
 ) -> tuple[datetime, list[Path]]:
-    """Writes a certificate of the role with a new key, in the place of the one that is there, and returns its end and
-    the files. It ends with its authority at the latest; those that are connected to by name have the names given, and
-    all that the certificate before had. Raises PageKVError.
+    """Writes a certificate of the role with a new key, replacing an existing one. Returns the end of its validity and
+    the files. The certificate ends with its authority at the latest. Certificates of servers have the given names, and
+    all names of the certificate before. Raises PageKVError.
     """
     signer = authority.certificate
     end = min(_now() + timedelta(days=days), signer.not_valid_after_utc)
@@ -115,7 +117,7 @@ def _now() -> datetime:
 def _builder(
     common_name: str, issuer: x509.Name | None, end: datetime
 ) -> tuple[x509.CertificateBuilder, ec.EllipticCurvePrivateKey]:
-    """A certificate of a new key, up to what differs; without an issuer its own."""
+    """The common part of all certificates, for a new key; self-signed if no issuer is given."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name)])
     builder = (
@@ -143,7 +145,7 @@ def _new_authority() -> PrivateAuthority:
 
 
 def _key_usage(*, signs: bool) -> x509.KeyUsage:
-    """Of an authority, which `signs` certificates and nothing else, or of a process."""
+    """The key usage of an authority, which only `signs` certificates, or of a process."""
     return x509.KeyUsage(
         digital_signature=not signs,
         content_commitment=False,
@@ -191,7 +193,7 @@ def _read_authority(certificate_path: Path, key_path: Path) -> PrivateAuthority:
 
 
 def _names_of(path: Path) -> list[str]:
-    """The names in a certificate; none where it is not there, or is none."""
+    """The names in a certificate; empty if the file does not exist or is not a certificate."""
     try:
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
@@ -209,7 +211,9 @@ def _general_name(name: str) -> x509.GeneralName:
 def _write_pair(
     directory: Path, name: str, certificate: x509.Certificate, key: ec.EllipticCurvePrivateKey
 ) -> list[Path]:
-    """The files written: the key first, so that whenever the certificate is there its key is."""
+    """Writes a certificate and its key, and returns the files. The key is written first, so that the certificate never
+    exists without its key.
+    """
     pem, unencrypted = serialization.Encoding.PEM, serialization.NoEncryption()
     paths = [directory / f"{name}.pem", directory / f"{name}.key"]
     try:

@@ -1,4 +1,4 @@
-"""Commands that ask the manager once and show the answer."""
+"""Commands that call the manager once and show the answer."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pagekv.client.errors import PageKVError
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The answer of a command: a value for --json, text for people, a note beside the text, and the failure that the
-    command ends with after it has shown this.
+    """The answer of a command: a value for --json, text for people, a note after the text, and the failure with which
+    the command ends after it has shown the answer.
     """
 
     value: Any

@@ -7,7 +7,7 @@ import argparse
 from pagekv.client.cli.parser import CommandParser
 from pagekv.client.generation_types import CacheControls, GenerateOptions
 
-# Flag, type, help. A flag that is not given is not sent; bounds are the server's to check, which names the field.
+# Flag, type, help. A flag that is not given is not sent. The server checks bounds, and its error names the field.
 _FLAGS: tuple[tuple[str, type, str], ...] = (
     ("temperature", float, "0 is greedy, higher is more random [1]"),
     ("top-p", float, "sample from the likeliest tokens with this much probability [1: off]"),
@@ -27,7 +27,7 @@ _BEAM_FLAGS: tuple[tuple[str, type, str], ...] = (
 
 
 def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
-    """The flags; `max_tokens` is the default of --max-tokens, None for what the context leaves."""
+    """Adds the sampling flags. `max_tokens` is the default of --max-tokens; None: the rest of the context."""
     group = parser.add_argument_group("sampling")
     shown = "what the context leaves" if max_tokens is None else max_tokens
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{shown}]")
@@ -45,9 +45,9 @@ def add_beams(parser: CommandParser) -> None:
 
 
 def options_of(args: argparse.Namespace) -> GenerateOptions:
-    """The options given on the command line; not every command has the flags of beam search."""
+    """The options given on the command line. Some commands lack the flags of beam search."""
     options: GenerateOptions = {}
-    # A switch that is off, and a name that is empty, say nothing.
+    # A switch that is off, and an empty name, are not sent.
     for name in GenerateOptions.__annotations__:
         value = getattr(args, name, None)
         if value is not None and value is not False and value != "":

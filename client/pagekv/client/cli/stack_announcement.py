@@ -1,4 +1,4 @@
-"""The words of `pagekv up` once a stack serves: where it is reached, and how to ask it."""
+"""The output of `pagekv up` once a stack serves: its addresses, and commands to try."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from pagekv.common.loopback import is_local
 
 
 def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None:
-    """To a reader, or with --json to a program. `args` are those of `pagekv up`."""
+    """Prints it for a person, or with --json for a program. `args` are those of `pagekv up`."""
     info, certificates = _model_info(stack), stack.config.certificates
-    # Of a caller, by the arguments of the client library.
+    # The files for a caller, by the arguments of the client library.
     files = {} if certificates is None else certificates.client_files()
     scheme = "http" if certificates is None else "https"
     # An HTTP address that the manager's own flags set may be for metrics alone.
@@ -34,7 +34,7 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     if args.json:
         found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
-        # The first manager's, and those of all.
+        # `page` is the first manager's page, `pages` those of all managers.
         found |= {name: str(path) for name, path in files.items()}
         found |= {"page": pages[0], "pages": pages} if pages else {}
         found |= {"kv_events": events} if events else {}
@@ -45,7 +45,7 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     where += "".join(f" --{name.replace('_', '-')} {shlex.quote(str(path))}" for name, path in files.items())
     name = pagekv_command()
     if info is None and "client_cert" not in files:
-        # A key that the file of identities has; where this command has one, the one to show is known.
+        # The caller needs a key that is in the identities file; this command does not know it.
         name = f"PAGEKV_API_KEY=KEY {name}"
     what = '"In the beginning"' if info is None or info.has_tokenizer else "--token-ids 1,2,3"
     lines = [
@@ -70,7 +70,7 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
 
 
 def describe(info: ModelInfo) -> str:
-    """One line about what is served."""
+    """One line about the served model and its pool."""
     tokens = info.num_device_blocks * info.block_size
     return (
         f"model {info.model_id or 'none'}, backend {info.backend}, "
@@ -79,7 +79,7 @@ def describe(info: ModelInfo) -> str:
 
 
 def _model_info(stack: Stack) -> ModelInfo | None:
-    """None where the manager does not know this command as a caller, or does not let it ask."""
+    """None if the manager does not know this command as a caller, or does not allow the call."""
     with client_of(stack.target, stack.config.certificates) as client:
         try:
             return client.model_info()
@@ -88,6 +88,8 @@ def _model_info(stack: Stack) -> ModelInfo | None:
 
 
 def _reached_at(stack: Stack, address: str) -> str:
-    """The address for a client on this machine: no certificate bears the one of every interface."""
+    """The address for a client on this machine: localhost instead of all interfaces, because no certificate names
+    those.
+    """
     host, _, port = address.rpartition(":")
     return f"localhost:{port}" if stack.config.certificates is not None and host in ("0.0.0.0", "[::]") else address

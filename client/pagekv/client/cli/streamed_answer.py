@@ -1,4 +1,4 @@
-"""An answer as it streams: its text, its times, and the line that sums it up."""
+"""A streamed answer: its text, its times, and a summary line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagekv.client.generation_types import Chunk, Completion, GenerateOptions, P
 
 
 class Stopwatch:
-    """Times one stream: started when made."""
+    """Measures the times of one stream. The clock starts when the object is made."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -20,7 +20,7 @@ class Stopwatch:
         self._last = self._start
 
     def see(self, chunk: Chunk) -> None:
-        """A chunk has arrived; one without tokens, such as the end alone, counts for nothing."""
+        """Notes the arrival of a chunk. A chunk without tokens, such as the last one, is ignored."""
         if not chunk.token_ids:
             return
         self._last = time.perf_counter()
@@ -33,7 +33,7 @@ class Stopwatch:
         return None if self._first is None else self._first - self._start
 
     def tokens_per_s(self, completion_tokens: int) -> float | None:
-        """Rate of the tokens after the first chunk; None if there were none."""
+        """Tokens per second after the first chunk; None if there were none."""
         if self._first is None or self._last <= self._first or completion_tokens <= self._first_tokens:
             return None
         return (completion_tokens - self._first_tokens) / (self._last - self._first)

@@ -1,4 +1,4 @@
-"""Writing to people and to scripts: colours, one status line, tables. Plain text unless it is a terminal."""
+"""Output for people and for scripts: colours, one status line, tables. Plain text unless the stream is a terminal."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from datetime import datetime
 from typing import Any, TextIO
 
 _BAR_WIDTH = 28
-# Characters that a column of text gets at least, however narrow the terminal.
+# Least width of a column of text in characters, however narrow the terminal.
 _NARROWEST = 20
-# Redraws of the status line a second, at most.
+# Most redraws of the status line per second.
 _REDRAWS_PER_S = 12
 
 
 def pagekv_command() -> str:
-    """`pagekv` as it can be typed in this shell: with its path where it is in an environment that is not active."""
+    """`pagekv` as it can be typed in this shell: with its path if it is in an environment that is not active."""
     started = os.path.relpath(sys.argv[0])
     if shutil.which("pagekv") or os.path.basename(started) != "pagekv":
         return "pagekv"
@@ -45,7 +45,7 @@ class Terminal:
 
     @property
     def out_columns(self) -> int | None:
-        """Width of standard output; None where that is no terminal, and lines are for programs."""
+        """Width of standard output in characters; None if it is not a terminal, and the lines are for programs."""
         return _columns(self.out) if self.out_is_terminal else None
 
     def write(self, text: str) -> None:
@@ -57,7 +57,7 @@ class Terminal:
             self._in_line = not text.endswith("\n")
 
     def end_line(self) -> None:
-        """Ends the line that `write` has begun: what comes next, an error or the shell's prompt, has its own."""
+        """Ends the line that `write` has begun, so that an error or the shell's prompt begins a new line."""
         if self._in_line:
             self.print()
 
@@ -81,8 +81,8 @@ class Terminal:
         self.err.flush()
 
     def aside(self, text: str) -> None:
-        """A line for a person, dimmed, on standard error, in the middle of a result that goes on: standard output gets
-        nothing, not even a line end.
+        """A line for a person, dimmed, on standard error, in the middle of a result that continues: nothing is written
+        to standard output, not even a line end.
         """
         self.clear()
         begun = self._in_line and self.out_is_terminal and self.err_is_terminal
@@ -90,15 +90,15 @@ class Terminal:
         self.err.flush()
 
     def dim(self, text: str) -> str:
-        """For standard error."""
+        """The text dimmed, for standard error."""
         return f"\x1b[2m{text}\x1b[0m" if self._err_styled and text else text
 
     def bold(self, text: str) -> str:
-        """For standard output."""
+        """The text in bold, for standard output."""
         return f"\x1b[1m{text}\x1b[0m" if self._out_styled and text else text
 
     def status(self, text: str) -> None:
-        """Replaces the status line; nothing unless standard error is a terminal."""
+        """Replaces the status line; does nothing unless standard error is a terminal."""
         now = time.monotonic()
         if not self._err_styled or text == self._status or (self._status and now - self._drawn_at < 1 / _REDRAWS_PER_S):
             return
@@ -108,7 +108,7 @@ class Terminal:
         self.err.flush()
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """The status line as a bar."""
+        """Replaces the status line by a progress bar."""
         filled = _BAR_WIDTH * done // max(total, 1)
         self.status(f"[{'█' * filled}{'·' * (_BAR_WIDTH - filled)}] {done}/{total} {text}")
 
@@ -135,8 +135,9 @@ def table(
     width: int | None = None,
     right: bool = False,
 ) -> str:
-    """Columns two spaces apart; columns of numbers to the right, or all of them. Rows are equally long. The last column
-    is broken into lines where a row would be wider than `width`, unless that would leave it too narrow to read.
+    """A table with columns two spaces apart. Columns of numbers, or all columns, are aligned to the right. Rows are
+    equally long. If a row would be wider than `width`, its last column is broken into lines, unless that would leave it
+    too narrow to read.
     """
     cells = [[str(cell) for cell in row] for row in rows]
     if header:
@@ -156,13 +157,13 @@ def table(
 
 
 def _broken(row: Sequence[str], room: int) -> list[list[str]]:
-    """The row as several, so that its last cell has at most `room` characters in each."""
+    """The row as several rows, in each of which the last cell has at most `room` characters."""
     first, *more = textwrap.wrap(row[-1], room) or [""]
     return [[*row[:-1], first], *([*[""] * (len(row) - 1), line] for line in more)]
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Such as 3.2 ms or 120 ms; a dash for None."""
+    """Milliseconds as text, such as 3.2 ms or 120 ms; a dash for None."""
     if seconds is None:
         return "-"
     value = seconds * 1000

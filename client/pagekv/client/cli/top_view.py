@@ -20,17 +20,17 @@ from pagekv.client.client import PageKVClient
 from pagekv.client.errors import PageKVError
 from pagekv.client.types import ModelInfo, RequestInfo, RequestList, Stats
 
-# Values that a spark line shows.
+# Number of values that a spark line shows.
 SPARKS = 24
 # Requests to ask for: more than fit on most screens.
 REQUESTS = 200
 _LEVELS = "▁▂▃▄▅▆▇█"
-# Lines of a frame besides the requests: title, rates, blocks and what stands between them.
+# Lines of a frame besides the requests: title, rates, blocks and the lines between them.
 _OTHER_LINES = 13
 _ENDLESS = 10_000
-# From these widths on there is room for spark lines, and for sums beside them.
+# Least widths with room for spark lines, and for totals beside them.
 _NARROW, _WIDE = 56, 80
-# Columns of the table of requests besides id and state, those that a screen below _TABLE leaves out, and that width.
+# Columns of the table of requests besides id and state, those that are left out below the width _TABLE, and that width.
 _COLUMNS, _LEAST, _TABLE = ("prompt", "cached", "output", "blocks", "preempted"), ("cached", "preempted"), 72
 # Colours of the states, as on the live page; they differ in lightness too.
 _FREE, _CACHED, _HELD = "grey35", "steel_blue", "sky_blue2"
@@ -46,7 +46,7 @@ class Look:
 
 
 class TopRates(NamedTuple):
-    """Rates between two states; None where nothing was counted."""
+    """Rates between two states; None if nothing was counted."""
 
     hit_rate: float | None
     usage: float | None
@@ -55,7 +55,9 @@ class TopRates(NamedTuple):
 
 
 def rates_between(before: Look | None, look: Look) -> TopRates:
-    """The rates since `before`; totals without it, and where counters went back: they are another manager's."""
+    """The rates since `before`. Without `before`, or if it is from another manager (it has more steps): shares since
+    the manager started, and no token rate.
+    """
     now = look.stats
     if before is not None and now.steps_total < before.stats.steps_total:
         before = None
@@ -77,7 +79,7 @@ def _share(part: float, whole: float) -> float | None:
 
 
 def spark(values: Sequence[float | None], top: float | None = None) -> str:
-    """A line of bars, `top` (the highest value if None) being the tallest; a space where there is no value."""
+    """A line of bars. The tallest bar stands for `top` (the highest value if None), a space for a missing value."""
     highest = top if top is not None else max((value for value in values if value is not None), default=0.0)
     if highest <= 0:
         return "".join(" " if value is None else _LEVELS[0] for value in values)
@@ -87,12 +89,12 @@ def spark(values: Sequence[float | None], top: float | None = None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TopFrame:
-    """Renders to the width and height of the console it is printed on."""
+    """One frame. Its width and height are those of the console on which it is printed."""
 
     target: str
     info: ModelInfo | None
     look: Look | None
-    # The latest last.
+    # In order of time, the latest last.
     rates: Sequence[TopRates]
     problem: str = ""
     footer: str = ""
@@ -109,7 +111,7 @@ class TopFrame:
         yield Text()
         height = options.height or (console.height if console.is_terminal else _ENDLESS)
         room = height - _OTHER_LINES - (2 if stats.num_host_blocks else 0) - bool(stats.executor_rank_us)
-        # The lowest screens show a request instead.
+        # A screen with few lines shows a request instead of the footer.
         has_footer = bool(self.footer) and room > 2
         yield from self._requests(stats, self.look.requests, max(1, room - 2 if has_footer else room), width)
         if has_footer:
@@ -129,7 +131,7 @@ class TopFrame:
     def _rate_table(self, stats: Stats, width: int) -> Table:
         hits, usage, step_s, tokens = zip(*self.rates, strict=True)
         table = Table.grid(padding=(0, 2))
-        # Without an active block there is no share to show.
+        # Without active blocks there is no utilisation to show.
         filled = _percent(stats.utilization if stats.active_blocks else None)
         rows = [
             ("prefix hit rate", _percent(_latest(hits)), spark(hits, 1.0), f"{stats.prefix_hit_rate:.0%} in all"),
@@ -138,7 +140,7 @@ class TopFrame:
             ("tokens/s", _whole(_latest(tokens)), spark(tokens), f"{stats.generated_tokens_total} generated"),
         ]
         if ranks := stats.executor_rank_us:
-            # A line at most, of a group of whatever size: the slowest rank is what a step waits for.
+            # One line, whatever the number of ranks: a step waits for the slowest rank.
             which = f"rank {max(range(len(ranks)), key=ranks.__getitem__)} of {len(ranks)}"
             skew = milliseconds((max(ranks) - min(ranks)) / 1e6)
             rows.append(("slowest rank", milliseconds(max(ranks) / 1e6), which, f"{skew} skew"))
@@ -158,7 +160,7 @@ class TopFrame:
             no_wrap=True, overflow="ellipsis",
         )  # fmt: skip  # several entries a line: one each would fill a screen
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=False)
-        # A narrow screen has no room for those that matter least, and the id gets what the others leave.
+        # A narrow screen leaves out the least important columns, and the id gets the remaining width.
         shown = [name for name in _COLUMNS if width >= _TABLE or name not in _LEAST]
         others = sum(len(name) + 2 for name in ("waiting", *shown))
         table.add_column("id", no_wrap=True, overflow="ellipsis", max_width=max(5, min(32, width - others - 2)))
@@ -176,7 +178,7 @@ class TopFrame:
 
 
 def _row(request: RequestInfo) -> list[str]:
-    """Of _COLUMNS."""
+    """The cells of _COLUMNS."""
     return [
         str(request.prompt_tokens), str(request.cached_tokens),
         str(request.generated_tokens), str(request.num_blocks), str(request.preemptions or ""),
@@ -211,7 +213,7 @@ def _pool_lines(stats: Stats, width: int) -> RenderResult:
 
 
 def _pool(name: str, total: int, parts: list[tuple[str, int, str]], beside: str, width: int) -> RenderResult:
-    """A line of numbers, and a bar."""
+    """One pool: a line of numbers, and a bar."""
     gap = "  " if width >= _NARROW else " "
     line = Text.assemble((name if width >= _NARROW else name.split()[0], "bold"), f"{gap}{total}: ", no_wrap=True)
     for word, number, style in parts:
@@ -229,15 +231,15 @@ def _pool(name: str, total: int, parts: list[tuple[str, int, str]], beside: str,
 def watch(watcher: TopWatcher, console: Console, every_s: float) -> None:
     """Shows a frame every so many seconds, until q or KeyboardInterrupt."""
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        # Raises KeyboardInterrupt like Ctrl-C, so that screen and keyboard are given back.
+        # Raises KeyboardInterrupt like Ctrl-C, so that screen and keyboard are restored.
         signal.signal(signum, signal.default_int_handler)
     with Keys() as keys:
         watcher.footer = "q or Ctrl-C ends this" if keys.are_read else "Ctrl-C ends this"
-        # Before the screen is touched: a first frame that fails is an ordinary error.
+        # Before the screen is changed: if the first frame fails, the command ends with an ordinary error.
         first = watcher.frame(fail=True)
         live = Live(first, console=console, screen=True, auto_refresh=False)
         try:
-            # Not by `with`: an interrupt while that draws its first frame would leave the screen as it is.
+            # Not with `with`: an interrupt while it draws the first frame would not restore the screen.
             live.start(refresh=True)
             while not keys.wait_for(b"qQ", every_s):
                 live.update(watcher.frame(), refresh=True)
@@ -257,7 +259,9 @@ class TopWatcher:
         self.footer = ""
 
     def frame(self, *, fail: bool = False) -> TopFrame:
-        """The present state. A manager that does not answer is named in the frame, or is an error with `fail`."""
+        """A frame with the present state. If the manager does not answer, the frame says so, or with `fail` raises
+        PageKVError.
+        """
         problem = ""
         try:
             self._info = self._client.model_info()

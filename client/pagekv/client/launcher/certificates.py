@@ -1,4 +1,4 @@
-"""The certificates of a stack that was started here: the files that `pagekv certs` makes, as flags and credentials."""
+"""The certificates of a stack that this process starts: the files of `pagekv certs`, as flags and credentials."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import grpc
 
 from pagekv.client.identity import tls_credentials
 
-# Files of a directory, and the name that the certificate of each process bears.
+# Names of the files in a directory of certificates, by role.
 MANAGER, EXECUTOR, PROBE, CLIENT = "manager", "executor", "probe", "client"
 
 
 def server_name(role: str) -> str:
-    """The common name in the certificate of a role, by which a process is known whatever address it is reached at."""
+    """The common name in the certificate of a role. It identifies a process, whatever its address."""
     return f"pagekv-{role}"
 
 
 @dataclass(frozen=True, slots=True)
 class StackCertificates:
     directory: Path
-    # Whether callers of the manager have to show a certificate, too.
+    # Whether callers of the manager have to present a certificate, too.
     mutual: bool = True
 
     def executor_args(self) -> list[str]:
-        """Flags with which an executor serves its manager alone."""
+        """Flags with which an executor serves only its manager."""
         return [*self._own(EXECUTOR), f"--tls-client-ca={self._ca}"]
 
     def manager_args(self) -> list[str]:
-        """Flags with which a manager serves TLS and speaks it to its executor."""
+        """Flags with which a manager uses TLS on its ports and towards its executor."""
         mutual = [f"--tls-client-ca={self._ca}"] if self.mutual else []
         return [*self._own(MANAGER), *mutual, f"--executor-ca={self._ca}"]
 
@@ -39,14 +39,16 @@ class StackCertificates:
         return {"ca": self._ca, **({"client_cert": cert, "client_key": key} if self.mutual else {})}
 
     def credentials(self, role: str) -> grpc.ChannelCredentials:
-        """Of a client with the certificate of this role. Raises InvalidRequest, whose words have the file."""
+        """Credentials of a client with the certificate of this role. Raises InvalidRequest, whose message names the
+        file.
+        """
         cert, key = self._pair(role)
         made = tls_credentials(ca=self._ca, client_cert=cert, client_key=key)
         assert made is not None, "there are files"
         return made
 
     def check(self) -> None:
-        """Raises InvalidRequest, whose words have the file, where one cannot be used."""
+        """Raises InvalidRequest, whose message names the file, if a file cannot be used."""
         for role in (MANAGER, EXECUTOR, PROBE, *([CLIENT] if self.mutual else [])):
             self.credentials(role)
 

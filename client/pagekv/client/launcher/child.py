@@ -21,7 +21,7 @@ from pagekv.common.port_file import read_port_file
 
 # Lines of each child's log that are kept for the report of its death.
 KEPT_LINES = 60
-# In what torchrun says where a rank ended it; a traceback of its own follows, of 40 lines.
+# Part of torchrun's message when a rank has ended it; a traceback of torchrun with 40 lines follows.
 _ENDED_BY_RANK = "Received 15 death signal"
 # Exit status of a process whose command line is wrong.
 USAGE = 2
@@ -38,25 +38,25 @@ class Child:
         port_file: Path,
         on_log: Callable[[str, str], None] | None,
     ) -> None:
-        """Starts it. `ready` says whether it serves now; a gateway writes no port file. Raises StackError."""
+        """Starts the process. `ready` says whether it serves now; a gateway writes no port file. Raises StackError."""
         self.name, self.ready, self._port_file, self._on_log = name, ready, port_file, on_log
         self.lines: deque[str] = deque(maxlen=KEPT_LINES)
         try:
             self.popen = subprocess.Popen(
                 command,
-                # Held until the process has ended: it ends when this one is gone.
+                # Kept open until the process has ended: the process ends when this pipe is closed.
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 errors="replace",
                 env=_environment(),
-                # Ctrl-C in the terminal is for this process alone, which stops its children in order.
+                # Ctrl-C in the terminal must reach only this process, which stops its children in order.
                 start_new_session=True,
             )
         except OSError as error:
             raise StackError(f"cannot start the {name}: {error}") from error
-        # A full pipe would stall the process.
+        # The thread keeps reading, because a full pipe would stall the process.
         self._reader = threading.Thread(target=self._read, name=f"{name}-log", daemon=True)
         self._reader.start()
 
@@ -65,7 +65,7 @@ class Child:
         for line in self.popen.stdout:
             self.lines.append(line.rstrip("\n"))
             if self._on_log is not None:
-                # Where lines cannot be shown (a full disk, a pipe without a reader) they are read all the same.
+                # Lines that cannot be shown (a full disk, a pipe without a reader) are still read.
                 with suppress(OSError):
                     self._on_log(self.name, line.rstrip("\n"))
 
@@ -75,12 +75,12 @@ class Child:
         return read_port_file(self._port_file)
 
     def leave(self) -> None:
-        """Ends the process at once, as if its parent were gone. Idempotent."""
+        """Ends the process at once, as if this parent were gone. Idempotent."""
         assert self.popen.stdin is not None
         self.popen.stdin.close()
 
     def wait_until(self, deadline: float) -> None:
-        """Waits for its end, and kills it if that has not come by then, in seconds of `time.monotonic`."""
+        """Waits for the end of the process until `deadline`, in seconds of `time.monotonic`, then kills it."""
         try:
             self.popen.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -97,8 +97,8 @@ class Child:
             return StackError(f"the {self.name} cannot start: {reason}")
         how = f"was killed by {_signal_name(-status)}" if status < 0 else f"exited with status {status}"
         if status == USAGE:
-            # argparse's usage stands before the reason, and is longer than what is kept; behind it stands a hint at the
-            # process's own --help.
+            # argparse prints its usage before the reason, more lines than are kept, and a hint at the process's own
+            # --help after it.
             reason = [line for line in self.lines if not line.startswith(("usage:", " ", "Try '"))]
             return StackError(f"the {self.name} refuses its command line: " + "\n".join(reason), exit_status=USAGE)
         return StackError(f"the {self.name} {how}" + (self.tail() if self.lines else " and said nothing"))
@@ -110,13 +110,16 @@ class Child:
 
 
 def _signal_name(number: int) -> str:
-    """Such as SIGKILL; most real-time signals have no name."""
+    """The name of a signal, such as SIGKILL; most real-time signals have no name."""
     return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which the children find the same modules, and learn that they end with it."""
-    # A script's directory or `python -c` may have put entries on sys.path that an environment variable has to carry on.
+    """The environment of the children: this process's, with the same module path, and the variable that makes them end
+    with this process.
+    """
+    # A script's directory or `python -c` may have put entries on sys.path, which the children get by environment
+    # variable.
     paths = [path for path in sys.path if path and os.path.isdir(os.path.join(path, "pagekv"))]
     known = os.environ.get("PYTHONPATH", "")
     return {

@@ -1,5 +1,5 @@
-"""The flags of child processes that `pagekv up` itself must know: ports that only one of several can have, and the
-vocabulary of an oracle. No other flag is read here.
+"""The flags of child processes that `pagekv up` itself must read: ports that only one of several processes can have,
+and the vocabulary of an oracle. No other flag is read here.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from pagekv.client.launcher.errors import StackError
 from pagekv.common.flags import is_true, variable_of
 from pagekv.common.models import DEMO, ModelNotFound, resolve_model
 
-# Flags of the manager, and the default of the first.
+# Flags of the manager, and the default of the first flag.
 EVENTS_FLAG, REPLAY_FLAG = "kv-events-endpoint", "kv-events-replay-endpoint"
 DEFAULT_ENDPOINT = "tcp://127.0.0.1:5557"
 _LAST_PORT = 65535
-# Values of --tokenizer that name none: the executor's model brings one, or there is none.
+# Values of --tokenizer that name no tokenizer: the executor's model has one, or there is none.
 _NO_NAMES = (None, "", "auto", "none")
 
 
 def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """The value of `--name` for a process started with `args` in `env`; None where the flag is not given."""
+    """The value of `--name` for a process started with `args` in `env`; None if the flag is not given."""
     flag, value = f"--{name}", env.get(variable_of(name))
     for word, following in zip(args, [*args[1:], None], strict=False):
         if word == flag:
@@ -33,11 +33,11 @@ def flag_value(name: str, args: Sequence[str], env: Mapping[str, str]) -> str | 
 
 
 def event_endpoints(args: Sequence[str], env: Mapping[str, str], pairs: int) -> list[dict[str, str]]:
-    """KV event addresses of each of `pairs` managers, started with `args` in `env`, by the flags' names; none where no
-    events are published, "" for an address that is not set.
+    """KV event addresses of each of `pairs` managers, started with `args` in `env`, by the flags' names. Empty if no
+    events are published; "" for an address that is not set.
 
-    The first manager (0) has those of its flags; the others get ports above them, or a number behind an ipc path.
-    Raises StackError where ports run out.
+    The first manager (0) has the addresses of its flags; the others get higher ports, or a number at the end of an ipc
+    path. Raises StackError if ports run out.
     """
     given = [word for word in args if word in ("--kv-events", "--no-kv-events")]
     publishes = given[-1] == "--kv-events" if given else is_true(env.get(variable_of("kv-events"), ""))
@@ -47,7 +47,7 @@ def event_endpoints(args: Sequence[str], env: Mapping[str, str], pairs: int) -> 
     endpoints[REPLAY_FLAG] = flag_value(REPLAY_FLAG, args, env) or ""
     first, second = map(tcp_port, endpoints.values())
     apart = abs(first - second) if first and second else 0
-    # With this distance from pair to pair no two sockets meet.
+    # With this distance between pairs no two sockets get the same port.
     stride = 1 if apart >= pairs else apart + 1
     return [
         {name: _moved(name, endpoint, pair, stride) for name, endpoint in endpoints.items()} for pair in range(pairs)
@@ -55,7 +55,9 @@ def event_endpoints(args: Sequence[str], env: Mapping[str, str], pairs: int) -> 
 
 
 def _moved(name: str, endpoint: str, pair: int, stride: int) -> str:
-    """`endpoint` for a pair. Port 0, and what is no address of a socket, is left to the manager."""
+    """`endpoint` for a pair. Port 0, and text that is not a socket address, are passed on unchanged: the manager
+    handles them.
+    """
     if pair and endpoint.startswith("ipc://"):
         return f"{endpoint}-{pair + 1}"
     port = tcp_port(endpoint)
@@ -75,19 +77,19 @@ def tcp_port(endpoint: str) -> int:
 
 
 def is_bare_oracle(executor_args: Sequence[str], env: Mapping[str, str]) -> bool:
-    """Whether the executor pretends a model of no name, which brings no tokenizer."""
+    """Whether the executor is an oracle without a model, which has no tokenizer."""
     return flag_value("backend", executor_args, env) == "oracle" and not flag_value("model", executor_args, env)
 
 
 def tokenizer_name(manager_args: Sequence[str], env: Mapping[str, str]) -> str | None:
-    """The tokenizer that the manager is given by name; None for none."""
+    """The tokenizer that the manager's flags name; None if they name none."""
     name = flag_value("tokenizer", manager_args, env)
     return None if name in _NO_NAMES else name
 
 
 def vocabulary_args(executor_args: Sequence[str], manager_args: Sequence[str], env: Mapping[str, str]) -> list[str]:
-    """--vocab-size, as the manager's tokenizer has it, for an oracle that has no model and is given no size; nothing
-    for a tokenizer that has to be fetched or cannot be read: the manager says so.
+    """--vocab-size with the size of the manager's tokenizer, for an oracle that has no model and is given no size.
+    Empty for a tokenizer that has to be downloaded or cannot be read: the manager reports that.
     """
     name = tokenizer_name(manager_args, env)
     if name is None or not is_bare_oracle(executor_args, env) or flag_value("vocab-size", executor_args, env):

@@ -8,5 +8,5 @@ class StackError(Exception):
 
     def __init__(self, message: str, exit_status: int = 1) -> None:
         super().__init__(message)
-        # For the command that started them: 2 where a process refused its command line.
+        # Exit status for the command that started the processes: 2 if a process refused its command line.
         self.exit_status = exit_status

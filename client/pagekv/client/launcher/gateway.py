@@ -1,4 +1,4 @@
-"""The gateway `smg` as a process in front of managers: how to start it, and when it serves.
+"""The gateway `smg` as a process in front of managers: its command line, and whether it serves.
 
 The extra `gateway` installs it. Only its command line is used; the HTTP API is the gateway's.
 """
@@ -17,13 +17,13 @@ import grpc
 from pagekv.client.channel import channel_options
 from pagekv.client.errors import from_rpc_error
 
-# Ways to choose a manager; the gateway has more, which need further arguments.
+# Policies to choose a manager; the gateway has more, which need further arguments.
 POLICIES = ("cache_aware", "round_robin", "random", "power_of_two", "least_load", "prefix_hash", "consistent_hashing")
 DEFAULT_PORT = 8000
 COMMAND = (sys.executable, "-m", "pagekv.client.launcher.gateway_process", "launch")
 _ANSWER_S = 2.0
 _GET_TOKENIZER = "/vllm.grpc.engine.VllmEngine/GetTokenizer"
-# Seconds to read and pack its files.
+# Seconds that a manager may take to read and pack the files of its tokenizer.
 _TOKENIZER_S = 60.0
 
 
@@ -40,10 +40,10 @@ class GatewayConfig:
 
 
 def gateway_args(config: GatewayConfig, target: str, metrics_target: str, managers: Sequence[str]) -> list[str]:
-    """The command line to serve at `target`, and metrics at `metrics_target`, in front of `managers` (each host:port).
+    """The arguments to serve at `target`, with metrics at `metrics_target`, in front of `managers` (each host:port).
 
     The gateway's defaults suit a fleet: three minutes for running requests at a stop, a minute between health checks
-    and before a manager is tried again. On one machine, under Ctrl-C, that is too slow.
+    and before a manager is tried again. On one machine with Ctrl-C these are too slow.
     """
     (host, _, port), (metrics_host, _, metrics_port) = target.rpartition(":"), metrics_target.rpartition(":")
     return [
@@ -62,7 +62,7 @@ def gateway_args(config: GatewayConfig, target: str, metrics_target: str, manage
 
 
 def serves(target: str, managers: int) -> bool:
-    """Whether the gateway at host:port lists a model, has its tokenizer and knows so many healthy managers."""
+    """Whether the gateway at host:port lists a model, has its tokenizer and knows this number of healthy managers."""
     try:
         state = _get(target, "/readiness")
         return int(state["healthy_workers"]) >= managers and bool(_get(target, "/v1/models")["data"])
@@ -71,15 +71,16 @@ def serves(target: str, managers: int) -> bool:
 
 
 def has_tokenizer(manager: str) -> bool:
-    """Whether the manager at host:port has a tokenizer, without which the gateway can do nothing. Asked in the
-    gateway's own protocol, for its address may have no other. Raises PageKVError where it may not even ask that.
+    """Whether the manager at host:port has a tokenizer, which the gateway needs. The question uses the gateway's
+    protocol, because the address may serve no other. Raises PageKVError if the manager refuses it.
     """
     with grpc.insecure_channel(manager, options=channel_options(manager)) as channel:
-        # Any: without a serializer the stubs know no type of request. An empty message has no fields.
+        # Any: without a serializer the type stubs know no request type. The request is empty bytes, a message without
+        # fields.
         begin: Any = channel.unary_stream(_GET_TOKENIZER)
         call = begin(b"", timeout=_TOKENIZER_S)
         try:
-            # One without an answer has no tokenizer to show.
+            # A manager that sends no answer has no tokenizer.
             if next(call, None) is None:
                 return False
         except grpc.RpcError as error:
@@ -92,7 +93,7 @@ def has_tokenizer(manager: str) -> bool:
 
 
 def _get(target: str, path: str) -> Any:
-    # A proxy from the environment would be asked for this machine.
+    # Without proxies: a proxy from the environment cannot reach this machine's loopback.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://{target}{path}", timeout=_ANSWER_S) as answer:
         return json.load(answer)

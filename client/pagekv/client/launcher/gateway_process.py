@@ -1,8 +1,8 @@
-"""The gateway as a process of `pagekv up`: it ends with its parent, and nobody adds managers to it:
+"""The gateway as a process of `pagekv up`. It ends with its parent, and nobody else can add managers to it:
 
     python -m pagekv.client.launcher.gateway_process launch ARGUMENTS
 
-The key for that is drawn here, because every user of a machine can read the command lines of its processes.
+The key for adding managers is drawn here, because every user of a machine can read the command lines of its processes.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import sys
 
 from pagekv.client.launcher import with_parent
 
-# Flags of the gateway that say who may add and remove managers; others of JWT do nothing without an issuer.
+# Flags of the gateway that control who may add and remove managers; its other JWT flags have no effect without an
+# issuer.
 _KEYS = ("--api-key", "--tenant-api-key", "--control-plane-api-keys", "--jwt-issuer")
 
 
 def main() -> None:
-    """Does not return: the gateway's end is the process's. Without a key any page in a browser of this machine could
-    have prompts sent elsewhere, as the gateway answers to any name and any origin. Keys that are given stay alone.
+    """Runs the gateway and does not return: the process ends with the gateway. Without a key, any page in a browser on
+    this machine could redirect prompts, because the gateway answers under any name and to any origin. If keys are
+    given, no key is drawn.
     """
     _, command, *args = sys.argv
     if not any(word.startswith(_KEYS) for word in args):

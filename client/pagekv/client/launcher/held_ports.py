@@ -1,4 +1,4 @@
-"""Ports that the processes of one stack listen at, free when they are chosen and held from then on."""
+"""The ports of one stack. A port is free when it is chosen, and held from then on."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from pagekv.client.launcher.child_flags import tcp_port
 from pagekv.client.launcher.errors import StackError
 
-# Errors of a port, whatever the address: others are of the address.
+# Errors that concern the port; other errors concern the address.
 _PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 
 
 class HeldPorts:
-    """Ports in use. No other process of this machine is given one that it did not ask for.
+    """Ports in use. The system gives them to no other process that asks for any free port.
 
-    Linux gives a port that is held to nobody who asks for any, and lets a process listen there that asks for it by
-    number, as gRPC, ZeroMQ, aiohttp and the gateway do: with SO_REUSEADDR.
+    A held port is bound with SO_REUSEADDR. Linux does not give it to a process that asks for port 0. A process that
+    asks for it by number, also with SO_REUSEADDR, can listen there, as gRPC, ZeroMQ, aiohttp and the gateway do.
     """
 
     def __init__(self) -> None:
         self._sockets: dict[int, socket.socket] = {}
 
     def target(self, host: str, port: int, flag: str) -> str:
-        """`host`, an address of IPv6 in brackets, with `port`, or with a free one for 0, which is held from now on.
-        Raises StackError, with what to do about it by `flag`, where it is taken.
+        """The address `host:port`, with an IPv6 address in brackets. Port 0 is replaced by a free port. The port is
+        held from now on. Raises StackError if the port is taken; the message says to use `flag`.
         """
         if port and port in self._sockets:
             raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
@@ -44,18 +44,18 @@ class HeldPorts:
             ) from error
         found: int = probe.getsockname()[1]
         if found in self._sockets:
-            # Free at this host, and another process of the stack has it at another.
+            # The port is free at this host, but another process of the stack has it at another host.
             probe.close()
             return self.target(host, port, flag)
         self._sockets[found] = probe
         return f"{host}:{found}"
 
     def hold(self, endpoints: Mapping[str, str]) -> None:
-        """Holds the ports of TCP endpoints, given by the flags that name them. Raises StackError where one is taken."""
+        """Holds the ports of TCP endpoints, given by flag. Raises StackError if a port is taken."""
         for name, endpoint in endpoints.items():
             if port := tcp_port(endpoint):
                 try:
-                    # On every interface: the host may be a name or * that only ZeroMQ knows.
+                    # Checked on every interface, because the host may be a name or * that only ZeroMQ knows.
                     self.target("", port, f"--{name}")
                 except StackError as error:
                     raise StackError(
@@ -63,6 +63,6 @@ class HeldPorts:
                     ) from error
 
     def close(self) -> None:
-        """Holds none any more. Idempotent."""
+        """Releases all ports. Idempotent."""
         while self._sockets:
             self._sockets.popitem()[1].close()

@@ -1,4 +1,4 @@
-"""The manager of a stack that was started here, asked by the command that started it."""
+"""A client for the manager of a stack, for the command that started the stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pagekv.client.launcher.certificates import CLIENT, MANAGER, PROBE, StackCer
 
 @contextmanager
 def client_of(target: str, certificates: StackCertificates | None = None) -> Iterator[PageKVClient]:
-    """A client with the stack's own certificate, or without TLS, whatever files the environment names."""
+    """A client with the stack's own certificate, or without TLS; files that the environment names are ignored."""
     options = channel_options(target)
     if certificates is None:
         channel = grpc.insecure_channel(target, options=options)

@@ -25,36 +25,36 @@ from pagekv.client.launcher.held_ports import HeldPorts
 from pagekv.common.probe import check
 
 EXECUTOR_COMMAND = (sys.executable, "-m", "pagekv.executor")
-# Before the ranks' own command without its interpreter. It gets SIGTERM when this process is gone, and ends its ranks.
+# Stands before the command of the ranks, without its interpreter. torchrun gets SIGTERM when this process is gone, and
+# ends its ranks.
 TORCHRUN = (
     sys.executable, "-m", "pagekv.client.launcher.with_parent", "torch.distributed.run", "--standalone",
     "--max-restarts=1000000",
 )  # fmt: skip  # as one would type it
 MANAGER_COMMAND = (sys.executable, "-m", "pagekv.kvmanager")
-# Where what the processes of a stack alone connect to listens, whatever the host of the rest: executors, and the
-# gateway's own metrics.
+# Address of the ports to which only processes of the stack connect: executors, and the gateway's own metrics.
 LOOPBACK = "127.0.0.1"
 _POLL_S = 0.1
-# Seconds that the gateway gets to answer its last callers once the managers are gone.
+# Seconds that the gateway gets to answer its last callers after the managers have ended.
 _GATEWAY_LAST_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class StackConfig:
-    """The processes to start, with arguments of their own command lines."""
+    """The processes to start, and their command-line arguments."""
 
-    # A name or an address; one of IPv6 in brackets.
+    # A name or an address; an IPv6 address in brackets.
     host: str = "127.0.0.1"
-    # Ports of the first pair; 0, and every other pair, takes free ones.
+    # Ports of the first pair; 0: free ports. All other pairs get free ports.
     port: int = 50051
     executor_port: int = 50052
     # Pairs of an executor and a manager.
     replicas: int = 1
-    # Ranks of each executor, which torchrun starts, and starts anew when one has ended.
+    # Ranks of each executor. torchrun starts them, and restarts them when one has ended.
     ranks: int = 1
     # None: no gateway in front.
     gateway: GatewayConfig | None = None
-    # Port of the first manager's live page; 0, or where it is taken: a free one. None: no page is asked for.
+    # Port of the first manager's live page; a free port if it is 0 or taken. None: no page.
     page_port: int | None = None
     manager_args: Sequence[str] = ()
     executor_args: Sequence[str] = ()
@@ -69,12 +69,12 @@ class StackConfig:
 
 
 class Stack:
-    """Executors, their managers, and a gateway if one is asked for. States: built → started → stopped. Leaving a `with`
-    statement stops all of them.
+    """Executors, their managers, and a gateway if one is configured. States: built → started → stopped. Leaving a
+    `with` statement stops all of them.
     """
 
     def __init__(self, config: StackConfig) -> None:
-        """Chooses the ports. Raises StackError when one is taken, or when what is asked for is not installed."""
+        """Chooses the ports. Raises StackError if a port is taken, or if the gateway is not installed."""
         self.config = config
         if config.gateway is not None and config.gateway.command is COMMAND and find_spec("smg") is None:
             raise StackError("the gateway is not installed: pip install 'pagekv[gateway]'")
@@ -86,12 +86,12 @@ class Stack:
         ]
         # Addresses of the first pair.
         self.target, self.executor_target = self.targets[0], self.executor_targets[0]
-        # Where the gateway serves and where Prometheus reads it; empty without one.
+        # Addresses of the gateway and of its Prometheus metrics; empty without a gateway.
         self.gateway_target = self.gateway_metrics_target = ""
         if config.gateway is not None:
             self.gateway_target = target(config.gateway.port, "--gateway-port")
             self.gateway_metrics_target = inner(0, "--gateway-port")
-        # The first manager's page is not at the port asked for, which is taken.
+        # Whether the first manager's page has another port, because the configured port is taken.
         self.page_moved = False
         if config.page_port is not None:
             try:
@@ -101,7 +101,7 @@ class Stack:
         self._event_endpoints = event_endpoints(config.manager_args, os.environ, config.replicas)
         for endpoints in self._event_endpoints:
             self._ports.hold(endpoints)
-        # For port files; there from `with` on.
+        # For port files; exists only inside `with`.
         self._directory: TemporaryDirectory[str]
         # In the order of starting.
         self.children: list[Child] = []
@@ -131,7 +131,7 @@ class Stack:
             self._ports.close()
 
     def start(self) -> None:
-        """Starts all but the gateway; each manager waits for its executor by itself. Raises StackError."""
+        """Starts all processes except the gateway; each manager waits for its executor by itself. Raises StackError."""
         config, certificates = self.config, self.config.certificates
         to_executor = [*(certificates.executor_args() if certificates else []), *config.executor_args]
         to_manager = [*(certificates.manager_args() if certificates else []), *config.manager_args]
@@ -142,7 +142,7 @@ class Stack:
             if config.page_port is not None:
                 page_port = 0 if pair or self.page_moved else config.page_port
                 command += ["--http-listen", f"{config.host}:{page_port}"]
-            # The first manager has the addresses that its flags say.
+            # The first manager has the addresses of its own flags.
             events = [
                 f"--{name}={endpoint}" for name, endpoint in self._event_endpoints[pair].items() if pair and endpoint
             ]
@@ -155,7 +155,7 @@ class Stack:
     def _spawn_server(self, role: str, pair: int, target: str, command: Sequence[str], args: Sequence[str]) -> None:
         name = role if self.config.replicas == 1 else f"{role} {pair + 1}"
         port_file = Path(flag_value("port-file", args, {}) or f"{self._directory.name}/{name}")
-        # One of the user's own may be of a process before, whose end is not this one's.
+        # A port file named by the user may be left from an earlier process.
         with suppress(OSError):
             port_file.unlink()
         command = [*command, "--listen", target, "--port-file", str(port_file), *args]
@@ -163,7 +163,7 @@ class Stack:
         self.children.append(Child(name, command, ready, port_file, self.config.on_log))
 
     def _start_gateway(self, config: GatewayConfig) -> None:
-        # A manager that asks everybody else who they are has an address for the gateway alone.
+        # A manager with identities has a separate address for the gateway.
         managers = self.listening("gateway") or self.targets
         if not has_tokenizer(managers[0]):
             raise StackError("the gateway needs a tokenizer: serve a model that has one, or name one with --tokenizer")
@@ -180,8 +180,8 @@ class Stack:
     ) -> bool:
         """Waits until all are healthy. Raises StackError on a death or the timeout.
 
-        `pause` waits so many seconds; where it says True the wait ends, with False. `on_wait` gets the name of the
-        process waited for and the seconds waited.
+        `pause` waits for a number of seconds; if it returns True, the wait ends and the result is False. `on_wait` gets
+        the name of the process that is not ready and the seconds waited.
         """
         begun = time.monotonic()
         for child in self._in_order():
@@ -196,14 +196,14 @@ class Stack:
         return True
 
     def _in_order(self) -> Iterator[Child]:
-        """Every process. The gateway, which asks the managers what they serve, is started once the others are ready."""
+        """Every process. The gateway, which asks the managers for their models, starts once the others are ready."""
         yield from [*self.children]
         if self.config.gateway is not None:
             self._start_gateway(self.config.gateway)
             yield self.children[-1]
 
     def check(self) -> None:
-        """Raises StackError when a process has died, or ranks cannot start: torchrun would start them for ever."""
+        """Raises StackError if a process has died, or if ranks cannot start: torchrun would restart them for ever."""
         for child in self.children:
             if child.popen.poll() is not None:
                 raise child.death()
@@ -211,10 +211,11 @@ class Stack:
                 raise StackError(f"the {child.name} cannot start: {reason}")
 
     def new_deaths(self) -> list[str]:
-        """Reports of the processes that died since the last call, of a stack that is ready and whose others serve on.
+        """Reports of the processes that died since the last call, in a ready stack whose other processes continue to
+        serve.
 
-        Raises StackError when no pair is left, or nothing in front of it. Where no pair is left, the other processes
-        end without waiting for streams, which nobody could finish.
+        Raises StackError if no pair is left, or if the gateway has died. If no pair is left, the remaining processes
+        are ended without waiting for streams, which nobody could finish.
         """
         dead = [child for child in self.children if child.popen.poll() is not None]
         found = [str(child.death()) for child in dead if child.name not in self._reported]
@@ -228,10 +229,10 @@ class Stack:
         return found
 
     def stop(self) -> None:
-        """Stops the managers behind the gateway, then the executors; kills what does not stop in time. Idempotent.
+        """Stops the gateway and the managers, then the executors; kills processes that do not stop in time. Idempotent.
 
-        The gateway learns at the same time as the managers that this is the end, and passes on what their running
-        streams still bring. Once they are gone nothing can be left in it, so it need not wait for anything else.
+        The gateway gets SIGTERM at the same time as the managers, and passes on the rest of their running streams. Once
+        the managers have ended, nothing can be left in the gateway, so it need not wait for anything else.
         """
         for roles in (("manager", "gateway"), ("executor",)):
             for child in self._of(*roles):
@@ -245,11 +246,11 @@ class Stack:
         return [child for child in self.children if child.name.split()[0] in roles]
 
     def listening(self, key: str) -> list[Any]:
-        """The values of this key in the managers' port files, where it is there."""
+        """The values of this key in the port files of the managers that have it."""
         return [child.listening[key] for child in self._of("manager") if key in child.listening]
 
     def phases(self) -> list[tuple[str, str, int | None]]:
-        """The parts of their starts that take the processes time now: process, part, and percent where counted."""
+        """The current phase of the start of each process that has one: process, phase, and percent if it is counted."""
         found = [(child.name, child.listening.get("phase")) for child in self.children]
         return [(name, phase["name"], phase["percent"]) for name, phase in found if phase]
 
@@ -260,7 +261,9 @@ class Stack:
 
 
 def _serves(target: str, role: str, certificates: StackCertificates | None) -> bool:
-    """A process is asked by the name in its certificate: its address may be that of every interface."""
+    """Whether the process serves. It is addressed by the name in its certificate, because its address may stand for all
+    interfaces.
+    """
     credentials, name = (certificates.credentials(PROBE), server_name(role)) if certificates else (None, "")
     try:
         return check(target, "", 1.0, credentials, name) == "SERVING"

@@ -1,4 +1,4 @@
-"""Signals that end what a command has started."""
+"""Signals that end a command and the processes that it has started."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from pagekv.client.launcher.stack import Stack
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGHUP, unless that is ignored (`nohup`), ask for the end; the second one kills the stack.
-    For the main thread, in `with`.
+    """SIGINT, SIGTERM and, unless it is ignored (`nohup`), SIGHUP ask for the end; a second signal kills the stack. For
+    the main thread, in `with`.
     """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack
         self._asked = False
-        # A handler interrupts the thread that waits. An Event would lock itself out, where that has its lock just then.
+        # A handler interrupts the waiting thread. An Event would deadlock if that thread holds the Event's lock at this
+        # moment.
         self._wakeups: SimpleQueue[None] = SimpleQueue()
 
     def __enter__(self) -> Self:
@@ -32,7 +33,7 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def wait(self, seconds: float) -> bool:
-        """Whether the end is asked for: at once where it is, and after so many seconds where it is not."""
+        """Whether a signal has asked for the end. Returns at once if so, else after at most so many seconds."""
         if not self._asked:
             with suppress(Empty):
                 self._wakeups.get(timeout=seconds)
@@ -46,5 +47,5 @@ class StopSignals:
 
 
 def end_signals() -> list[signal.Signals]:
-    """Signals besides Ctrl-C's that end a command; SIGHUP is none where it is ignored, as under `nohup`."""
+    """Signals besides SIGINT that end a command: SIGTERM, and SIGHUP unless it is ignored, as under `nohup`."""
     return [signum for signum in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(signum) is not signal.SIG_IGN]

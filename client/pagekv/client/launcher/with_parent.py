@@ -1,4 +1,4 @@
-"""Runs a module that is not PageKV's own so that it ends with the process that started it:
+"""Runs a module of another project so that it ends with the process that started it:
 
     python -m pagekv.client.launcher.with_parent MODULE ARGUMENTS
 
@@ -15,14 +15,14 @@ import threading
 
 
 def _watch() -> None:
-    # By its number: the buffered file belongs to the module.
+    # Read by descriptor: the buffered sys.stdin belongs to the module.
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 def main() -> None:
-    """Does not return: the module's end is the process's."""
+    """Runs the module and does not return: the process ends with the module."""
     threading.Thread(target=_watch, daemon=True).start()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,9 +1,9 @@
-"""The arithmetic of a deployment: what a KV cache takes, and how many requests a memory size admits.
+"""The arithmetic of a deployment: the memory of a KV cache, and the number of requests that fit into a memory size.
 
-Tensor bytes only, all in exact integers. Weights, activations, graphs and allocator headroom come on top of them, so a
-capacity is planned with these figures and then measured by the executor. Formulas: Kwon et al., "Efficient Memory
-Management for Large Language Model Serving with PagedAttention" (SOSP 2023), sections 3 and 4; published slips are
-named where a figure here differs.
+Only the bytes of keys and values, in exact integers. Weights, activations, graphs and allocator headroom need further
+memory, so a capacity is planned with these figures and then measured by the executor. Formulas: Kwon et al., "Efficient
+Memory Management for Large Language Model Serving with PagedAttention" (SOSP 2023), sections 3 and 4; where a figure
+here differs from a published one, the docstring says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagekv.client.planning.kv_geometry import DTYPE_BYTES, KvGeometry
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The KV heads that one tensor-parallel rank stores. `sharding` says how they come about."""
+    """The KV heads that one tensor-parallel rank stores. `sharding` says how heads are distributed, in words."""
 
     kv_heads: int
     sharding: str
@@ -40,13 +40,13 @@ class KvBudget:
 
     memory: int
     num_blocks: int
-    # Slots of all blocks.
+    # Slots in all blocks.
     tokens: int
     overhead: float
-    # A sequence of full context with the overhead, on one rank, rounded up.
+    # Bytes of a sequence of full context with the overhead, on one rank, rounded up.
     request_bytes: int
     full_context_requests: int
-    # Block tables of that many requests, beside the KV memory.
+    # Bytes of the block tables of that many requests, in addition to the KV memory.
     table_bytes: int
 
 
@@ -62,9 +62,9 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Waste:
-    """Sequences with memory for `context` tokens reserved for each, and in blocks. Bytes of the whole model.
+    """The memory of sequences, in bytes of the whole model: with the whole context reserved for each, and in blocks.
 
-    `reserved_unused` and `paged_unused` are shares from 0 to 1 of what each way takes.
+    `reserved_unused` and `paged_unused` are the unused shares of that memory, from 0 to 1.
     """
 
     tails: list[Tail]
@@ -77,30 +77,31 @@ class Waste:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSaving:
-    """Requests that begin alike. Only full blocks are shared: in the block where the prefix ends, each request goes on
-    with tokens of its own. `saved` is the share of blocks, from 0 to 1, that sharing spares.
+    """Requests with a common prefix. Only full blocks are shared: in the block where the prefix ends, each request
+    continues with its own tokens. `saved` is the share of blocks, from 0 to 1, that sharing saves.
     """
 
     requests: int
     prefix_tokens: int
     full_blocks: int
-    # Tokens of the prefix in a block that is not full of it.
+    # Tokens of the prefix in its last, partial block.
     tail_tokens: int
     blocks_unshared: int
     blocks_shared: int
     saved: float
-    # The same if the unfinished block could be shared too, which is what an often quoted 99.0 % assumes.
+    # The same if the partial block could be shared too, which the often quoted 99.0 % assumes.
     saved_if_tail_were_shared: float
 
 
-# An entry of a block table, on the wire, in the manager and on the device.
+# Size of an entry of a block table, on the wire, in the manager and on the device.
 TABLE_ENTRY_BYTES = 4
 
 
 def bytes_per_token(geometry: KvGeometry, kv_heads: int | None = None) -> int:
-    """2 (key and value) x layers x KV heads x head size x bytes of an element; for `kv_heads` of them if given.
+    """2 (key and value) x layers x KV heads x head size x bytes of an element. `kv_heads` replaces the geometry's KV
+    heads if given.
 
-    For LLaMA-13B in float16 800 KiB, as the PagedAttention paper has it (section 3), not the 1.5 MB often quoted.
+    LLaMA-13B in float16 gives 800 KiB, as in the PagedAttention paper (section 3), not the often quoted 1.5 MB.
     """
     heads = geometry.kv_heads if kv_heads is None else kv_heads
     return 2 * geometry.layers * heads * geometry.head_size * DTYPE_BYTES[geometry.dtype]
@@ -123,10 +124,10 @@ def tail_of(tokens: int, block_size: int) -> Tail:
 
 
 def shard_kv_heads(kv_heads: int, tp: int) -> Shard:
-    """KV heads on each of `tp` ranks: heads are replicated up to the least common multiple of both numbers and shared
-    out, so a rank has kv_heads / gcd(kv_heads, tp). That is kv_heads / tp where tp divides them (8 over 2: 4 each), one
-    where they divide tp (1 over 4), and all of them where the two have no divisor (8 over 3). A running group has the
-    same (`executor/model/tensor_parallel.py`).
+    """KV heads on each of `tp` ranks: heads are replicated up to the least common multiple of both numbers and then
+    distributed, so a rank has kv_heads / gcd(kv_heads, tp). That is kv_heads / tp if tp divides kv_heads (8 over 2: 4
+    each), one if kv_heads divides tp (1 over 4), and all of them if the two have no common divisor (8 over 3). A
+    running group does the same (`executor/model/tensor_parallel.py`).
     """
     each = kv_heads // math.gcd(kv_heads, tp)
     if kv_heads % tp == 0:
@@ -146,12 +147,12 @@ def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhe
     """Blocks and full-context requests in `memory` bytes of KV memory per rank.
 
     Blocks: floor(memory / bytes per block). Requests: floor(memory / ((1 + overhead) x bytes of ceil(context / block
-    size) blocks)); the overhead stands for what sequences of mixed lengths waste in their tails and what admission
-    leaves free. 0.04 is the upper end that the PagedAttention paper measured.
+    size) blocks)); the overhead covers the unused slots in the last blocks of sequences and the blocks that admission
+    leaves free. 0.04 is the highest waste that the PagedAttention paper measured.
     """
     rank_heads = shard_kv_heads(geometry.kv_heads, tp).kv_heads
     block = bytes_per_block(geometry, block_size, rank_heads)
-    # Fractions: 1.04 is no binary number, and a request must not be lost or won by rounding.
+    # Fractions, because 1.04 has no exact binary form, and rounding must not change the number of requests.
     request = blocks_for(geometry.context, block_size) * block * (1 + Fraction(str(overhead)))
     num_blocks = memory // block
     return KvBudget(
@@ -166,14 +167,14 @@ def capacity(geometry: KvGeometry, block_size: int, tp: int, memory: int, overhe
 
 
 def table_bytes(geometry: KvGeometry, block_size: int, requests: int) -> int:
-    """`TABLE_ENTRY_BYTES` for each block of so many requests of full context, shared blocks too."""
+    """`TABLE_ENTRY_BYTES` for each block of this number of full-context requests, including shared blocks."""
     return requests * blocks_for(geometry.context, block_size) * TABLE_ENTRY_BYTES
 
 
 def sharing_requests(geometry: KvGeometry, block_size: int, fits: KvBudget, prefix_tokens: int) -> int:
     """Full-context requests in the blocks of `fits` when all begin with the same tokens, fewer than the context.
 
-    The full blocks of the prefix are held once; each request has the rest for itself, with the overhead, as in
+    The full blocks of the prefix are held once; each request has its own further blocks, with the overhead, as in
     `capacity`: floor((blocks - shared) / ((1 + overhead) x (blocks of the context - shared))).
     """
     shared = prefix_tokens // block_size
@@ -192,11 +193,11 @@ def waste(geometry: KvGeometry, block_size: int, lengths: Sequence[int]) -> Wast
 
 
 def prefix_saving(requests: int, prefix_tokens: int, block_size: int) -> PrefixSaving:
-    """Blocks for the prefix without sharing: requests x ceil(prefix / block size). With it: floor(prefix / block size)
-    full ones for all and, where the prefix ends inside a block, that one for each request.
+    """Blocks for the prefix without sharing: requests x ceil(prefix / block size). With sharing: floor(prefix / block
+    size) full blocks for all requests and, if the prefix ends inside a block, one block for each request.
 
-    100 requests x 1000 tokens in blocks of 16: 62 + 100 = 162 of 6300 blocks, 97.4 % saved. The 99.0 % in circulation
-    counts 63 shared blocks, one of which holds only 8 tokens of the prefix and is written by every request.
+    100 requests x 1000 tokens in blocks of 16: 62 + 100 = 162 of 6300 blocks, 97.4 % saved. The often quoted 99.0 %
+    counts 63 shared blocks, but one of them holds only 8 tokens of the prefix and is written by every request.
     """
     full, tail = divmod(prefix_tokens, block_size)
     in_blocks = blocks_for(prefix_tokens, block_size)

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 from pagekv.client.planning.served_context import served_context
 from pagekv.common.errors import InvalidRequest
 
-# A value of a config.json: whatever JSON allows, checked where it is read.
+# The content of a config.json; values are checked where they are read.
 Config: TypeAlias = Mapping[str, Any]
 
 # Bytes of one stored element.
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
 DTYPE_ALIASES = {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
-# Where neither the flags nor the config say it.
+# Used if neither the flags nor the config give a value.
 DEFAULT_DTYPE = "float16"
 DEFAULT_CONTEXT = 8192
 
@@ -24,7 +24,7 @@ MAX_KV_HEADS = 10_000
 MAX_HEAD_SIZE = 65_536
 MAX_TOKENS = 2**32
 
-# The names that config.json files use, the usual one first; the others are GPT-2's.
+# Names in config.json files: the usual name first, then GPT-2's.
 _LAYERS = ("num_hidden_layers", "n_layer")
 _HEADS = ("num_attention_heads", "n_head")
 _HIDDEN = ("hidden_size", "n_embd")
@@ -35,7 +35,7 @@ _KV_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """The keys and values that a KV cache stores for each token. `context`: tokens of one sequence at most."""
+    """The keys and values that a KV cache stores for each token. `context`: most tokens of one sequence."""
 
     layers: int
     kv_heads: int
@@ -45,7 +45,7 @@ class KvGeometry:
 
 
 def canonical_dtype(name: str) -> str:
-    """The name in DTYPE_BYTES of "fp16", "torch.bfloat16" and their like. Raises InvalidRequest."""
+    """The name in DTYPE_BYTES for names such as "fp16" and "torch.bfloat16". Raises InvalidRequest."""
     known = name.removeprefix("torch.").lower()
     known = DTYPE_ALIASES.get(known, known)
     if known not in DTYPE_BYTES:
@@ -54,11 +54,12 @@ def canonical_dtype(name: str) -> str:
 
 
 def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, list[str]]:
-    """The geometry of a model, and notes on what was assumed. `given` has the names of a config.json and wins over it.
+    """The geometry of a model, and notes on assumptions. `given` has values by the names of a config.json, and
+    overrides it.
 
-    `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`; the
-    language model of a multimodal one is its `text_config`. Raises InvalidRequest with the config's name of a field
-    that is missing or wrong, and for caches that are not keys and values by KV head.
+    `num_key_value_heads` defaults to `num_attention_heads`, `head_dim` to `hidden_size / num_attention_heads`; a
+    multimodal model's language model is its `text_config`. Raises InvalidRequest, which names the field of the config,
+    for a missing or wrong value, and for caches that do not store keys and values by KV head.
     """
     nested = config.get("text_config")
     scopes: tuple[Config, ...] = (given, nested, config) if isinstance(nested, Mapping) else (given, config)
@@ -74,7 +75,7 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
 
 
 def _served(scopes: tuple[Config, ...], context: int, notes: list[str]) -> int:
-    """The context without what PageKV does not serve of it, unless that is what was given."""
+    """The context that PageKV serves; if a context was given, that one."""
     served, why = served_context(scopes[1], context)
     if why:
         notes.append(f"PageKV serves {served} tokens of the context of {context}: {why}")
@@ -102,7 +103,7 @@ def _kv_heads(scopes: tuple[Config, ...]) -> int:
     if _find(scopes, (name,)) is not None:
         return _integer(scopes, (name,), MAX_KV_HEADS, "--kv-heads")
     if _find(scopes, ("multi_query", "num_kv_heads", "new_decoder_architecture")):
-        # Falcon and GPT-BigCode: the default would claim many times what they store.
+        # Falcon and GPT-BigCode: the default would be many times the heads that they store.
         raise InvalidRequest(name, "is missing, and the config shares KV heads in its own way: give --kv-heads")
     return _integer(scopes, _HEADS, MAX_KV_HEADS, "--kv-heads")
 
@@ -126,7 +127,7 @@ def _dtype(scopes: tuple[Config, ...], notes: list[str]) -> str:
 
 
 def _find(scopes: tuple[Config, ...], names: tuple[str, ...]) -> Any:
-    """The first value that is there and not null; inner scopes come first."""
+    """The first value that exists and is not null; inner scopes come first."""
     for scope in scopes:
         for name in names:
             if scope.get(name) is not None:
@@ -138,7 +139,7 @@ def _integer(scopes: tuple[Config, ...], names: tuple[str, ...], high: int, flag
     value = _find(scopes, names)
     if value is None:
         raise InvalidRequest(names[0], f"is missing in the config: give {flag}")
-    # bool is an int to Python, and JSON's true is none to anybody.
+    # In Python bool is an int, but JSON's true is not a number.
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
         raise InvalidRequest(names[0], f"must be a whole number from 1 to {high}, got {value!r}")
     return value

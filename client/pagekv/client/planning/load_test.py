@@ -1,7 +1,7 @@
 """A load generator: random prompts against a running stack, closed loop or Poisson arrivals, and measurements.
 
-A request's first token waits for the queue and the prompt, later ones for steps shared with other requests: two
-latencies with two causes, judged each by its own objective.
+A request's first token waits for the queue and the prompt, later tokens wait for steps shared with other requests. The
+two latencies have different causes, so each has its own objective.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Workload:
     """The requests to send; all of them are drawn from `seed`."""
 
     requests: int
-    # Closed loop: this many at once, each followed by the next. None: open loop at `rate`.
+    # Closed loop: this many requests at once, each followed by the next. None: open loop at `rate`.
     concurrency: int | None
-    # Open loop: requests a second with exponential gaps (Poisson arrivals), however slow the answers.
+    # Open loop: requests per second with exponential gaps (Poisson arrivals), independent of the answers.
     rate: float | None
-    # Own tokens of a prompt and tokens generated, from the first to the second number, uniformly.
+    # A prompt's own tokens, and generated tokens; both are uniform between the two numbers.
     prompt_tokens: tuple[int, int]
     output_tokens: tuple[int, int]
-    # Tokens in front of every prompt that all prompts have in common.
+    # Number of tokens at the beginning of every prompt that all prompts have in common.
     shared_prefix: int
     temperature: float
     seed: int
@@ -58,26 +58,26 @@ class LoadJob:
     prompt_ids: list[int]
     output_tokens: int
     seed: int
-    # Seconds after the start at which it is due; 0 in a closed loop.
+    # Seconds after the start at which the request is due; 0 in a closed loop.
     due_s: float
 
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """The result of one request. Times are seconds since the request was due, so queueing in this process counts."""
+    """The result of one request. Times are seconds since the request was due, so waiting in this process counts."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     ttft_s: float | None = None
     total_s: float = 0.0
-    # One per token after the first message. Tokens that came in one message share the gap before it evenly.
+    # One gap for each token after the first message. Tokens of one message share the gap before it evenly.
     inter_token_s: list[float] = field(default_factory=list)
     error: str | None = None
 
 
 class Diagnosis(Enum):
-    """The likely cause of a request's latencies; the first that applies, since a late first token delays the rest."""
+    """The likely cause of a request's latencies: the first that applies, since a late first token delays the others."""
 
     PREFILL = "prefill, admission or chunking"
     DECODE = "decode pressure or KV budget"
@@ -86,7 +86,7 @@ class Diagnosis(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Objectives:
-    """Upper bounds in milliseconds, which themselves are within."""
+    """Upper bounds in milliseconds, inclusive."""
 
     ttft_ms: float = 500.0
     inter_token_ms: float = 50.0
@@ -112,17 +112,17 @@ class LatencySpread:
 
     @staticmethod
     def of(values: Sequence[float]) -> LatencySpread | None:
-        """None when there are no values."""
+        """The spread of the values; None if there are none."""
         if not values:
             return None
-        # `quantiles` wants two values at least.
+        # `quantiles` needs at least two values.
         cuts = quantiles(values if len(values) > 1 else [*values] * 2, n=100, method="inclusive")
         return LatencySpread(cuts[49], cuts[89], cuts[98], fmean(values), max(values))
 
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """The measurements. Rates are over the whole run; failed requests count as errors and nowhere else."""
+    """The measurements. Rates are over the whole run; failed requests count only as errors."""
 
     seconds: float
     completed: int
@@ -138,15 +138,15 @@ class LoadReport:
     ttft_s: LatencySpread | None
     inter_token_s: LatencySpread | None
     total_s: LatencySpread | None
-    # Requests by what their latencies point to (`Diagnosis` values).
+    # Number of requests by the likely cause of their latencies (`Diagnosis` values).
     diagnoses: dict[str, int]
 
 
 def make_jobs(
     workload: Workload, vocab_size: int, avoid: Sequence[int] = (), text_ids: Sequence[int] = ()
 ) -> list[LoadJob]:
-    """Prompts are random ids below `vocab_size` without those to `avoid`, or cuts of `text_ids`. Raises ValueError when
-    that is given and shorter than the longest prompt.
+    """The requests of a workload. Prompts are random ids below `vocab_size`, except those to `avoid`, or pieces of
+    `text_ids`. Raises ValueError if `text_ids` are shorter than the longest prompt.
     """
     rng = random.Random(workload.seed)
     longest = max(workload.prompt_tokens[1], workload.shared_prefix)
@@ -177,7 +177,7 @@ async def run_jobs(
     on_progress: Callable[[int, int], object] = lambda requests, tokens: None,
     objectives: Objectives = Objectives(),
 ) -> LoadReport:
-    """Sends the jobs and measures. `on_progress` gets the requests ended and the tokens generated so far."""
+    """Sends the jobs and measures. `on_progress` gets the numbers of ended requests and generated tokens so far."""
     outcomes: list[LoadOutcome] = []
     tokens = 0
     begun = time.perf_counter()
@@ -187,7 +187,7 @@ async def run_jobs(
         tokens += count
         on_progress(len(outcomes), tokens)
 
-    # A refusal or a lost connection is a failure here, not something to hide in the latencies.
+    # A refusal or a lost connection counts as a failure; retries would hide it in the latencies.
     client = client.with_options(max_retries=0, resume_timeout=0)
 
     async def one(job: LoadJob, due: float) -> None:

@@ -1,7 +1,8 @@
-"""Which of PageKV's backends serve a cache of a given shape, so that a plan does not end in what none of them runs.
+"""The backends of PageKV that support a cache of a given shape, so that nobody plans a cache that none of them
+supports.
 
-The limits are those of docs/models.md and docs/kernels.md. A client knows nothing of executors and their packages, so
-they stand here a second time; a test holds them against the kernels and the executor's flags.
+The limits are those of docs/models.md and docs/kernels.md. A client does not import executors and their packages, so
+the limits are repeated here; a test compares them with the kernels and the executor's flags.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ CUDA_HEAD_SIZES = (64, 80, 96, 128, 256)
 
 
 def runs_on(geometry: KvGeometry) -> dict[str, str]:
-    """By the name of a backend, why it does not serve this; empty where it does. The kind of a model's attention, its
-    size and whether its family can be split over ranks are not looked at.
+    """For each backend by name, why it does not support this cache; empty if it does. The model's kind of attention,
+    its size, and whether its family can be split over ranks are not checked.
     """
     reasons: dict[str, list[str]] = {"cpu": [], "cuda": []}
     for backend, dtypes in (("cpu", CPU_DTYPES), ("cuda", CUDA_DTYPES)):

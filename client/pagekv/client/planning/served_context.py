@@ -1,5 +1,5 @@
-"""The part of a model's context that PageKV serves, as far as a config.json tells: what the executor finds when it has
-loaded the model (`executor/model/loading.py`).
+"""The part of a model's context that PageKV serves, as far as its config.json shows. The executor finds the same when
+it has loaded the model (`executor/model/loading.py`).
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from typing import Any
 # Rotary embeddings whose frequencies depend on the longest sequence of a batch, once that exceeds the original context;
 # su is an older name of longrope.
 _BATCH_DEPENDENT_ROPE = ("dynamic", "longrope", "su")
-# Types whose window transformers has in a mask or a cache alone. Their attention, which PageKV computes, is not told of
-# it.
+# Model types whose window transformers applies only in a mask or in its cache. The attention, which PageKV computes,
+# does not know this window.
 _UNTOLD_WINDOWS = ("llama", "moshi", "phimoe", "qwen2_moe")
 
 
 def served_context(config: Mapping[str, Any], longest: int) -> tuple[int, str]:
-    """Tokens of a sequence of the model with this config.json, or its text_config, that is made for `longest`, at most;
-    and why it is not all of them, or nothing. Values of a wrong type count as absent.
+    """Most tokens of a sequence that PageKV serves, for a model with this config.json (or its text_config) and a
+    context of `longest` tokens; and the reason if that is less than `longest`, else "". Values of a wrong type count as
+    absent.
     """
     served, why = longest, ""
     for parameters in _rope_parameters(config):
@@ -34,7 +35,7 @@ def served_context(config: Mapping[str, Any], longest: int) -> tuple[int, str]:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """By either name, and, where a model has them by type of layer, each of them."""
+    """The RoPE parameters, under either name; one set for each type of layer if the model has several."""
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)
         if isinstance(found, Mapping):
@@ -43,16 +44,16 @@ def _rope_parameters(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _untold_window(config: Mapping[str, Any]) -> int:
-    """Tokens; 0: no layer has such a window."""
+    """Tokens of the window that the attention does not know; 0 if no layer has one."""
     kinds = config.get("layer_types")
     if config.get("model_type") not in _UNTOLD_WINDOWS or (kinds and "sliding_attention" not in kinds):
         return 0
-    # The one of these types that has a switch for it.
+    # Among these types only qwen2_moe has a switch for the window.
     if config.get("model_type") == "qwen2_moe" and not config.get("use_sliding_window"):
         return 0
     return _positive(config.get("sliding_window"))
 
 
 def _positive(value: object) -> int:
-    """0 for what is no whole number above 0."""
+    """The value if it is a whole number above 0, else 0."""
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

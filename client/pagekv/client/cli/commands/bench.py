@@ -37,7 +37,7 @@ The same --seed sends the same prompts, which are then cached already: for cold 
 --reset-cache. Times to first token and end to end count from when a request was due. The inter-token latency has
 one value per token after the first; tokens that arrive together share the time since the message before.
 """
-# Seconds between two lines of progress where there is no status line.
+# Seconds between two lines of progress if there is no status line.
 _PROGRESS_S = 2.0
 
 
@@ -170,7 +170,9 @@ def report_text(workload: Workload, info: ModelInfo, report: LoadReport, objecti
 
 
 def verdict(workload: Workload, report: LoadReport, objectives: Objectives) -> list[str]:
-    """Sentences that say whether the objectives were met and, where not, by how much and why most likely."""
+    """Sentences that say whether the objectives were met and, if not, by how much they were missed and the likely
+    cause.
+    """
     bounds = f"first token within {objectives.ttft_ms:g} ms, then {objectives.inter_token_ms:g} ms a token"
     judged = sum(report.diagnoses.values())
     late, slow = (report.diagnoses.get(each.value, 0) for each in (Diagnosis.PREFILL, Diagnosis.DECODE))

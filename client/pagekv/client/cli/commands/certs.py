@@ -1,4 +1,4 @@
-"""`pagekv certs`: an authority of one's own and the certificates for a first deployment with TLS."""
+"""`pagekv certs`: a private certificate authority and the certificates for a first deployment with TLS."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = """\
   pagekv certs certificates --days 90       again: other certificates of the same authority
 """
 _LABEL = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
-# The last label of a name is never a number, which an address with a slip of the pen would be.
+# The last label of a host name is never a number. So a mistyped IP address does not pass for a name.
 _HOST = re.compile(rf"(?:{_LABEL}\.)*(?!\d+$){_LABEL}")
 
 
@@ -46,7 +46,8 @@ def add(commands: Subparsers) -> None:
 
 def _directory(text: str) -> Path:
     if not text:
-        # Of a variable that is not set: keys would come to lie in the directory where one is.
+        # An empty text usually comes from an unset shell variable: the keys would be written into the current
+        # directory.
         raise argparse.ArgumentTypeError("must be the path of a directory, is empty")
     return Path(text)
 
@@ -60,7 +61,7 @@ def _host(text: str) -> str:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Raises PageKVError where files cannot be written, or the authority that is there must not sign."""
+    """Raises PageKVError if files cannot be written, or if the existing authority must not sign."""
     try:
         from pagekv.client.cli import private_authority as pki
     except ImportError as error:
@@ -95,7 +96,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _commands(directory: Path) -> dict[str, str]:
-    """Command lines for a shell, with these files, all on this machine."""
+    """Command lines for a shell that use these files, with all processes on this machine."""
 
     def line(*words: str) -> str:
         return shlex.join(str(directory / word) if word.endswith((".pem", ".key", ".toml")) else word for word in words)

@@ -63,7 +63,7 @@ def _turn(
     terminal: Terminal,
     interactive: bool,
 ) -> None:
-    """One exchange, added to `messages` when it went well; an answer stopped by Ctrl-C is kept as far as it came."""
+    """One exchange, added to `messages` if it succeeds; of an answer stopped by Ctrl-C the part that came is kept."""
     asked = ChatMessage("user", line)
     texts = list[str]()
 
@@ -77,7 +77,7 @@ def _turn(
     except PageKVError as error:
         if not interactive:
             raise
-        # An invalid one is mostly a conversation longer than the context.
+        # An invalid request is usually a conversation longer than the context.
         hint = "/reset starts anew" if isinstance(error, InvalidRequest) else "the history is kept: ask again"
         terminal.error(f"pagekv: {error} ({hint})")
         return
@@ -96,7 +96,7 @@ def _turn(
 
 
 def _read_line(interactive: bool) -> str | None:
-    """A line without its blanks; None at the end of the input."""
+    """A line without blanks at its ends; None at the end of the input."""
     if interactive:
         try:
             return input("> ").strip()

@@ -17,7 +17,7 @@ SHELLS = ("bash", "zsh")
 
 
 def add(commands: Subparsers, parser: CommandParser) -> None:
-    """Adds the subcommand; `parser` is the one that has all `commands`."""
+    """Adds the subcommand. `parser` is the main parser with all `commands`."""
     help = "print a script that completes pagekv in a shell"
     own = commands.add_parser("completion", help=help, description=f"{help[0].upper()}{help[1:]}.", examples=EXAMPLES)
     own.add_argument("shell", choices=SHELLS, metavar="SHELL", help=" or ".join(SHELLS))
@@ -29,7 +29,7 @@ def run(commands: Subparsers, parser: CommandParser, args: argparse.Namespace, t
         import shtab
     except ImportError as error:
         raise UsageError("pagekv completion needs shtab: pip install 'pagekv[completion]'") from error
-    # Out of sight for the help alone, which lists the commands in groups of its own.
+    # The text is hidden only in the help, which lists the commands in its own groups.
     commands.help = "command"
     terminal.print(shtab.complete(parser, shell=args.shell))
     return 0

@@ -38,7 +38,7 @@ LONG_PROMPT = (
     "and she said unto them, Thus saith the LORD"
 )
 _SEED = 20
-# Flags of `up` that the demo has not: free ports of this machine, and nothing beside executor and manager.
+# Values for flags of `up` that the demo does not have: free ports, and only an executor and a manager.
 OWN_STACK = {
     **{"host": LOOPBACK, "port": 0, "executor_port": 0, "insecure": None, "certs": None, "identities": None},
     **{"http_port": None, "gateway": False, "replicas": 1, "gateway_port": None, "policy": None, "gateway_args": None},

@@ -61,7 +61,9 @@ def stream_text(client: PageKVClient, prompt: Prompt, options: GenerateOptions, 
 
 
 def headline(completion: Completion) -> str:
-    """One line above the text of one of several: index, tokens, end, and how likely it is if that is known."""
+    """The line above the text of one of several sequences: index, tokens, finish reason, and the log-probability if it
+    is known.
+    """
     count = completion.completion_tokens
     parts = [f"{count} token{'s' * (count != 1)}", completion.finish_reason]
     if completion.preemptions:

@@ -15,13 +15,13 @@ EXAMPLES = """\
   PAGEKV_API_KEY=$(pagekv keys add grafana --role observe --file identities.toml)
   pagekv keys list --file identities.toml
 """
-# Says in logs and searches of repositories what a string is.
+# Makes a key recognisable in logs and in searches of repositories.
 _PREFIX = "pkv_"
 _RANDOM_BYTES = 32
 
 
 def add(commands: Subparsers) -> None:
-    # Never runs: one of its own is required.
+    # `list_` never runs for `keys` itself, because a subcommand is required.
     parser = add_command(commands, "keys", "make and list API keys of callers", list_, examples=EXAMPLES)
     own = parser.add_subparsers(prog="pagekv keys", metavar="add|list", required=True)
     adding = add_command(own, "add", "draw a key for a caller; standard output has it, once", add_)

@@ -1,4 +1,6 @@
-"""`pagekv plan`: what a model's KV cache takes and how many requests a memory size admits, before anything runs."""
+"""`pagekv plan`: the memory of a model's KV cache, and the number of requests that fit into a memory size, before
+anything runs.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,9 @@ MODEL is a directory with a config.json, such a file, demo, or a hub id. Flags f
 The dtype is that of the KV cache [the model's]: the CPU backend keeps float32 unless its own --dtype says otherwise.
 """
 DEFAULT_CONTEXTS = (4096, 32768, 131072)
-# Of `pagekv up` with the CPU backend, where no --dtype is given.
+# Element type of `pagekv up` with the CPU backend if no --dtype is given.
 _CPU_DTYPE = "float32"
-# Far more than any; a config.json is a few kilobytes.
+# Far more than any file needs; a config.json has a few kilobytes.
 _MAX_JSON_BYTES = 64 * 2**20
 
 
@@ -84,10 +86,10 @@ def _dtype(text: str) -> str:
 
 
 class _Plan(NamedTuple):
-    """The answers to the questions that the flags ask; None for those that they do not ask."""
+    """The results for the questions that the flags ask; None for questions that they do not ask."""
 
     geometry: KvGeometry
-    # As the CPU backend serves it.
+    # The geometry as the CPU backend serves it.
     on_cpu: KvGeometry
     weights: int | None
     block_size: int
@@ -108,7 +110,7 @@ class _Plan(NamedTuple):
 
     @property
     def backends(self) -> dict[str, str]:
-        """By backend, why it does not run this; empty where it does."""
+        """For each backend, why it does not support this cache; empty if it does."""
         return {**runs_on(self.geometry), "cpu": runs_on(self.on_cpu)["cpu"]}
 
 
@@ -198,10 +200,12 @@ def _as_json(plan: _Plan) -> dict[str, Any]:
 
 
 def _too_little(plan: _Plan) -> str:
-    """The end of a sentence where the weights, as the CPU backend serves them, take more than this machine's memory."""
+    """The end of a sentence if the weights, as the CPU backend serves them, need more than this machine's memory; else
+    empty.
+    """
     if plan.weights is None:
         return ""
-    # Of --dtype and of quantised weights, the files' size is what is certain.
+    # With --dtype or quantised weights only the size of the files is certain.
     served = plan.weights * DTYPE_BYTES[plan.on_cpu.dtype] // DTYPE_BYTES[plan.geometry.dtype]
     needed = max(plan.weights, served)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -212,7 +216,7 @@ def _too_little(plan: _Plan) -> str:
 
 
 def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[str]]:
-    """Shape, bytes of the weights if they are there to see, and notes."""
+    """The geometry, the bytes of the weights if the files are there, and notes."""
     given = {
         "num_hidden_layers": args.layers,
         "num_key_value_heads": args.kv_heads,
@@ -256,14 +260,14 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def weight_bytes(directory: Path) -> int | None:
-    """Bytes of a model's safetensors; None where there are none. The index counts tensors, and spares a repository's
-    second copy in other files; without one, all files are the model's.
+    """Bytes of a model's safetensors; None if there are none. The index counts only tensors, so a second copy in other
+    files of the repository does not count; without an index all files count.
     """
     index = directory / "model.safetensors.index.json"
     if index.is_file():
         metadata = _read_json(index).get("metadata")
         total = metadata.get("total_size") if isinstance(metadata, dict) else None
-        # Some writers store a float.
+        # Some programs write a float here.
         if isinstance(total, (int, float)) and 0 < total < 2**63:
             return int(total)
     single = directory / "model.safetensors"
@@ -272,7 +276,7 @@ def weight_bytes(directory: Path) -> int | None:
 
 
 def size_text(num_bytes: int) -> str:
-    """Such as 128 KiB, 1.25 GiB or 8,192.00 TiB."""
+    """A size as text, such as 128 KiB, 1.25 GiB or 8,192.00 TiB."""
     if num_bytes < 2**10:
         return f"{num_bytes} B"
     if num_bytes < 2**20:
@@ -313,7 +317,7 @@ def _grid_text(grid: Sequence[Sequence[kv_budget.Footprint]]) -> str:
 
 
 def _memory_text(plan: _Plan) -> str:
-    """Weights and KV cache are two budgets: the one does not come out of the other."""
+    """The memory of weights and of the KV cache, two separate budgets: --memory is for the KV cache alone."""
     fits, weights, tp, rows = plan.fits, plan.weights, plan.tp, []
     if weights is None:
         rows.append(("weights", "unknown: no safetensors beside the config"))

@@ -36,7 +36,9 @@ def add(commands: Subparsers) -> None:
 
 
 def _pages(limit: int, field: str, ask: Callable[[int, str], Page]) -> Page:
-    """As many pages as it takes, as one; `ask` gives one of a size, behind a token."""
+    """Up to `limit` entries from as many pages as needed, as one page. `ask` returns a page, given its size and page
+    token.
+    """
     page = ask(min(limit, LARGEST_PAGE), "")
     found = list(getattr(page, field))
     while page.next_page_token and (left := limit - len(found)) > 0:
@@ -86,6 +88,6 @@ def reset_cache(client: PageKVClient, args: argparse.Namespace, terminal: Termin
 
 
 def abort(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """That none of the requests was live is no failure."""
+    """Ends requests. It is not a failure if none of them was live."""
     aborted = client.abort(*args.request_ids)
     return Shown({"aborted": aborted}, f"aborted: {' '.join(aborted) or 'none was running'}")

@@ -35,7 +35,7 @@ from pagekv.client.types import (
 )
 from pagekv.common.flags import integer, number
 
-# Block ids shown of a run that is not consecutive, and digits of a hash.
+# Number of block ids shown if they are not consecutive, and digits of a hash.
 SHOWN_IDS = 8
 SHOWN_HASH = 16
 
@@ -95,7 +95,7 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 
 def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
-    """Blocks with the same story share a row."""
+    """Explains a prompt. Neighbouring blocks with the same outcome and reason share a row."""
     found = client.explain_prefix(read_prompt(args), **read_identity(args))
     share = found.cached_tokens / max(found.prompt_tokens, 1)
     runs = (list(run) for _, run in groupby(enumerate(found.blocks), key=lambda item: _story(item[1])))
@@ -105,7 +105,7 @@ def explain(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) 
 
 
 def _story(block: BlockExplanation) -> tuple[str, str]:
-    """Equal for neighbouring blocks that are told in one row."""
+    """Outcome and reason of a block; equal for blocks that share a row."""
     numbered = block.outcome in ("hit", "unreachable") and block.block_id is not None
     return block.outcome, "" if numbered else block.reason
 
@@ -147,7 +147,7 @@ def pins(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> 
 
 
 def _until(time: datetime | None) -> str:
-    """A time as the clocks here show it."""
+    """A time in the local time zone."""
     return time.astimezone().strftime("%Y-%m-%d %H:%M:%S") if time is not None else "-"
 
 

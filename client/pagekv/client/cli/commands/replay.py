@@ -18,9 +18,9 @@ NEEDED = ("numpy", "msgpack")
 
 
 def add(commands: Subparsers) -> None:
-    """Adds the subcommand. All flags, --help included, are for the process that does the work."""
+    """Adds the subcommand. All flags, including --help, are passed to the process that does the work."""
     parser = add_command(commands, "replay", "replay a recorded workload without a model, to size a deployment", run)
-    # With no character that starts an option, everything is an argument to hand on.
+    # No argument begins with this character, so nothing is parsed as an option and everything is passed on.
     parser.prefix_chars = "\0"
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
 
@@ -33,9 +33,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         try:
             status = child.wait()
         except KeyboardInterrupt:
-            # A terminal's Ctrl-C has reached the child too; a signal sent to this process alone has not.
+            # Ctrl-C in a terminal has reached the child too; a signal sent only to this process has not.
             child.send_signal(signal.SIGINT)
             child.wait()
             raise
-    # The number that a shell reports for a process that a signal ended.
+    # The exit status that a shell reports for a process ended by a signal.
     return status if status >= 0 else 128 - status

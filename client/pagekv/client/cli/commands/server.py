@@ -28,7 +28,9 @@ def health(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
 
 
 def version(args: argparse.Namespace, terminal: Terminal) -> int:
-    """The client's version always; the manager's, or why it does not say. Exit status 0 either way."""
+    """Prints the client's version, and the manager's version or the reason why it is not known. Exit status 0 in both
+    cases.
+    """
     server, why = "", ""
     try:
         with connect(args) as client:
@@ -36,7 +38,7 @@ def version(args: argparse.Namespace, terminal: Terminal) -> int:
     except PageKVError as error:
         why = str(error)
         if isinstance(error, Unavailable):
-            # A manager without an executor says its own.
+            # The error of a manager without an executor has its version.
             server = error.server_version
     if args.json:
         terminal.json({"client": pagekv_version(), "server": server or None})

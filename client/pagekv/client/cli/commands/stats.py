@@ -13,7 +13,7 @@ from pagekv.client.cli.terminal import Terminal, table
 from pagekv.client.types import Stats
 from pagekv.common.flags import number
 
-# The share of held blocks from which on the pool is called too small.
+# Share of held blocks above which the pool is reported as too small.
 HIGH_USAGE = 0.8
 EXAMPLES = """\
   pagekv stats
@@ -37,7 +37,7 @@ def add(commands: Subparsers) -> None:
 
 
 def stats(args: argparse.Namespace, terminal: Terminal) -> int:
-    """--watch is what `pagekv top` shows, or JSON again and again."""
+    """Prints the statistics. With --watch it does the same as `pagekv top`, or prints JSON repeatedly."""
     if args.watch and not args.json:
         args.every, args.once = args.watch, False
         return top.run(args, terminal)
@@ -55,9 +55,9 @@ def stats(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def stats_text(now: Stats, terminal: Terminal) -> str:
     busy, idle = now.executor_busy_us_total, now.executor_idle_us_total
-    # Blocks that are held cannot be evicted, so eviction has little left to take.
+    # Held blocks cannot be evicted, so little is left for eviction.
     pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
-    # Without a block in use there is no share to show.
+    # Without active blocks there is no utilisation to show.
     filled = f"{now.utilization:.1%}" if now.active_blocks else "-"
     groups = {
         "KV pool": [
@@ -105,7 +105,7 @@ def graphs_text(recorded: int, failed: int) -> str:
 
 
 def ranks_text(rank_us: Sequence[int], differences: int) -> str:
-    """A line about the ranks of an executor: the work of each on a step, and which is the slowest."""
+    """A line about the ranks of an executor: the time of each rank for a step, and the slowest rank."""
     times = " ".join(f"{us / 1e3:.2f}" for us in rank_us)
     slowest = max(range(len(rank_us)), key=rank_us.__getitem__)
     skew = (max(rank_us) - min(rank_us)) / 1e3

@@ -1,4 +1,4 @@
-"""`pagekv tenants`: who shares the pool, and what each took."""
+"""`pagekv tenants`: the tenants that share the pool, with limits and use."""
 
 from __future__ import annotations
 
@@ -49,5 +49,5 @@ def _row(tenant: TenantInfo) -> tuple[object, ...]:
 
 
 def _of(count: int, most: int | None) -> str:
-    """A count, with its limit where there is one."""
+    """A count, with its limit if there is one."""
     return str(count) if most is None else f"{count}/{most}"

@@ -1,4 +1,4 @@
-"""`pagekv tokenize` and `detokenize`: text to token ids and back, as the model served does it."""
+"""`pagekv tokenize` and `detokenize`: text to token ids and back, with the tokenizer of the served model."""
 
 from __future__ import annotations
 

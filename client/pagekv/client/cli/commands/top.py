@@ -1,4 +1,4 @@
-"""`pagekv top`: requests, blocks and rates of a running stack, again and again in place."""
+"""`pagekv top`: requests, blocks and rates of a running stack, updated in place."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def add(commands: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Frames until q or Ctrl-C, which are the ways to end them: exit status 0. With --json Ctrl-C ends with 130."""
+    """Shows frames until q or Ctrl-C; exit status 0. With --json Ctrl-C ends with 130."""
     try:
         from rich.console import Console
 

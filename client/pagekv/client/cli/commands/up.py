@@ -39,9 +39,9 @@ EXAMPLES = """\
   pagekv up --executor-args="--threads 2" --manager-args="--max-queue 64"
   pagekv certs certificates && pagekv up --certs certificates        # TLS, and callers who are known
 """
-# Other names of the command: as vLLM and ollama call it.
+# Other names of the command: vLLM and ollama have `serve`.
 ALIASES = ("serve",)
-# Flags that are passed to a process if they are given; the processes read PAGEKV_* variables for the others.
+# Flags that are passed to a process if they are given; for all other flags the processes read PAGEKV_* variables.
 _TO_EXECUTOR = ("model", "backend", "dtype", "threads", "kv-memory")
 _TO_MANAGER = ("block-size", "num-device-blocks", "max-model-len", "max-queue", "tokenizer")
 # Flags of the processes that are not among their other flags, because `up` sets them.
@@ -53,9 +53,9 @@ _ADDRESSES = {
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
 _ACCEPT = "accept with --insecure that other machines use it"
-# Seconds between two lines that say how far a part of the start is.
+# Seconds between two progress lines of one phase of the start.
 _PROGRESS_S = 5.0
-# Seconds between two looks at the processes.
+# Seconds between two checks of the processes.
 _WATCH_S = 0.2
 
 
@@ -133,7 +133,7 @@ def _words(text: str) -> list[str]:
 
 
 def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
-    """The stack that the flags ask for. Raises UsageError where they do not go together, or a package is missing."""
+    """The stack that the flags describe. Raises UsageError if they do not fit together, or a package is missing."""
     _check_addresses(args)
     _check_packages(args)
     gateway = _gateway(args)
@@ -158,7 +158,9 @@ def stack_config(args: argparse.Namespace, terminal: Terminal) -> StackConfig:
 
 
 def _check_addresses(args: argparse.Namespace) -> None:
-    """Raises UsageError where other-flags set an address, or other machines could connect without --insecure."""
+    """Raises UsageError if --manager-args or --executor-args set an address, or if other machines could connect without
+    --insecure.
+    """
     for name, flags in _ADDRESSES.items():
         if any(word.partition("=")[0] in flags for word in getattr(args, name) or ()):
             raise UsageError(f"--{name.replace('_', '-')}: set addresses with --host, --port and --executor-port")
@@ -167,7 +169,7 @@ def _check_addresses(args: argparse.Namespace) -> None:
 
 
 def _check_packages(args: argparse.Namespace) -> None:
-    """Raises UsageError for modules without which a process would not start."""
+    """Raises UsageError if modules are missing that a process needs to start."""
     backend = args.backend or flag_value("backend", args.executor_args, os.environ)
     if missing := missing_modules("manager", *([] if backend == "oracle" else ["executor"])):
         raise UsageError(missing_words("serve", missing))
@@ -176,8 +178,8 @@ def _check_packages(args: argparse.Namespace) -> None:
 
 
 def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The flags of executors and of managers. Raises UsageError where these have TLS of their own."""
-    # Where it is not accepted the processes need not be told, unless the variable tells them otherwise.
+    """The flags of executors and of managers. Raises UsageError if the user's flags set TLS files."""
+    # Without --insecure the processes need no flag, unless --no-insecure was given and the variable says otherwise.
     insecure = ["--insecure"] if args.insecure else []
     if args.insecure is False and is_true(os.environ.get(variable_of("insecure"), "")):
         insecure = ["--no-insecure"]
@@ -192,7 +194,7 @@ def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
     known = [] if identities is None else [f"--identities={identities}"]
     executor_args = [*insecure, *given(_TO_EXECUTOR), *args.executor_args]
     manager_args = [*insecure, *given(_TO_MANAGER), *known, *args.manager_args]
-    # With --certs the processes are given flags, which win over variables.
+    # With --certs the processes get flags, which override variables.
     tls_env = {} if args.certs is not None else os.environ
     if any(flag_value("tls-cert", each, tls_env) for each in (executor_args, manager_args)):
         raise UsageError("--tls-cert (PAGEKV_TLS_CERT): not with this command; pagekv up has --certs DIR instead")
@@ -202,8 +204,8 @@ def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
 def _check_gateway(
     args: argparse.Namespace, executor_args: list[str], manager_args: list[str], identities: str | None
 ) -> None:
-    """Raises UsageError where the gateway would have no identity, would lend it to other machines, or would find no
-    tokenizer; and PageKVError for the file of identities.
+    """Raises UsageError if the gateway would have no identity, would lend its identity to other machines, or would find
+    no tokenizer; raises PageKVError for the identities file.
     """
     if identities:
         if not any(each.kind == GATEWAY for each in list_identities(Path(identities))):
@@ -218,8 +220,9 @@ def _check_gateway(
 
 
 def _certificates(directory: Path, identities: str | None) -> StackCertificates:
-    """Callers have to show certificates where the file knows one by it: a port asks all of them, or none. Raises
-    UsageError where a file of the directory cannot be used, and PageKVError for the file of identities.
+    """The certificates of the stack. Callers have to present certificates if the identities file identifies any caller
+    by certificate: a port asks all callers or none. Raises UsageError if a file of the directory cannot be used, and
+    PageKVError for the identities file.
     """
     found = StackCertificates(directory, mutual=False)
     try:
@@ -234,7 +237,7 @@ def _certificates(directory: Path, identities: str | None) -> StackCertificates:
 
 
 def without_tokenizer(config: StackConfig) -> str:
-    """A sentence where the model directory that is to be served brings no tokenizer, and none is named; else empty."""
+    """A warning if the model directory has no tokenizer and no flag names one; else empty."""
     model = flag_value("model", config.executor_args, os.environ)
     directory = Path(os.path.expanduser(model or DEMO))
     if not model or model == DEMO or not os.path.isdir(directory) or (directory / TOKENIZER).is_file():
@@ -245,7 +248,7 @@ def without_tokenizer(config: StackConfig) -> str:
 
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
-    """Raises UsageError where flags are for a gateway that is not asked for."""
+    """The gateway, None without one. Raises UsageError if flags are for a gateway that is not requested."""
     if args.gateway or args.replicas > 1:
         # None: not given.
         port = DEFAULT_PORT if args.gateway_port is None else args.gateway_port
@@ -257,7 +260,7 @@ def _gateway(args: argparse.Namespace) -> GatewayConfig | None:
 
 
 def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
-    """Port for the live page; None for none, or where the manager's own flags or variables say what it serves."""
+    """Port for the live page; None for no page, or if the manager's own flags or variables set its HTTP address."""
     port: int | None = args.http_port
     if port is None or args.no_http or flag_value("http-listen", args.manager_args, os.environ) is not None:
         return None
@@ -268,7 +271,7 @@ def _page_port(args: argparse.Namespace, terminal: Terminal) -> int | None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Runs until a signal (exit status 0), or until nothing is left that serves, which is a StackError."""
+    """Runs until a signal (exit status 0). Raises StackError when no process is left that serves."""
     config = stack_config(args, terminal)
     if words := without_tokenizer(config):
         if config.gateway is not None:
@@ -277,7 +280,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     serving = threading.Event()
 
     def show_error(process: str, line: str) -> None:
-        """Shows errors of processes that serve, such as of a changed file; a start that fails has a report."""
+        """Shows errors of running servers, for example about a changed file. A start that fails has its own report."""
         if serving.is_set() and is_error(line):
             _show_line(terminal, process, line)
 
@@ -303,8 +306,8 @@ def _show_line(terminal: Terminal, process: str, line: str) -> None:
 def wait_ready(
     stack: Stack, args: argparse.Namespace, terminal: Terminal, pause: Callable[[float], object] = time.sleep
 ) -> bool:
-    """Waits and says what the processes do, with the seconds since the start. `pause` and what is returned as in
-    `Stack.wait_ready`. Raises StackError.
+    """Waits until the stack is ready and prints the phases of its start, with the seconds since the start. `pause` and
+    the result are as in `Stack.wait_ready`. Raises StackError.
     """
     begun = time.monotonic()
     said: dict[tuple[str, str], float] = {}
@@ -320,7 +323,7 @@ def wait_ready(
             first = (process, part) not in said
             if percent is not None:
                 words += f", {percent} %"
-            # A pipe gets no status line, so progress comes as lines, and not many.
+            # A pipe has no status line, so progress is printed as lines, but only a few.
             if first or (
                 percent is not None and not terminal.err_is_terminal and waited_s - said[process, part] >= _PROGRESS_S
             ):
