@@ -1,9 +1,9 @@
-"""How this processor sums products of bfloat16: by the matrix unit where there is one, else whichever is faster of an
-instruction that multiplies two neighbours of a row by two of a column, and of float32 that they are widened to.
+"""How this processor computes products of bfloat16: with its matrix unit, if it has one; else in the faster of two
+ways, with an instruction for pairs of bfloat16 or with numbers that are widened to float32.
 
-Some processors have the instruction and multiply with it half as fast as in float32: an Intel Xeon of family 6, model
-207, whose matrix unit its hypervisor hides, multiplies 32 rows by 35 M weights in 23.6 ms with it, on one thread, and
-in 14.1 widened. An AMD EPYC (Zen 4) multiplies faster with it.
+Some processors have that instruction, but are faster with float32: an Intel Xeon of family 6, model 207, whose matrix
+unit its hypervisor hides, multiplies 32 rows by 35 M weights in 23.6 ms with the instruction and in 14.1 ms widened, on
+one thread. An AMD EPYC (Zen 4) is faster with the instruction.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ from pagekv.executor.cpu.native.vectors import features, vector_lanes
 
 log = Log(__name__)
 
-# A tile whose panel stays in the second level of the cache, as often as it takes to be timed, and rounds in turns.
+# Steps of the tile that is timed, whose panel stays in the second-level cache; tiles of one timing; and rounds, in
+# which the ways take turns.
 DEPTH, TILES, ROUNDS = 256, 64, 8
-# The instruction needs no rows widened before, so it is taken while it needs at most so many times as long.
+# The instruction is chosen if it takes at most this many times as long: unlike the other way, it needs no widened rows,
+# and widening them is not timed.
 MOST = 1.1
 
 
 @cache
 def bfloat16_sums() -> int:
-    """One of the ways that `tile` knows, timed on this thread once in a process where there is a choice."""
+    """BFLOAT16_MATRIX, BFLOAT16_DOT or BFLOAT16_WIDENED of `tile`. If the processor has a choice of the last two, both
+    are timed on this thread, once in a process.
+    """
     if vector_lanes() == 16 and has_matrix_unit():
         return BFLOAT16_MATRIX
     if vector_lanes() != 16 or "avx512bf16" not in features():
@@ -56,10 +60,11 @@ def bfloat16_sums() -> int:
 
 
 def seconds(*ways: int) -> tuple[float, ...]:
-    """Seconds of this thread that TILES tiles take in each way, the least of rounds in turns."""
+    """Seconds of this thread's time that TILES tiles take in each of `ways`: the least of ROUNDS rounds."""
     lanes = vector_lanes()
     rows, wide = most_rows(lanes, BFLOAT16_DOT), panel_vectors(lanes) * lanes
-    # Zeros, float32 or pairs of bfloat16; a row that was widened has two numbers where others have a pair.
+    # All are zeros, as float32 and as pairs of bfloat16. A step takes 8 bytes of a widened row and 4 bytes of any
+    # other, so these rows suffice for both.
     left, panel, out = torch.zeros(rows, 2 * DEPTH), torch.zeros(DEPTH, wide), torch.zeros(rows, wide)
     best = [math.inf] * len(ways)
     for _ in range(ROUNDS):

@@ -1,9 +1,11 @@
 """Machine code of compiled loops, kept between processes in a folder of the user.
 
-The folder is named after the sources: Numba itself would take what is old where a function's own file is unchanged and
-one that it uses is not. Each function has a folder of its own below, named after the numbers in its closure and the
-processor: where two share an index to which two processes write at once, Numba may store the code of one as that of the
-other. Nobody else may write there, since the code is run.
+The folder's name is a digest of all sources of this package. Numba itself compares only a function's own file, so it
+would use old code after a change in another file that the function uses.
+
+In that folder each function has its own, named by a digest of the values in its closure and of the processor. If two
+functions shared Numba's index and two processes wrote to it at once, Numba could store the code of one function as that
+of the other. Nobody but the user may write to these folders, because the code is run.
 """
 
 from __future__ import annotations
@@ -24,13 +26,14 @@ from pagekv.common.logs import Log
 
 log = Log(__name__)
 
-# Of the loops of a model together, with room to spare: 1 MB is kept of the demo model.
+# Room for the code of all loops of a model, with some to spare: the demo model's takes 1 MB.
 _ROOM_BYTES = 4 * 2**20
 
 
 def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
-    """`compile(work, cache=True)`, which finds what an earlier process kept, or keeps it; where nothing can be kept, or
-    what was kept cannot be read, `compile(work, cache=False)`. Closures of `work` hold only numbers and types.
+    """`compile(work, cache=True)`, which loads the code that an earlier process kept, or compiles and keeps it. If no
+    code can be kept, or the kept code cannot be read: `compile(work, cache=False)`. The closure of `work` holds only
+    numbers and types.
     """
     folder = code_folder()
     if isinstance(folder, str):
@@ -41,7 +44,7 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
     before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(own)
     try:
         return compile(work, cache=True)
-    # Full disks; files that a crash of the machine cut short, which pickle tells in any way.
+    # Such as a full disk; or a file that a crash of the machine cut short, for which pickle raises any exception.
     except Exception as error:
         first_line = str(error).partition("\n")[0]
         log.warning("compiled loops are not kept", folder=str(own), error=f"{type(error).__name__}: {first_line}")
@@ -53,8 +56,8 @@ def compile_kept(compile: Callable[..., Any], work: Callable[..., None]) -> Any:
 
 @cache
 def code_folder() -> Path | str:
-    """Where code is kept: below NUMBA_CACHE_DIR, XDG_CACHE_HOME or ~/.cache. The reason in words where that cannot be
-    written, or is not the user's alone.
+    """The folder for code, below NUMBA_CACHE_DIR, XDG_CACHE_HOME or ~/.cache. If it cannot be written to, or others can
+    write to it: the reason, in words.
     """
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
@@ -71,7 +74,7 @@ def code_folder() -> Path | str:
             raise PermissionError(f"{folder} cannot be written")
         if not any(folder.iterdir()):
             _check_room(folder)
-    # A user without a home is a RuntimeError.
+    # Path.home() raises RuntimeError for a user without a home.
     except (OSError, RuntimeError) as error:
         log.warning("compiled loops are not kept: each start compiles them anew", error=str(error))
         return str(error)
@@ -79,14 +82,14 @@ def code_folder() -> Path | str:
 
 
 def _check_room(folder: Path) -> None:
-    """Raises OSError where the code has no room, as on a full disk: only a file that is written tells."""
+    """Raises OSError if there is no room for the code, as on a full disk. Only writing a file shows that."""
     with tempfile.TemporaryFile(dir=folder) as file:
         file.write(bytes(_ROOM_BYTES))
 
 
 def when_compiled() -> str:
-    """Such as "once: ...", for the one who waits for the compiler. Empty where code has been kept already, which most
-    often is all that is needed.
+    """A phrase for a user who waits for the compiler: how often that happens, and why. Empty if code has been kept
+    already; most often it is all the code that is needed.
     """
     folder = code_folder()
     if isinstance(folder, str):

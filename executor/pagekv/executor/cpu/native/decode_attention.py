@@ -1,8 +1,8 @@
-"""Attention of decoding sequences straight from the block pool: one pass over each block, nothing is gathered.
+"""Attention of decoding sequences over blocks that are read straight from the block pool, one after the other, without
+gathering them first.
 
-One softmax over a context whose blocks come one after the other: a running maximum and sum, and an output that is
-scaled when the maximum grows (Milakov and Gimelshein, arXiv:1805.02867; by blocks as in FlashAttention,
-arXiv:2205.14135).
+The softmax is computed online: with a running maximum and sum, and an output that is rescaled when the maximum grows
+(Milakov and Gimelshein, arXiv:1805.02867; by blocks as in FlashAttention, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pagekv.executor.cpu.native.slots import lanes_of, score_slots, weigh_slots
 from pagekv.executor.cpu.paged_reads import PagedDecodes
 from pagekv.executor.model.attention_interface import Scores
 
-# Slots of one head that are read before the next head's. Fewer read memory more nearly in order, and load queries and
-# sums more often: with 2 instead of 8, 32 sequences of 200 tokens took 1.3 times as long on an Intel Xeon (family 6,
-# model 167), 16 another 0.97.
+# Slots of one head that are read before the next head's. With fewer slots, memory is read more nearly in order, but
+# queries and sums are loaded more often: on an Intel Xeon (family 6, model 167), 32 sequences of 200 tokens take 1.3
+# times as long with 2 slots as with 8, and 0.97 of the time with 16.
 AT_ONCE = 8
 
 
@@ -37,9 +37,10 @@ def decode_attention(
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
-    """Rows [decodes.first, decodes.last) of `query` `[T, num_heads, head_size]` over the keys and values that they see.
-    The same rows of `out` `[T, num_heads, head_size]` and `lse` `[T, num_heads]`, both float32 and contiguous, become
-    the output and the log-sum-exp of the scores. A window of `scores` is not looked at.
+    """Attention of the rows [decodes.first, decodes.last) of `query` `[T, num_heads, head_size]` over the slots that
+    `decodes` names. The output goes to the same rows of `out` `[T, num_heads, head_size]`, the log-sum-exp of the
+    scores to those of `lse` `[T, num_heads]`; both are float32 and contiguous. `scores.window` is ignored, because
+    `decodes` has applied it.
     """
     _, num_heads, size = query.shape
     count = decodes.last - decodes.first
@@ -48,9 +49,11 @@ def decode_attention(
     group = num_heads // kv_heads
     query, out, lse = (tensor[decodes.first : decodes.last] for tensor in (query, out, lse))
     threads = torch.get_num_threads()
-    # Whole sequences stream best; where there are few, the heads of each go to several threads.
+    # Memory streams best if a thread reads whole sequences. With few sequences, each KV head is an item of its own, so
+    # that all threads have work.
     parts = kv_heads if count < 4 * threads else 1
-    # Of a thread: the weights of one block, and maximum, sum and query of every head.
+    # Each thread's scratch memory, for every query head of an item: the weights of one block, the maximum before that
+    # block and with it, the sum of weights, and the query.
     scratch = empty(threads, num_heads // parts * (pools.block_size + 3 + size))
     run(
         _compiled(STORED[keys.dtype], group, size),
@@ -82,7 +85,7 @@ def _compiled(stored: Any, group: int, size: int) -> int:
         begins, ends = carray(pointer(args[16]), count, np.int64), carray(pointer(args[17]), count, np.int64)
         scale, cap = float_of_bits(np.int32(args[18])), float_of_bits(np.int32(args[19]))
         slot_bytes = args[8] * width
-        # The second ticket numbers the threads.
+        # The second ticket is the number of the thread.
         scratch = args[20] + take_ticket(args[0] + 8) * args[21]
         found = scratch
         scratch += num_heads * group * block_size * 4
@@ -97,7 +100,7 @@ def _compiled(stored: Any, group: int, size: int) -> int:
             item = take_ticket(args[0])
             if item >= count * parts:
                 return
-            # Sequences come with the ones that read most at the end.
+            # Longer sequences come last in a batch. Threads take them first, so that all threads end together.
             sequence, first = count - 1 - item // parts, item % parts * num_heads
             behind = sequence * kv_heads + first
             out_at = args[12] + behind * group * size * 4
@@ -114,7 +117,7 @@ def _compiled(stored: Any, group: int, size: int) -> int:
                     total[head, member] = 0
             begin, end = begins[sequence], ends[sequence]
             last = (end - 1) // block_size
-            # The thread likely takes this sequence next.
+            # The thread will probably take this sequence next; its first block is prefetched.
             following_sequence = max(sequence - max(1, args[22] // parts), 0)
             next_table = offsets[following_sequence] + begins[following_sequence] // block_size
             for index in range(begin // block_size, last + 1):

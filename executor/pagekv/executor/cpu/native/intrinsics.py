@@ -12,7 +12,7 @@ from numba.extending import intrinsic
 
 @intrinsic
 def pointer(_typing: Any, address: Any) -> Any:
-    """`carray` takes it: the memory at an address, int64."""
+    """The int64 address as a pointer, for `carray`."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -22,7 +22,7 @@ def pointer(_typing: Any, address: Any) -> Any:
 
 @intrinsic
 def take_ticket(_typing: Any, address: Any) -> Any:
-    """The int64 at an address, which is one larger afterwards: no two threads get the same."""
+    """The int64 at an address, which is increased by 1 atomically: no two threads get the same number."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         number = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -33,7 +33,7 @@ def take_ticket(_typing: Any, address: Any) -> Any:
 
 @intrinsic
 def call(_typing: Any, address: Any, argument: Any) -> Any:
-    """Calls the function `void (void *)` at an address, int64, with another address."""
+    """Calls the function `void (void *)` at an int64 address; its argument is an int64 address, too."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t])
@@ -45,7 +45,7 @@ def call(_typing: Any, address: Any, argument: Any) -> Any:
 
 @intrinsic
 def float_of_bits(_typing: Any, bits: Any) -> Any:
-    """The float32 that these 32 bits mean."""
+    """The float32 with these 32 bits."""
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())

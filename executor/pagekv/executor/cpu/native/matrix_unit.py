@@ -1,8 +1,8 @@
-"""Tiles of bfloat16 products on the processor's matrix unit (AMX, Intel SDM volume 1, chapter 18): up to 16 rows of 32
-numbers times 32 numbers of 16 columns with one instruction.
+"""Tiles of bfloat16 products on the processor's matrix unit (AMX, Intel SDM volume 1, chapter 18). One instruction
+multiplies 32 numbers of up to 16 rows by 32 numbers of 16 columns.
 
-Each thread has eight tile registers, whose shapes it sets. oneDNN sets shapes of its own, so code that does begins with
-`keep_shapes` and ends with `restore_shapes`.
+Each thread has eight tile registers, and sets their shapes. oneDNN relies on shapes that it has set itself, so code
+that sets shapes begins with `keep_shapes` and ends with `restore_shapes`.
 """
 
 from __future__ import annotations
@@ -18,29 +18,32 @@ from numba.extending import intrinsic
 
 from pagekv.executor.cpu.native.vectors import I8, I64, features
 
-# Bytes of a description of shapes, as the instructions take it.
+# Bytes of a tile configuration, which describes the shapes of all registers.
 SHAPES_BYTES = 64
-# Pairs of numbers and rows of a tile; columns of a panel, which are those of four tiles.
+# Pairs of numbers in a row of a tile; rows of a tile; columns of a panel, which has the columns of four tiles.
 PAIRS, ROWS, PANEL = 16, 16, 64
-# Columns of a tile, which lie together in a panel: all pairs of the first ones, then all of the next.
+# Columns of a tile. A panel stores them together: all pairs of its first 16 columns, then all pairs of the next 16.
 COLUMNS = 16
-# The registers: four sums; the left side and the panel's; and these of the rows and columns behind, or of pairs that
-# are left over.
+# The registers: four for sums, one for rows, one for a panel. The other two are for the next 16 rows and columns, or
+# for the pairs that are left over at the end of the inner dimension.
 _SUMS, _LEFT, _RIGHT, _OTHER_LEFT, _OTHER_RIGHT = (0, 1, 2, 3), 4, 5, 6, 7
 _ROW_BYTES = 64
-# Where a description has the bytes a row of each register, two bytes each, and the rows of each; first comes a 1.
+# Offsets in a tile configuration: bytes a row of each register, two bytes each; rows of each register, one byte each.
+# Byte 0 is the palette, always 1.
 _COLSB, _ROWS = 16, 48
 
 
 @cache
 def has_matrix_unit() -> bool:
-    """Whether there is one for bfloat16 that compiled code may use; asks the kernel for leave, once in a process."""
+    """Whether the processor has a matrix unit for bfloat16 that compiled code may use. Asks the operating system for
+    permission to use it, once in a process.
+    """
     return {"amx-tile", "amx-bf16"} <= features() and torch.cpu._init_amx()
 
 
 @intrinsic
 def keep_shapes(_typing: Any, place: Any) -> Any:
-    """Writes this thread's shapes to SHAPES_BYTES at an address, int64."""
+    """Saves this thread's shapes in the SHAPES_BYTES at `place`, an int64 address."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _call(builder, "sttilecfg", builder.inttoptr(args[0], cgutils.voidptr_t))
@@ -51,7 +54,7 @@ def keep_shapes(_typing: Any, place: Any) -> Any:
 
 @intrinsic
 def restore_shapes(_typing: Any, place: Any) -> Any:
-    """Takes this thread's shapes from SHAPES_BYTES at an address, int64."""
+    """Sets this thread's shapes to those saved at `place`, an int64 address."""
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         _call(builder, "ldtilecfg", builder.inttoptr(args[0], cgutils.voidptr_t))
@@ -62,8 +65,8 @@ def restore_shapes(_typing: Any, place: Any) -> Any:
 
 @intrinsic
 def set_shapes(_typing: Any, rows: Any, depth: Any, place: Any) -> Any:
-    """This thread's shapes are those of `matrix_tile` for `rows` rows, from 1 to ROWS, of `depth` pairs; they are
-    described in SHAPES_BYTES at an address, int64.
+    """Sets this thread's shapes for `matrix_tile` with `rows` rows, from 1 to ROWS, of `depth` pairs. Writes their
+    configuration to the SHAPES_BYTES at `place`, an int64 address.
     """
 
     def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
@@ -96,9 +99,9 @@ def set_shapes(_typing: Any, rows: Any, depth: Any, place: Any) -> Any:
 
 
 def matrix_tile(builder: Any, args: Any) -> None:
-    """As `tile` for pairs of bfloat16, with COLUMNS of a panel behind each other. `args`: those of `tile` from `rows`
-    on, which are as many as the thread's shapes are set for, or 2 * ROWS where these are for ROWS and `depth` is a
-    multiple of PAIRS. Nothing is called into the cache: the processor does so itself.
+    """Emits `tile` for pairs of bfloat16 and a panel that stores COLUMNS columns together. `args`: those of `tile` from
+    `rows` to `ahead_step`. `rows` is the number that the thread's shapes are set for; or 2 * ROWS, if the shapes are
+    for ROWS and `depth` is a multiple of PAIRS. Nothing is prefetched here: the processor does so by itself.
     """
     rows, depth, left, left_row, panel, out, _, _ = args
     line, stride, rest = I64(_ROW_BYTES), I64(4 * PANEL), builder.urem(depth, I64(PAIRS))
@@ -135,7 +138,7 @@ def matrix_tile(builder: Any, args: Any) -> None:
 
 
 def _step(builder: Any, left_register: int, right_register: int, step: Any, places: Any) -> None:
-    """Adds the products of pairs from `step` on."""
+    """Adds the products of the pairs that one register holds, from pair `step` on."""
     left, left_row, columns = places
     _load(builder, left_register, builder.add(left, builder.mul(step, I64(4))), left_row)
     down = builder.mul(step, I64(_ROW_BYTES))
@@ -162,7 +165,9 @@ def _load(builder: Any, register: int, address: Any, stride: Any) -> None:
 
 
 def _load_once(builder: Any, register: int, address: Any, stride: Any) -> None:
-    """Asks the processor not to let what is read only now push out of the first level what is read again and again."""
+    """Loads columns, which are read once, with a hint not to keep them in the first-level cache. The rows, which are
+    read again and again, then stay there.
+    """
     _call(builder, "tileloaddt164", I8(register), builder.inttoptr(address, cgutils.voidptr_t), stride)
 
 

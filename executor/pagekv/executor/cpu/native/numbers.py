@@ -12,17 +12,17 @@ from numba.extending import overload
 from pagekv.executor.cpu.native.code_cache import compile_kept
 from pagekv.executor.cpu.native.intrinsics import bits_of_float, float_of_bits
 
-# Sums may be taken in any order. NaN stays NaN: a sequence whose logits are no numbers must be noticed.
+# LLVM may reorder sums, but not assume that there is no NaN, because NaN in a sequence's logits must be noticed.
 OPTIONS: dict[str, Any] = {"fastmath": {"reassoc", "contract", "arcp", "nsz"}, "error_model": "numpy"}
-# Elements of a tensor as NumPy knows them.
+# Element types as loops see them. NumPy has no bfloat16, so loops see its bits.
 STORED: dict[torch.dtype, Any] = {torch.float32: np.float32, torch.bfloat16: np.uint16}
-# exp of less is 0 in float32, and of more infinite.
+# Bounds of the argument of `exp`; beyond them, results are outside the normal numbers of float32.
 LEAST, MOST = np.float32(-87.3), np.float32(88.7)
 
 
 class _Exp(NamedTuple):
-    """Numbers of exp: a reduction by two parts of ln 2 (Cody and Waite), and the polynomial of Cephes' expf, from the
-    highest power to the second.
+    """Constants of `exp`: ln 2 in two parts, for the reduction of the argument (Cody and Waite), and the polynomial of
+    Cephes' expf, from the highest power to the second.
     """
 
     log2_e: float = 1.44269504
@@ -44,11 +44,11 @@ _kept: list[Any] = []
 
 
 def address_of(work: Any) -> int:
-    """Address of the machine code of `work(arguments)`, `void (void *)`, in whose closure are only numbers and types:
-    compiled, or kept by an earlier process.
+    """Address of the machine code of `work(arguments)`, a C function `void (void *)`: compiled now, or kept by an
+    earlier process. The closure of `work` holds only numbers and types.
     """
     compiled = compile_kept(_compile, work)
-    # The code lives as long as its object.
+    # The machine code is freed with this object.
     _kept.append(compiled)
     address: int = compiled.address
     return address
@@ -59,18 +59,18 @@ def _compile(work: Any, *, cache: bool) -> Any:
 
 
 def widen(stored: Any) -> Any:
-    """The float32 that is stored."""
+    """A stored number, float32 or the bits of a bfloat16, as float32."""
     raise NotImplementedError("for compiled code")
 
 
 def narrow(number: Any, stored: Any) -> Any:
-    """A float32 as it is stored; `stored` is any number of the type wanted. Of two bfloat16 equally near it is the even
-    one, and NaN stays NaN.
+    """A float32 as it is stored, in the type of `stored`, whose value means nothing. Rounds to the nearest bfloat16,
+    ties to even; NaN stays NaN.
     """
     raise NotImplementedError("for compiled code")
 
 
-# Annotations of what stands for a function must be those of the function.
+# Numba requires that the functions which an overload returns have its signature, annotations included.
 @overload(widen, jit_options=OPTIONS)
 def _widen(stored: Any) -> Any:
     def of_bits(stored: Any) -> Any:
@@ -88,7 +88,7 @@ def _narrow(number: Any, stored: Any) -> Any:
         bits = np.uint32(bits_of_float(number))
         even = (bits >> np.uint32(16)) & np.uint32(1)
         upper = np.uint16((bits + np.uint32(0x7FFF) + even) >> np.uint32(16))
-        # False of NaN alone.
+        # Only NaN differs from itself.
         return upper if number == number else np.uint16(0x7FC0)
 
     def same(number: Any, stored: Any) -> Any:
@@ -101,10 +101,10 @@ _LOG2_E, _LN_2_HIGH, _LN_2_LOW = (np.float32(each) for each in (EXP.log2_e, EXP.
 _POLYNOMIAL = tuple(np.float32(each) for each in EXP.polynomial)
 
 
-# Without OPTIONS: in another order the two parts of ln 2 would be one. Numba inlines nothing of it, LLVM all.
+# Not with OPTIONS: LLVM would then add the two parts of ln 2 before using them. LLVM inlines this function.
 @njit(fastmath={"contract"}, error_model="numpy")
 def exp(x: Any) -> Any:
-    """exp of a float32 to 2 units in the last place. NumPy's own is a call for each number."""
+    """exp of a float32, to 2 units in the last place. NumPy's exp would be a function call for each number."""
     if x < LEAST:
         x = LEAST
     if x > MOST:

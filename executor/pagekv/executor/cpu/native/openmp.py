@@ -1,8 +1,9 @@
 """Runs a compiled function on the threads that torch's own operators run on.
 
-A second pool of threads would wait for work while torch's computes, and each would take the cores from the other. So
-the function goes to the OpenMP runtime that torch has loaded, by the entry that a compiler calls for a parallel region
-(libgomp ABI, gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html; LLVM's runtime has it as well).
+Two pools of threads would take the cores from each other: the threads of one spin while they wait for work, when those
+of the other compute. So the function goes to the OpenMP runtime that torch has loaded, through the entry point that
+compilers use for a parallel region (libgomp ABI,
+gcc.gnu.org/onlinedocs/libgomp/Implementing-PARALLEL-construct.html; LLVM's runtime has it as well).
 """
 
 from __future__ import annotations
@@ -21,32 +22,35 @@ _Function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Recorder(Protocol):
-    """Takes calls down instead of `run`."""
+    """Receives the calls of `run`, which are then recorded and not made."""
 
     def add(self, function: int, packed: Any, alone: bool, held: tuple[torch.Tensor, ...]) -> None:
-        """A call of the function with packed arguments; `held` has to be kept."""
+        """Records a call: the function's address, its array of arguments, whether one thread makes the call, and the
+        tensors to keep alive.
+        """
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Memory for calls."""
+        """Uninitialised memory for the results of recorded calls."""
         ...
 
 
-# Set for a while by a program, on the one thread that computes.
+# Set by a `Program` while it records. Only one thread of the process computes steps.
 recorder: Recorder | None = None
 
 
 def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Memory for what calls compute."""
+    """Uninitialised memory for the results of calls: the recorder's, while there is one."""
     return torch.empty(shape, dtype=dtype) if recorder is None else recorder.empty(shape, dtype)
 
 
 def run(function: int, arguments: Sequence[int], *, alone: bool = False, held: tuple[torch.Tensor, ...] = ()) -> None:
-    """Calls the function at an address, `void (int64_t *)`, once on each of torch's threads, or once, and waits. It is
-    handed the address of two tickets, both 0 at first, and then `arguments`; `held` has those tensors whose addresses
-    are among them and which nothing else keeps. While there is a recorder, it takes the call down.
+    """Calls the function `void (int64_t *)` at an address on each of torch's threads, or on one if `alone`, and waits.
+    The function gets an array: the address of two tickets, both 0 at first, and then `arguments`. `held`: tensors whose
+    addresses are among the arguments and that nothing else keeps alive. While there is a recorder, the call is recorded
+    and not made.
     """
-    # Of ctypes, since NumPy takes as long to tell an array's address as this takes in all.
+    # An array of ctypes: NumPy takes as long to tell an array's address as this function takes in all.
     packed = (ctypes.c_int64 * (len(arguments) + 3))(0, *arguments)
     packed[0] = ctypes.addressof(packed) + 8 * (len(arguments) + 1)
     if recorder is not None:
@@ -62,6 +66,6 @@ def run(function: int, arguments: Sequence[int], *, alone: bool = False, held: t
 
 @cache
 def bits_of(number: float) -> int:
-    """The bits of a float32, as an argument that `float_of_bits` takes."""
+    """The bits of a number as float32: an argument that the function turns back by `float_of_bits`."""
     bits: int = struct.unpack("i", struct.pack("f", number))[0]
     return bits

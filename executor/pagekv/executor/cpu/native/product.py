@@ -1,21 +1,17 @@
-"""Products of rows with weights that never change, laid out for `tile`: panels of columns, each contiguous.
+"""Products of rows with weights that never change. The weights are packed once, into the panels of columns that `tile`
+multiplies by; each panel is contiguous.
 
-A thread takes a panel at a time, multiplies it with one tile of rows after the other, and calls the panel that it will
-likely take next into its cache meanwhile; of a panel that meets a single tile, what comes 4 KiB later (1 to 6 rows take
-0.65 to 1.0 of the time on an Intel Xeon of family 6, model 207, without its matrix unit). A row's numbers do not depend
-on how many others there are.
+A thread takes one panel at a time and multiplies it with one tile of rows after the other. Meanwhile it prefetches the
+panel that it will probably take next: on a 2-core AMD EPYC (Zen 4), 16 rows take 1.2 times as long without this. If a
+panel meets a single tile, the tile prefetches the rest of its own panel. The result of a row does not depend on the
+number of rows.
 
-Measured on a 2-core AMD EPYC (Zen 4) that others kept busy, one thread, 25 M weights of 8 layers (hidden 512), against
-oneDNN with its own layout in turns, ms of this thread: float32, 8 rows 7 against 12, 32 rows 20 against 25, 256 rows
-131 against 134; bfloat16, 8 rows 4.4 against 7.5, 32 rows 12 against 14, 256 rows 73 against 76. Without fetching ahead
-16 rows take 1.2 times as long, 64 rows 1.06 times; the matrix unit gains nothing by it. By that of an Intel Xeon
-(family 6, model 167): 8 rows 1.9 against 2.4, 32 rows 2.2 against 2.7, 256 rows 8.4 against 8.2, and 11.2 where
-columns of all tiles lay side by side and were let push rows out of the first level of the cache.
+Such products take less time than oneDNN's while rows are few: one thread of that EPYC multiplies 8 bfloat16 rows by the
+25 M weights of 8 layers (hidden 512) in 4.4 ms, oneDNN in 7.5 ms; 256 rows take 73 and 76 ms.
 
-Processors that multiply float32 faster than bfloat16 get float32 rows, widened once by each thread: on an AMD EPYC
-with AVX2 alone (family 25, model 1) 32 rows take 0.8 and 256 rows 0.82 of the time with tiles that widen their rows for
-each panel. Where many tiles meet a panel, it is widened once as well: on the Xeon of model 207 64 to 512 rows take 0.9
-to 1.0 of the time.
+On processors that multiply float32 faster than bfloat16, each thread widens its rows to float32 once: on an AMD EPYC
+with AVX2 alone (family 25, model 1), 256 rows take 0.82 of the time of tiles that widen their rows for each panel. If
+many tiles meet a panel, the thread also widens the panel once.
 """
 
 from __future__ import annotations
@@ -54,41 +50,45 @@ from pagekv.executor.cpu.native.tile import (
 )
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
-# Rows that go through all panels before the next do: more of them would not stay in the cache.
+# Rows of a chunk. A chunk meets all panels before the next chunk does; more rows would not stay in the cache.
 CHUNK_ROWS = 256
-# Float32 numbers of rows that a thread widens at a time.
+# Float32 numbers that a thread widens at a time. If rows are long, a chunk has only as many rows as this allows.
 WIDENED_NUMBERS = 2**19
-# Steps of a panel that a thread widens at a time, which stay in the first level, for so many tiles at least: fewer gain
-# less than that costs.
+# Steps of a panel that a thread widens at a time, so that they stay in the first-level cache; and the fewest tiles for
+# which it does so. For fewer tiles widening costs more than it saves; 64 to 512 rows take 0.9 to 1.0 of the time on an
+# Intel Xeon of family 6, model 207.
 WIDENED_STEPS, WIDENED_TILES = 64, 8
-# How far ahead of itself a single tile fetches: where memory has answered by the time it gets there.
+# How far ahead a single tile prefetches: memory has answered by the time that the tile gets there. With this, 1 to 6
+# rows take 0.65 to 1.0 of the time on an Intel Xeon of family 6, model 207, without its matrix unit.
 AHEAD_BYTES = 4096
-# Multiplications that one thread does while the others would still be waking.
+# Up to so many multiplications one thread computes alone: waking the others would take longer.
 ALONE = 2**18
 
-# How columns are finished: as they are, or those of gates and of what is gated as one.
+# How the sums of a panel are finished: stored as they are, or the gate and up columns combined.
 _PLAIN, _SILU, _GELU_TANH = 0, 1, 2
 _FINISHES = {None: _PLAIN, "silu": _SILU, "gelu_tanh": _GELU_TANH}
 
 
 class Product:
-    """`x @ weight.T + bias`, or of its two halves, gates first, `activation(gate) * up`. Float32 or bfloat16, like the
-    weights; sums are float32. Holds no copy in the plain layout.
+    """`x @ weight.T + bias`. With an activation it is `activation(gate) * up`: gate is the first half of the columns of
+    `x @ weight.T + bias`, up the second half. Rows and results are float32 or bfloat16, like the weight; sums are
+    float32. The object keeps only the packed weight.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str | None = None) -> None:
-        """`weight` `[out, in]`; `activation`: a value of ACTIVATIONS."""
+        """`weight` `[out, in]`; `activation`: a value of `model.decoder.ACTIVATIONS`."""
         lanes = vector_lanes()
         sums = FLOAT32 if weight.dtype == torch.float32 else bfloat16_sums()
         self._dtype = weight.dtype
-        # Numbers of a row that one step takes.
+        # Numbers of a row that one step of a tile takes.
         self._paired = 1 if sums == FLOAT32 else 2
-        # A panel is `parts` runs of columns, each from its own share of the weights.
+        # With an activation, half of a panel's columns are of the gate projection and half of the up projection, so
+        # that a panel can be finished by itself.
         parts = 1 if activation is None else 2
         self._columns = weight.shape[0] // parts
         wide = panel_vectors(lanes) * lanes
         self._depth = -(-weight.shape[1] // self._paired)
-        # Rows are copied first, in Python: calls of it cannot be recorded.
+        # Whether torch copies rows first, to pad them. A `Program` cannot record such a product.
         self.pads_rows = weight.shape[1] % self._paired > 0
         run = COLUMNS if sums == BFLOAT16_MATRIX else 0
         self._panels = packed(weight, parts, wide // parts, self._depth, self._paired, run)
@@ -101,7 +101,7 @@ class Product:
         self._chunk_rows = CHUNK_ROWS
         if self._widens:
             self._chunk_rows = max(self._most, min(CHUNK_ROWS, WIDENED_NUMBERS // (2 * self._depth)))
-            # Sums of a chunk, and steps of a panel.
+            # Room for the sums of a chunk, and for widened steps of a panel.
             self._tile_numbers += (self._chunk_rows + 2 * WIDENED_STEPS) * wide
         self._finish = _FINISHES[activation]
         self._function = _compiled(STORED[weight.dtype], lanes, sums, False)
@@ -110,14 +110,14 @@ class Product:
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         """`[T, in]` to `[T, out]`, or to `[T, out / 2]` with an activation."""
         count, panels, threads = len(rows), len(self._panels), self._threads(len(rows))
-        # With fewer panels than keep all threads busy, rows are divided too.
+        # If there are too few panels to keep all threads busy, rows are divided too.
         chunks = max(-(-count // self._chunk_rows), min(-(-count // self._most), 2 * threads // panels))
         return self._multiply(rows, chunks, threads)
 
     @staticmethod
     def each(products: Sequence[Product], rows: torch.Tensor, bounds: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """`[S, out]` of rows `[S, in]`: of each product those within its bounds, in one call. Products have weights of
-        one shape; bounds follow each other and leave no row out.
+        """`[S, out]` for rows `[S, in]`, in one call of compiled code: product i multiplies the rows [begin, end) of
+        `bounds[i]`. All products have weights of one shape. Bounds follow each other and cover all rows.
         """
         first, parts = products[0], list[int]()
         for product, (begin, end) in zip(products, bounds, strict=True):
@@ -128,22 +128,25 @@ class Product:
         return first._multiply(rows, len(parts) // 4, first._threads(len(rows)), parts)
 
     def _threads(self, count: int) -> int:
-        """Threads that compute so many rows."""
+        """Threads that compute `count` rows."""
         return 1 if count * self._panels.numel() <= ALONE else torch.get_num_threads()
 
     def _part(self, begin: int, end: int) -> list[int]:
-        """Rows from one to another, as the compiled function reads them for chunks that have weights of their own."""
+        """Rows [begin, end) of this product as a chunk for `_multiply`: first row, number of rows, addresses of the
+        panels and of the bias.
+        """
         return [begin, end - begin, self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()]
 
     def _multiply(self, rows: torch.Tensor, chunks: int, threads: int, parts: Sequence[int] = ()) -> torch.Tensor:
-        """`parts`: of each chunk, where chunks have weights of their own."""
+        """`parts`: the `_part` of each chunk, if chunks are of different products."""
         count = len(rows)
         out = empty(count, self._columns, dtype=self._dtype)
         if not count:
             return out
         padding = self._depth * self._paired - rows.shape[1]
         rows = torch.nn.functional.pad(rows, (0, padding)) if padding else rows.contiguous()
-        # Of each thread the sums of a tile, which torch aligns to 64 bytes, and the rows that it widens.
+        # Each thread's scratch memory: the sums of a tile, then the rows that the thread widens. torch aligns it to 64
+        # bytes.
         own = self._tile_numbers
         if self._widens:
             own += -(-min(count, self._chunk_rows) * 2 * self._depth // 16) * 16
@@ -165,7 +168,7 @@ class Product:
 
 @cache
 def _compiled(stored: Any, lanes: int, sums: int, several: bool) -> int:
-    """`several`: each chunk has weights of its own."""
+    """Address of the function. `several`: each chunk has weights of its own."""
     width = np.dtype(stored).itemsize
     most, wide = most_rows(lanes, sums), panel_vectors(lanes) * lanes
     half, plain, silu = wide // 2, _PLAIN, _SILU
@@ -178,12 +181,12 @@ def _compiled(stored: Any, lanes: int, sums: int, several: bool) -> int:
         count, columns, depth, chunks, panels, threads = args[1], args[2], args[3], args[4], args[5], args[6]
         finish = args[13]
         kept = wide if finish == plain else half
-        # The second ticket numbers the threads.
+        # The second ticket is the number of the thread.
         scratch = args[11] + take_ticket(args[0] + 8) * args[12]
         panel_bytes = depth * wide * 4
         row_bytes = depth * (8 if widens else 4)
         if several:
-            # Just before the tickets.
+            # The chunks' parts are the last arguments, just before the tickets.
             parts = carray(pointer(args[0] - 32 * chunks), (chunks, 4), np.int64)
         shapes, shaped = scratch + most * wide * 4, 0
         steps_at = shapes + 2 * SHAPES_BYTES
@@ -218,8 +221,8 @@ def _compiled(stored: Any, lanes: int, sums: int, several: bool) -> int:
                         target[i] = widen(source[i])
             at = weights + panel * panel_bytes
             tiles = (members + height - 1) // height
-            # Each tile fetches its share of the next panel; a single one, which waits for memory and not for sums,
-            # what it reads soon itself.
+            # Each tile prefetches its share of the next panel. A single tile waits for memory and not for arithmetic,
+            # so it prefetches the bytes of this panel that it is about to read.
             share = wide * 4 // tiles
             following = at + panel_bytes * threads if tiles > 1 else at + AHEAD_BYTES
             here = min(kept, columns - panel * kept)
@@ -235,7 +238,8 @@ def _compiled(stored: Any, lanes: int, sums: int, several: bool) -> int:
                     ahead = following + low * wide * 4 + share * steps * index
                     found_at = scratch
                     if matrix:
-                        # All of the height that shapes are set for: the last tile has rows of the one before.
+                        # Every tile has the height that the unit's shapes are set for, so the last tile computes some
+                        # rows of the tile before it again.
                         first, rows = min(index * height, members - height), height
                     row_at = left + first * row_bytes
                     if widens_steps:

@@ -1,8 +1,8 @@
-"""Calls of compiled functions that are written down once and then run as one: no Python between them, and threads that
-meet at barriers instead of being called together for each.
+"""Calls of compiled functions that are recorded once and then run as one: no Python between the calls, and one parallel
+region for all of them, in which threads meet at barriers.
 
-A step of few rows is some sixty calls of a few microseconds of work each, and Python took as long again, more where
-another thread of the process wanted the interpreter meanwhile.
+A step of few rows makes some sixty calls, with a few microseconds of work each. Calling them from Python took as long
+as that work, and longer while another thread of the process wanted the interpreter.
 """
 
 from __future__ import annotations
@@ -26,27 +26,29 @@ from pagekv.executor.cpu.openmp_runtime import runtime
 
 
 class Program(Recorder):
-    """States: recording within `recorded`; then run any number of times, over the memory that it was recorded with, by
-    as many threads. Parts are recorded one after the other and compute in the same memory: of what a part leaves, the
-    next may read only what was taken last.
+    """A list of calls. It is recorded once, within `recorded`; then it runs any number of times, on the memory that it
+    was recorded with and by as many threads.
+
+    Calls are recorded in parts, such as the layers of a model, which use the same memory one after the other. A part
+    may read only one result of the part before: the one whose memory was taken last.
     """
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
         self._calls: list[tuple[int, Any, bool]] = []
-        # All that calls read and write besides memory of their own; and that memory, which each part has from its begin
-        # on.
+        # Tensors of the caller that calls read and write; and memory of this object, which every part uses again from
+        # the first tensor on.
         self._held: list[torch.Tensor] = []
         self._memory: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = {}
         self._taken: Counter[tuple[tuple[int, ...], torch.dtype]] = Counter()
-        # Taken last, and last before this part.
+        # The tensor that was taken last; and the last tensor of the part before, which this part may still read.
         self._last: torch.Tensor | None = None
         self._before: torch.Tensor | None = None
         self._table = np.zeros((0, 3), np.int64)
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Calls within are written down and not made."""
+        """Within this context, calls are recorded and not made."""
         openmp.recorder = self
         try:
             yield
@@ -55,7 +57,7 @@ class Program(Recorder):
         self._table = np.array([(at, ctypes.addressof(packed), alone) for at, packed, alone in self._calls], np.int64)
 
     def next_part(self) -> None:
-        """The calls that follow are another part."""
+        """Begins a new part with the calls that follow."""
         self._taken.clear()
         self._before = self._last
 
@@ -76,7 +78,7 @@ class Program(Recorder):
                 return memory[number]
 
     def run(self) -> None:
-        """Makes the calls. Raises RuntimeError where torch has another number of threads than while recording."""
+        """Makes the calls. Raises RuntimeError if torch has another number of threads than while recording."""
         if torch.get_num_threads() != self._threads:
             raise RuntimeError(f"recorded for {self._threads} threads, run by {torch.get_num_threads()}")
         found = runtime() if self._threads > 1 else None
@@ -89,7 +91,7 @@ def _all_calls() -> int:
     def work(raw: Any) -> None:
         args = carray(raw, 4, np.int64)
         calls = carray(pointer(args[2]), (args[1], 3), np.int64)
-        # The second ticket numbers the threads.
+        # The second ticket is the number of the thread.
         thread = take_ticket(args[0] + 8)
         for number in range(args[1]):
             if calls[number, 2] == 0 or thread == 0:
@@ -97,7 +99,7 @@ def _all_calls() -> int:
             if args[3] != 0:
                 call(args[3], 0)
             if thread == 0:
-                # Both tickets, for the next time: all threads are behind the call.
+                # All threads have finished the call, so its tickets can begin at 0 again for the next run.
                 tickets = carray(pointer(carray(pointer(calls[number, 1]), 1, np.int64)[0]), 2, np.int64)
                 tickets[0] = 0
                 tickets[1] = 0

@@ -1,11 +1,11 @@
-"""Attention of many rows over the same blocks, straight from the block pool: chunks of prompts, and prefixes that
-several sequences share.
+"""Attention of many rows over the same blocks, which are read straight from the block pool: chunks of prompts, and
+prefixes that several sequences share.
 
-Keys and values of a few blocks at a time are laid out as panels for `tile`, which multiplies all rows of a run with
-them; one softmax over a context whose keys come so is that of FlashAttention (arXiv:2205.14135), with a running maximum
-and sum. Panels begin at the same slots of a context whatever is computed together, so a row's numbers do not depend on
-that; but a value that is not a number, in a slot that some row of a run sees, reaches the rows of the run that see
-other slots of its panel.
+Keys and values of a few blocks at a time are packed into panels for `tile`, which multiplies all rows of a run with
+them. The softmax is computed online, with a running maximum and sum (FlashAttention, arXiv:2205.14135). Panels begin at
+fixed positions of a context, so a row's result does not depend on the other rows of a step. The exception is NaN among
+the values (V): if one row of a run sees it, other rows of the run may become NaN, too, because NaN times a weight of 0
+is NaN.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.paged_reads import PagedRuns
 from pagekv.executor.model.attention_interface import Scores
 
-# Keys that are laid out at a time: a multiple of every panel's columns.
+# Keys that are packed at a time: a multiple of a panel's columns on every processor.
 KEYS = 64
 
 
@@ -43,10 +43,10 @@ def prompt_attention(
     *,
     merge: bool,
 ) -> None:
-    """Rows `runs.rows` of `query` `[T, num_heads, head_size]` over the keys and values that they see. The same rows of
-    `out` `[T, num_heads, head_size]` and `lse` `[T, num_heads]`, both float32 and contiguous, become the output and the
-    log-sum-exp of the scores; `merge`: those over what both rows saw before and what they see now, which must be
-    disjoint. A window of `scores` is not looked at.
+    """Attention of the rows `runs.rows` of `query` `[T, num_heads, head_size]` over the slots that `runs` names. The
+    output goes to the same rows of `out` `[T, num_heads, head_size]`, the log-sum-exp of the scores to those of `lse`
+    `[T, num_heads]`; both are float32 and contiguous. `merge`: both hold a result over other slots already, and become
+    the result over all these slots. `scores.window` is ignored, because `runs` has applied it.
     """
     _, num_heads, size = query.shape
     keys, values = pools.layer(layer)
@@ -56,8 +56,9 @@ def prompt_attention(
     wide = panel_vectors(lanes) * lanes
     columns = -(-size // wide) * wide
     most = runs.most_rows * group
-    # Of a thread, in float32: two sets of panels, of each row the query, the sum of values, maximum and sum, and of a
-    # tile's rows scores, weights and products.
+    # Each thread's scratch memory, in float32: panels of keys and of values; for each row of a run its query, weighted
+    # sum of values, maximum and sum of weights; for each row of a tile its scores, weights and products, and the factor
+    # by which its sums shrink.
     tile_rows = most_rows(lanes, FLOAT32)
     numbers = KEYS * (size + columns) + most * (size + columns) + 2 * most + tile_rows * (2 * KEYS + columns + 1)
     numbers = -(-numbers // 16) * 16 + 64
@@ -95,10 +96,10 @@ def _compiled(stored: Any, lanes: int) -> int:
         offsets = carray(pointer(args[18]), num_runs, np.int64)
         scale, cap = float_of_bits(np.int32(args[20])), float_of_bits(np.int32(args[21]))
         merge, most = args[22], args[25]
-        # The second ticket numbers the threads.
+        # The second ticket is the number of the thread.
         scratch = args[23] + take_ticket(args[0] + 8) * args[24]
-        # Keys `[KEYS / wide, size, wide]`, values `[columns / wide, KEYS, wide]`; both begin at whole vectors, as do
-        # the results of `tile`.
+        # Keys `[KEYS / wide, size, wide]`, values `[columns / wide, KEYS, wide]`, and results of `tile`: all of them
+        # are aligned to vectors.
         keys_at, values_at = scratch, scratch + KEYS * size * 4
         scores_at = values_at + KEYS * columns * 4
         products_at = scores_at + tile_rows * KEYS * 4
@@ -135,11 +136,11 @@ def _compiled(stored: Any, lanes: int) -> int:
                 for i in range(columns):
                     sums[row, i] = 0
             begin, end = begins[first], ends[first + count - 1]
-            # Rows before `done` saw all that they see; rows come in the order of what they see.
+            # Rows before `done` have seen all their keys: the begins and ends of a run's rows never fall.
             done = 0
             for start in range(begin // KEYS * KEYS, end, KEYS):
                 here = min(KEYS, end - start)
-                # Slots that no row sees may hold anything, and NaN passes any weight.
+                # Slots that no row sees may hold anything, even NaN, so they are packed as zeros.
                 for low in range(0, KEYS, lanes):
                     place, panel, lane = start + low, low // wide, low % wide
                     near = args[6] + tables[table + min(place, end - 1) // block_size] * block_bytes
@@ -202,7 +203,7 @@ def _compiled(stored: Any, lanes: int) -> int:
                         for panel in range(KEYS // wide):
                             for row in range(height):
                                 for i in range(wide):
-                                    # tanh by exp, which is not called for each number.
+                                    # tanh by `exp`, which LLVM inlines: no function call for each number.
                                     score = found[panel, row, i]
                                     shrunk = exp(np.float32(-2) * abs(score) / cap)
                                     bent = cap * (np.float32(1) - shrunk) / (np.float32(1) + shrunk)

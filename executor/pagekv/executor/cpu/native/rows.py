@@ -1,7 +1,7 @@
-"""Row by row work of a decoder between its matrix products: each loop reads and writes every row once.
+"""Row-wise operators of a decoder between its matrix products. Each loop reads and writes every row once.
 
-Tensors have one row per token and their last dimension is contiguous. Few rows are done by one thread: to wake the
-others takes longer.
+Tensors have one row per token, and their last dimension is contiguous. One thread computes few rows alone, because
+waking the others would take longer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pagekv.executor.cpu.native.numbers import STORED, address_of, exp, narrow, 
 from pagekv.executor.cpu.native.openmp import bits_of, empty, run
 from pagekv.executor.model.decoder import RmsNorm
 
-# Elements of a tensor that one thread does while the others would still be waking.
+# Up to so many elements one thread computes alone.
 ALONE = 2**16
 # Rows that a thread takes at a time.
 ROWS = 8
@@ -31,7 +31,9 @@ def add_norm(
     added_norm: RmsNorm | None,
     norm: RmsNorm | None,
 ) -> torch.Tensor:
-    """`rows += factor * added_norm(added)` in place, and then `norm(rows)`, all `[T, n]`; without a norm, `rows`."""
+    """`rows += factor * added_norm(added)` in place; then `norm(rows)` as a new tensor, or `rows` without a norm. All
+    are `[T, n]`.
+    """
     size = rows.shape[1]
     out = rows if norm is None else empty(*rows.shape, dtype=rows.dtype)
     if added is None and norm is None:
@@ -46,7 +48,9 @@ def add_norm(
 
 
 def gated(both: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation(gate) * up` `[T, n]` of `both` `[T, 2 * n]`, gates first."""
+    """`activation(gate) * up` `[T, n]`. Each row of `both` `[T, 2 * n]` has the gate first. `activation`: silu or
+    gelu_tanh.
+    """
     size = both.shape[1] // 2
     out = empty(both.shape[0], size, dtype=both.dtype)
     _run(
@@ -69,11 +73,13 @@ def rotate(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> None:
-    """Norms and rotates queries and keys in `heads` `[T, query + key + value heads, head_size]`, in place, by cosines
-    and sines `[T, R]` of the first R elements of each head (Su et al., arXiv:2104.09864; halves as in transformers'
-    `rotate_half`), and stores keys and values in the slots at `places` `[T]`, elements from the pools' begins.
+    """Applies norms and RoPE to queries and keys in `heads` `[T, query + key + value heads, head_size]`, in place, and
+    stores keys and values in the pools.
 
-    `num_heads`: of queries and of keys. `keys`, `values`: pools `[num_blocks, block_size, key heads, head_size]`.
+    `num_heads`: of queries and of keys. `rotation`: cosines and sines `[T, R]` for the first R elements of each head
+    (Su et al., arXiv:2104.09864; pairs as in transformers' `rotate_half`). `keys`, `values`: pools
+    `[num_blocks, block_size, key heads, head_size]`. `places` `[T]`: the slot of each row, in elements from the
+    beginning of a pool.
     """
     size = heads.shape[2]
     cos, sin = rotation if rotation is not None else (None, None)
@@ -96,7 +102,7 @@ def rotate(
 
 
 def narrowed(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Float32 `[T, n]` in this type; `rows` where that is theirs."""
+    """Float32 `rows` `[T, n]`, rounded to `dtype`; `rows` itself if `dtype` is float32."""
     if dtype == rows.dtype:
         return rows
     out = empty(*rows.shape, dtype=dtype)
@@ -218,7 +224,7 @@ def _rotate(stored: Any) -> int:
                             scale_of = carray(pointer(begin + start * size * width), members, stored)
                             length = members
                             weight = carray(pointer(norm + (head - start) * size * 4), size, np.float32)
-                        # Over all heads the sum is taken before the first of them changes.
+                        # A norm over all heads sums their squares before it changes the first of them.
                         if whole == 0 or head == start:
                             squares = np.float32(0)
                             for i in range(length):

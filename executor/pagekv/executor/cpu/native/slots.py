@@ -1,6 +1,7 @@
-"""Loops over the slots of a block, in vector registers: scores of queries with keys, and values weighed and summed.
+"""Loops over the slots of a block, in vector registers: scores of queries with keys, and weighted sums of values.
 
-LLVM's vectoriser would load and store the sums for every slot, so vectors are written out here, as in `tile`.
+LLVM's vectoriser would load and store the sums for every slot, so this module emits the vector instructions itself, as
+`tile` does.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from numba.extending import intrinsic
 
 from pagekv.executor.cpu.native.vectors import F32, I64, fetch, load_at, spread, vector_lanes, widened
 
-# Sums that one loop keeps in registers: of scores, which are one vector each, and of weighed values.
+# The most vectors of sums that one loop keeps in registers: of scores (one vector a query), and of weighted values.
 _MOST_SCORES, _MOST_SUMS = 4, 16
-# Of queries, what a loop keeps besides.
+# The most vectors of queries that a loop of scores keeps in registers as well.
 _MOST_QUERY = 16
 
 
 def lanes_of(size: int) -> int:
-    """Float32 numbers in a vector that divides a head of so many elements."""
+    """Float32 numbers in the longest vector that divides a head of `size` elements."""
     lanes = vector_lanes() or 4
     while size % lanes:
         lanes //= 2
@@ -47,11 +48,11 @@ def score_slots(
 ) -> Any:
     """`scores[m, i] = dot(query[m], keys[i])` for `members` queries and `count` slots, at least 1.
 
-    Literals: `lanes` of `lanes_of(size)`, `size`, `members`, and `width`, 4 bytes a float32 or 2 a bfloat16. All others
-    are int64: `keys`, address of the first slot, the next one `slot_bytes` behind; `query`, of float32
-    `[members, size]`; `scores`, of float32, rows `score_bytes` apart; `most`, of float32 `[members]`, which become the
-    largest of themselves and the scores that are numbers. Slot i calls as much as a slot has, at
-    `ahead + i * ahead_step`, into the cache.
+    Literals: `lanes` (`lanes_of(size)`), `size`, `members`, and `width`, the bytes of a stored number: 4 for float32, 2
+    for bfloat16. All others are int64. `keys`: address of the first slot; each next slot is `slot_bytes` further.
+    `query`: address of float32 `[members, size]`. `scores`: address of float32 rows, `score_bytes` apart. `most`:
+    address of float32 `[members]`; each becomes the maximum of itself and of its scores that are not NaN. Slot i
+    prefetches the bytes of one slot at `ahead + i * ahead_step`.
     """
     shape = _Shape(lanes.literal_value, size.literal_value, width.literal_value)
     num_rows = members.literal_value
@@ -80,8 +81,8 @@ def weigh_slots(
     ahead: Any,
     ahead_step: Any,
 ) -> Any:
-    """`out[m] += sum of weights[m, i] * values[i]`, with `weights` and `values` as scores and keys of `score_slots`;
-    `out` is the address of float32 `[members, size]`.
+    """`out[m] += sum of weights[m, i] * values[i]`. `weights` and `values` are laid out as the scores and keys of
+    `score_slots`; `out` is the address of float32 `[members, size]`.
     """
     shape = _Shape(lanes.literal_value, size.literal_value, width.literal_value)
     num_rows, vectors = members.literal_value, shape.size // shape.lanes
@@ -109,7 +110,7 @@ class _Shape(NamedTuple):
 
 
 class _Slots:
-    """A loop over slots, from the block that a builder is at."""
+    """A loop over slots that a builder emits: its body lies between construction and `end`."""
 
     def __init__(self, builder: Any, count: Any) -> None:
         self._builder, self._count = builder, count
@@ -122,14 +123,14 @@ class _Slots:
         self.index.add_incoming(I64(0), self._before)
 
     def sum(self, first: Any) -> Any:
-        """A number that every slot changes."""
+        """A number that every slot changes, beginning with `first`."""
         found = self._builder.phi(first.type)
         found.add_incoming(first, self._before)
         self._sums.append(found)
         return found
 
     def end(self, sums: list[Any]) -> None:
-        """`sums`: what this slot made of each."""
+        """Ends the body. `sums`: the new value of each number from `sum`, in the same order."""
         builder = self._builder
         for found, new in zip(self._sums, sums, strict=True):
             found.add_incoming(new, builder.block)
@@ -202,5 +203,5 @@ def _weigh(builder: Any, shape: _Shape, rows: range, columns: range, args: Any) 
 
 
 def _add_product(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    # One instruction where the processor has one for both.
+    # "contract" lets LLVM use one instruction for both operations.
     return builder.fadd(total, builder.fmul(left, right, flags=("contract",)), flags=("contract",))

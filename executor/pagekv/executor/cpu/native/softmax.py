@@ -1,6 +1,7 @@
-"""The step of an online softmax over the scores of a few rows with one panel of keys, in vector registers.
+"""One step of an online softmax (Milakov and Gimelshein, arXiv:1805.02867): the scores of a few rows with one panel of
+keys, in vector registers.
 
-Milakov and Gimelshein, arXiv:1805.02867. LLVM's vectoriser would go over a row's scores three times.
+LLVM's vectoriser would read a row's scores three times.
 """
 
 from __future__ import annotations
@@ -30,13 +31,16 @@ def softmax_rows(
     totals: Any,
     shrinks: Any,
 ) -> Any:
-    """One panel for `count` rows, at least 1. `tops[r]` becomes the largest of itself and the scores that are numbers,
-    `weights[r]` the exponentials of scores less that, `shrinks[r]` the exponential of the old top less the new one, 0
-    where the old one was minus infinity, and `totals[r]` becomes `totals[r] * shrinks[r]` plus the sum of the weights.
-    A score of minus infinity weighs nothing; one that is NaN makes `totals[r]` NaN.
+    """Adds the scores of each row r, of which there are `count`, at least 1, to its softmax:
 
-    Literals: `lanes` of a vector, which divide `wide`, which divides `keys`, the scores of a row. All others are int64:
-    the number of rows, and addresses of float32; `scores` `[keys / wide, tile_rows, wide]`, `weights` `[count, keys]`.
+    - `tops[r]` becomes the maximum of itself and of the scores that are not NaN;
+    - `shrinks[r]` is exp(old top - new top), but 0 if the old top was minus infinity;
+    - `weights[r]` are exp(score - new top), but 0 for a score of minus infinity;
+    - `totals[r]` becomes `totals[r] * shrinks[r]` plus the sum of the weights, which is NaN if a score is NaN.
+
+    Literals: `lanes` of a vector, a divisor of `wide`; `wide`, a divisor of `keys`; `tile_rows`; `keys`, the number of
+    scores of a row. All others are int64: `count`, and addresses of float32. `scores` is
+    `[keys / wide, tile_rows, wide]`, `weights` is `[count, keys]`.
     """
     lane_count, panel, panel_rows, columns = (each.literal_value for each in (lanes, wide, tile_rows, keys))
     vector = ir.VectorType(F32, lane_count)
@@ -91,7 +95,7 @@ def softmax_rows(
 
 
 def exp_of(builder: Any, x: Any) -> Any:
-    """exp of a float32, or of a vector of them, that is at most 88; as `numbers.exp`."""
+    """exp of a float32, or of a vector of float32, that is at most 88; computed as in `numbers.exp`."""
     kind = x.type
 
     def constant(value: float) -> Any:
@@ -121,12 +125,12 @@ def exp_of(builder: Any, x: Any) -> Any:
 
 
 def _larger(builder: Any, left: Any, right: Any) -> Any:
-    """The right one where one of them is no number."""
+    """The larger number in each lane; the right one if either is NaN."""
     return builder.select(builder.fcmp_ordered(">", left, right), left, right)
 
 
 def _largest(builder: Any, vectors: list[Any]) -> Any:
-    """The largest of the numbers in all lanes, minus infinity where there are none."""
+    """The largest number in all lanes of all vectors, NaN left out; minus infinity if all are NaN."""
     kind = vectors[0].type
     lowest = ir.Constant(kind, [float("-inf")] * kind.count)
     largest = lowest

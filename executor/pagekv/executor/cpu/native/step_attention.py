@@ -15,8 +15,8 @@ from pagekv.executor.model.attention_interface import Scores
 
 
 def step_attention(pools: KvCache, layer: int, query: torch.Tensor, reads: PagedReads, scores: Scores) -> torch.Tensor:
-    """`query` `[T, num_heads, head_size]`, rows in packed order, to `[T, num_heads * head_size]` in the type of the
-    pools, which have this step's keys and values already. `reads` are those for the window of `scores`.
+    """Attention of `query` `[T, num_heads, head_size]`, with rows in packed order: `[T, num_heads * head_size]` in the
+    query's type. The pools already have this step's keys and values. `reads`: those for the window of `scores`.
     """
     count, num_heads, size = query.shape
     out, lse = empty(count, num_heads, size), empty(count, num_heads)
@@ -27,18 +27,18 @@ def step_attention(pools: KvCache, layer: int, query: torch.Tensor, reads: Paged
     for prefix in reads.prefixes:
         prompt_attention(pools, layer, query, prefix, scores, out, lse, merge=True)
     if scores.sinks is not None:
-        # The keys' share of the sum of weights when the sink's is one more term of it. Torch's operators cannot be
-        # recorded: families that the loops compute as a whole have no sinks.
+        # A sink is one more term of the sum of weights, so the output shrinks to the keys' share of that sum. A
+        # `Program` cannot record this operator of torch, but no model family with sinks runs on `FusedDecoder`.
         out *= torch.sigmoid(lse - scores.sinks.float())[..., None]
     return narrowed(out.view(count, -1), query.dtype)
 
 
 class LoopStepAttention:
-    """The attention of one step, for transformers' model. Implements `StepAttention`."""
+    """The attention of one step, for transformers' model, by compiled loops. Implements `StepAttention`."""
 
     def __init__(self, cache: KvCache, plan: CpuAttentionPlan) -> None:
         self._cache, self._plan = cache, plan
-        # By window, and query heads to a KV head.
+        # By window, and by the number of query heads of a KV head.
         self._reads: dict[tuple[int | None, int], PagedReads] = {}
 
     def attend(
@@ -56,5 +56,7 @@ class LoopStepAttention:
 
 
 def least_runs(kv_heads: int) -> int:
-    """Runs of rows, each of a KV head, that keep all threads busy: two for each, so that they end together."""
+    """The fewest runs of rows that keep all threads busy: each thread has two pairs of run and KV head, so that threads
+    end at about the same time.
+    """
     return -(-2 * torch.get_num_threads() // kv_heads)

@@ -1,7 +1,8 @@
-"""Rows of float32 sums, stored as the model's numbers: whole vectors at a time.
+"""Stores rows of float32 sums in the model's type, whole vectors at a time.
 
-LLVM makes vectors of a loop over `narrow`, too, but asks before each row whether its memory overlaps, and rounds by
-integers where the processor has an instruction: behind the matrix unit 256 rows of a product took 1.1 times as long.
+LLVM vectorises a loop over `narrow`, too. But before each row it checks whether memory overlaps, and it rounds with
+integer instructions even if the processor has one for rounding: 256 rows of a product on the matrix unit took 1.1 times
+as long.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ from pagekv.executor.cpu.native.vectors import BFLOAT16, F32, I16, I32, I64, fea
 def store_rows(
     _typing: Any, lanes: Any, width: Any, rows: Any, count: Any, sums: Any, sums_row: Any, out: Any, out_row: Any
 ) -> Any:
-    """Stores `rows` rows of `count` float32, a multiple of `lanes`: as float32, or as `narrow` does in bfloat16 where
-    `width` is 2 bytes. Both are literals, all others int64. `sums` and `out`: addresses of the first row, the first
-    aligned to vectors; the next rows are `sums_row` and `out_row` bytes behind.
+    """Stores `rows` rows of `count` float32 numbers, a multiple of `lanes`: as float32 if `width` is 4 bytes, rounded
+    to bfloat16 as by `narrow` if it is 2. `lanes` and `width` are literals, all others int64. `sums` and `out`:
+    addresses of the first rows, that of `sums` aligned to vectors. Each next row is `sums_row` or `out_row` bytes
+    further.
     """
     lane_count, num_bytes = lanes.literal_value, width.literal_value
 
@@ -43,8 +45,8 @@ def store_rows(
 
 
 def _rounded(builder: Any, numbers: Any) -> Any:
-    """The bits of the bfloat16 nearest to each float32 of a vector, of two equally near the even one; NaN stays NaN.
-    The instruction for it takes and leaves 0 for what is smaller than the least normal number.
+    """The bits of the bfloat16 nearest to each float32 of a vector, ties to even; NaN stays NaN. The processor's
+    instruction takes subnormal numbers as 0.
     """
     lanes = numbers.type.count
     short, word = ir.VectorType(I16, lanes), ir.VectorType(I32, lanes)

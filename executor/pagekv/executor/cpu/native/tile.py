@@ -1,8 +1,8 @@
 """A tile of a matrix product, kept in vector registers: a few rows times one panel of columns.
 
-Of each step along the inner dimension it loads a few vectors of the panel and, for every row, one number that it
-multiplies them by (outer products; Goto and van de Geijn, doi 10.1145/1356052.1356053). LLVM's vectoriser
-would not keep the sums in registers, so vectors are written out here.
+Each step along the inner dimension loads a few vectors of the panel and one number of every row, and adds their
+products to the sums (outer products; Goto and van de Geijn, doi 10.1145/1356052.1356053). LLVM's vectoriser would not
+keep the sums in registers, so this module emits the vector instructions itself.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ from numba.extending import intrinsic
 from pagekv.executor.cpu.native.matrix_unit import ROWS, matrix_tile
 from pagekv.executor.cpu.native.vectors import BFLOAT16, F32, I32, I64, fetch, load, spread
 
-# How products are summed: of float32; of two neighbours in bfloat16 by one instruction; of them made float32 first, of
-# rows before the tile and of columns within; or of bfloat16 by the matrix unit.
+# How products are computed and summed: float32 by float32; pairs of bfloat16 by one instruction; bfloat16 that is
+# widened to float32 first (rows before the tile, the panel within the tile); bfloat16 by the matrix unit.
 FLOAT32, BFLOAT16_DOT, BFLOAT16_WIDENED, BFLOAT16_MATRIX = 0, 1, 2, 3
 
 
 def panel_vectors(lanes: int) -> int:
-    """Vectors that one step loads of a panel. Wider panels leave fewer rows, whose addresses need registers too."""
+    """Vectors of a panel that one step loads. Wider panels leave registers for fewer rows, whose addresses need
+    registers, too.
+    """
     return 2 if lanes == 8 else 4
 
 
 def most_rows(lanes: int, sums: int) -> int:
-    """Rows of the largest tile whose sums, with what is multiplied, fit the registers: 16 with AVX2, else 32."""
+    """Rows of the largest tile. Its sums and operands fit the vector registers, of which AVX2 has 16 and other sets of
+    instructions have 32; the matrix unit has registers of its own.
+    """
     if sums == BFLOAT16_MATRIX:
         return 2 * ROWS
     return 6
@@ -51,12 +55,12 @@ def tile(
 ) -> Any:
     """`out = left @ panel` for `rows` rows, from 1 to `most_rows(lanes, sums)`; `lanes` and `sums` are literals.
 
-    All others are int64. `left`: address of the first row, the next one `left_row` bytes behind. `panel`: address of
-    `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row and
-    of each column, one float32 or two bfloat16; rows of BFLOAT16_WIDENED are float32, of which it takes two. `out`:
-    address of float32 `[rows, columns]`. `panel` and `out` are aligned to vectors. Step s calls memory at
-    `ahead + s * ahead_step` into the cache. `added`: not 0 where sums begin with what is in `out`, and not with 0. Of
-    BFLOAT16_MATRIX: as `matrix_tile`, which always begins with 0.
+    All others are int64. `left`: address of the first row; each next row is `left_row` bytes further. `panel`: address
+    of `panel_vectors(lanes) * lanes` columns, side by side in each of `depth` steps. A step takes 32 bits of each row
+    and of each column: one float32 or two bfloat16. With BFLOAT16_WIDENED, rows are float32, and a step takes two
+    numbers of each. `out`: address of float32 `[rows, columns]`. `panel` and `out` are aligned to vectors. Step s
+    prefetches memory at `ahead + s * ahead_step`. `added`: 0 to overwrite `out`, else the product is added to it.
+    `matrix_tile` computes BFLOAT16_MATRIX, and always overwrites `out`.
     """
     lane_count, kind = lanes.literal_value, sums.literal_value
 
@@ -84,7 +88,7 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
     vectors = panel_vectors(lanes)
     vector = ir.VectorType(F32, lanes)
     word = vector if kind == FLOAT32 else ir.VectorType(I32, lanes)
-    # A step takes one number of a row, which is spread over a vector, or two, one after the other.
+    # A step takes one number of a row, or two one after the other, and spreads each over a vector.
     numbers, spread_to = (2, vector) if kind == BFLOAT16_WIDENED else (1, word)
     starts = [
         builder.inttoptr(builder.add(left, builder.mul(left_row, I64(row))), spread_to.element.as_pointer())
@@ -139,7 +143,7 @@ def _rows(builder: Any, lanes: int, kind: int, count: int, args: Any) -> None:
 
 
 def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> Any:
-    """`total` and the product of each lane, or of BFLOAT16_DOT both products."""
+    """`total` plus the product of each lane; with BFLOAT16_DOT, plus both products of the pairs in each lane."""
     vector = total.type
     if kind == BFLOAT16_DOT:
         pairs = ir.VectorType(BFLOAT16, 2 * vector.count)
@@ -155,8 +159,8 @@ def _add_product(builder: Any, kind: int, left: Any, right: Any, total: Any) -> 
 
 @intrinsic(prefer_literal=True)
 def widen_steps(_typing: Any, lanes: Any, steps: Any, panel: Any, out: Any) -> Any:
-    """Steps of a panel for BFLOAT16_WIDENED as twice as many of one for FLOAT32, at `out`. `lanes` is a literal, all
-    others are int64; addresses are aligned to vectors.
+    """Widens `steps` steps of a panel for BFLOAT16_WIDENED to twice as many steps of a panel for FLOAT32, at `out`.
+    `lanes` is a literal, all others are int64; addresses are aligned to vectors.
     """
     lane_count = lanes.literal_value
 
@@ -185,7 +189,7 @@ def widen_steps(_typing: Any, lanes: Any, steps: Any, panel: Any, out: Any) -> A
 
 
 def _half(builder: Any, pairs: Any, vector: Any, place: int) -> Any:
-    """Float32 of the first or second bfloat16 of each pair, of which the first has the lower bits."""
+    """The first bfloat16 of each pair, which has the lower bits, or the second one (`place` 1), as float32."""
     if place:
         bits = builder.and_(pairs, ir.Constant(pairs.type, [0xFFFF0000] * vector.count))
     else:

@@ -1,6 +1,7 @@
-"""Rows of the block pool as columns, in vector registers: what a panel of keys is made of.
+"""Transposes rows of the block pool in vector registers: the columns of a panel of keys.
 
-By halves, quarters and so on of a square (Eklundh, doi 10.1109/TC.1972.5009037). LLVM would store number by number.
+Halves of a square change places, then its quarters, and so on (Eklundh, doi 10.1109/TC.1972.5009037). LLVM would store
+number by number.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pagekv.executor.cpu.native.vectors import I32, I64, widened
 def transpose(_typing: Any, lanes: Any, width: Any, rows: Any, row_bytes: Any, out: Any, out_bytes: Any) -> Any:
     """`out[i, j] = rows[j, i]` for i and j below `lanes`.
 
-    Literals: `lanes`, a power of two, and `width`, 4 bytes a float32 or 2 a bfloat16. All others are int64: addresses
-    of stored numbers and of float32, and the bytes from one row to the next.
+    Literals: `lanes`, a power of two; and `width`, the bytes of a stored number: 4 for float32, 2 for bfloat16. All
+    others are int64: the address of stored numbers and that of float32, each with the bytes from one row to the next.
     """
     count, bytes_ = lanes.literal_value, width.literal_value
 
@@ -43,8 +44,8 @@ def transpose(_typing: Any, lanes: Any, width: Any, rows: Any, row_bytes: Any, o
 
 
 def _exchanged(builder: Any, rows: list[Any], apart: int) -> list[Any]:
-    """Of rows `apart` from one another: the lanes of the first whose number has the bit `apart`, and as many lanes of
-    the second without it, change places.
+    """Exchanges numbers between each pair of rows that are `apart` from each other: lanes of the first row whose index
+    has the bit `apart` change places with lanes of the second row whose index lacks it.
     """
     count = len(rows)
     upper = [lane + count - apart if lane & apart else lane for lane in range(count)]

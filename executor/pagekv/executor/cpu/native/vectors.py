@@ -1,4 +1,4 @@
-"""Vectors of numbers, as code that is written out for LLVM: how long they are here, and how they are loaded."""
+"""Vectors of numbers, for code that emits LLVM's instructions: their length on this processor, and their loads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numba.core.registry import cpu_target
 
 
 class _BFloat16(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """LLVM's type, which llvmlite has no name for."""
+    """LLVM's type `bfloat`, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -30,8 +30,8 @@ _LINE_BYTES = 64
 
 
 def vector_lanes() -> int:
-    """Float32 numbers in a vector of the processor that Numba compiles for; 0 where it cannot multiply and add at once,
-    or is of a kind that is not known here.
+    """Float32 numbers in a vector of the processor that Numba compiles for; 0 if it has no vectors that are known here,
+    or no fused multiply-add.
     """
     found = features()
     if "avx512f" in found:
@@ -43,8 +43,8 @@ def vector_lanes() -> int:
 
 @cache
 def features() -> frozenset[str]:
-    """LLVM's names for what the processor can do, less what NUMBA_CPU_FEATURES and the like take away: LLVM ends the
-    process when it meets an instruction beyond those.
+    """LLVM's names for the processor's features, without those that NUMBA_CPU_FEATURES and the like take away. LLVM
+    ends the process if code has an instruction of any other feature.
     """
     _, _, named = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(name[1:] for name in named.split(",") if name.startswith("+"))
@@ -63,7 +63,7 @@ def load_at(builder: Any, address: Any, kind: Any, align: int) -> Any:
 
 
 def widened(builder: Any, address: Any, lanes: int, width: int) -> Any:
-    """A vector of float32 from what is stored at an address, int64: float32, or bfloat16 of a `width` of 2 bytes."""
+    """A vector of float32 from the numbers at an int64 address: float32, or bfloat16 if `width` is 2 bytes."""
     if width == 4:
         return load_at(builder, address, ir.VectorType(F32, lanes), 4)
     word = ir.VectorType(I32, lanes)
@@ -72,18 +72,18 @@ def widened(builder: Any, address: Any, lanes: int, width: int) -> Any:
 
 
 def spread(builder: Any, vector: Any, number: Any) -> Any:
-    """A vector of one number."""
+    """A vector with the number in every lane."""
     unknown = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(unknown, number, I32(0))
     return builder.shuffle_vector(first, unknown, ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count))
 
 
 def fetch(builder: Any, address: Any, num_bytes: int) -> None:
-    """Calls memory at an address, int64, into the second level of the cache."""
+    """Prefetches memory at an int64 address into the second-level cache."""
     prefetch = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32]), "llvm.prefetch.p0"
     )
     for line in range(-(-num_bytes // _LINE_BYTES)):
         place = builder.inttoptr(builder.add(address, I64(line * _LINE_BYTES)), I8.as_pointer())
-        # To read, into the second level, of data.
+        # For reading; locality 2, the second-level cache; data and not instructions.
         builder.call(prefetch, [place, I32(0), I32(2), I32(1)])

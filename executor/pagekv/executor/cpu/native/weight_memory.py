@@ -1,9 +1,9 @@
-"""Memory for weights out of large pages, also for weights that are smaller than one.
+"""Memory for weights on large pages, also for weights that are smaller than a large page.
 
-Steps of few rows read all weights once. With pages of 4 KiB a thread walks the page table for each of them, which takes
-longest within a virtual machine. On a 2-core AMD EPYC (Zen 4) the products of 8 layers (hidden 512, 25 M weights) take
-0.80 to 0.93 of the time for 1 to 32 rows in float32 and 0.79 to 0.85 in bfloat16, of 16 experts in each 0.85 to 0.95,
-against memory of its own for each weight, with large pages from 4 MiB on.
+Steps of few rows read all weights once. With pages of 4 KiB, a thread walks the page table for each page, which takes
+longest in a virtual machine. On a 2-core AMD EPYC (Zen 4), products with the 25 M weights of 8 layers (hidden 512) take
+0.80 to 0.93 of the time for 1 to 32 rows in float32, and 0.79 to 0.85 in bfloat16. The comparison is with separate
+memory for each weight, on large pages from 4 MiB on.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ _ALIGNMENT = 64
 
 
 class WeightMemory:
-    """Hands out memory in pieces that many weights share. NumPy asks the kernel for large pages, which torch does not,
-    for arrays of 4 MiB and more. A piece is given back once none of its weights is left.
+    """Hands out parts of large pieces of memory, so that many weights share a piece. NumPy allocates the pieces,
+    because it asks the kernel for large pages for arrays of 4 MiB and more, and torch does not. A piece is freed when
+    none of its weights is left.
     """
 
     def __init__(self) -> None:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[count]` numbers that nothing was written to, aligned to 64 bytes. Raises MemoryError."""
+        """`[count]` uninitialised numbers, aligned to 64 bytes. Raises MemoryError."""
         size = count * dtype.itemsize
         if 4 * size > PIECE_BYTES:
             return _aligned(size).view(dtype)
