@@ -1,5 +1,5 @@
-"""CUDA kernels of the executor: paged attention over the block pool, and what compiles, plans and starts it. Their text
-is in `src`; `bench` measures them.
+"""CUDA kernels of the executor, and the modules that compile, plan and launch them: paged attention over the block
+pool, row-wise operators, the sampler, block copies. The CUDA C++ is in `src`; `bench` measures the kernels.
 
 A reader may take the modules in this order:
 

@@ -1,5 +1,5 @@
-"""Paged attention over a block pool: the interface of the kernels to an executor. Imports neither CuPy nor torch; a
-tensor is anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
+"""Paged attention over a block pool: the interface that an executor uses. Imports neither CuPy nor torch; a tensor is
+anything with `data_ptr()`, `shape`, `stride()` and `dtype` (torch's, on any device).
 
     attention = PagedAttention(CupyLauncher(), pool, variant, num_heads=32)
     plan = attention.planner.step(batch).bind(...)  # attention_plan.py: once a step
@@ -50,10 +50,11 @@ class PagedAttention:
         `scale`: multiplies the logits; default 1 / sqrt(head_size). `windows`: per layer, how many keys a query sees,
         itself included; 0 or absent: all. `soft_cap`: logits become cap * tanh(logit / cap); 0: none.
         `sinks`: float32 [num_layers, num_heads] on the device, contiguous: a logit of each head that takes part in the
-        softmax and has no value, minus infinity where a layer has none.
-        `kv_scales`: of an fp8 pool, float32 [num_layers, 2, num_kv_heads] on the device, contiguous: what stored keys,
-        and stored values, of a head are multiplied by; default 1.
-        `wgmma_prefill`: prompts are multiplied by warpgroups, which the launcher's GPU must have (`check_wgmma`).
+        softmax and has no value; minus infinity in layers without sinks.
+        `kv_scales`: for an fp8 pool, float32 [num_layers, 2, num_kv_heads] on the device, contiguous: the factors of
+        stored keys and of stored values of each head; default 1.
+        `wgmma_prefill`: prompts use the kernel for Hopper, so the launcher's GPU must be one, and the variant one that
+        `check_wgmma` accepts.
 
         Raises UnsupportedVariant, naming the field, for a combination that no kernel serves, and ValueError for a pool
         that does not match the variant.
@@ -121,8 +122,8 @@ class PagedAttention:
         return num_partials * partial_bytes(self.num_heads, self.variant.head_size)
 
     def most_prompt_scratch(self, num_rows: int, context_len: int) -> int:
-        """The most bytes that partial results of a step's prompts take: of so many rows, in contexts of at most so many
-        tokens."""
+        """The most bytes of a step's partial results of prompts that have `num_rows` rows together, in contexts of up
+        to `context_len` tokens."""
         return self.scratch_bytes(num_rows * SPLIT_RULE.most_partials(context_len, self.planner.window))
 
     def write(
@@ -138,11 +139,12 @@ class PagedAttention:
     ) -> None:
         """Stores keys and values ([rows, num_kv_heads, head_size]; rows may be apart) in the slots of the plan's rows.
 
-        `norm`: keys are normed on the way and queries in place, each head by itself, or all queries of a row together
-        and all its keys. Weights have queries first: [num_heads + num_kv_heads, head_size] for heads, and as many
-        elements in one dimension for the other. `rope`: so they are rotated, pairs being half of the rotated elements
-        apart: float32 [positions, rotated elements of a head], contiguous: cosines, then sines, of each position.
-        Either needs `query` ([rows, num_heads, head_size]; rows may be apart). Raises ValueError for other shapes.
+        `norm`: normalises keys before they are stored, and queries in place. With a weight [num_heads + num_kv_heads,
+        head_size], queries first, it normalises each head by itself. With a weight of as many elements in one
+        dimension, it normalises all query heads of a row together, and all key heads. `rope`: rotates queries and keys
+        then; float32 [positions, rotary_dim], contiguous: for each position cosines, then sines. The elements of a pair
+        are rotary_dim / 2 apart. Either needs `query` ([rows, num_heads, head_size]; rows may be apart). Raises
+        ValueError for other shapes.
         """
         self._check_layer(layer)
         if not plan.num_rows:

@@ -1,4 +1,4 @@
-"""The launches of a layer's attention: of decodes, of prompts, and of the merge of what their splits left."""
+"""The launches of a layer's attention: decodes, prompts, and the merge of their partial results."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ def launch_attention(
     split: bool,
     wgmma: bool = False,
 ) -> None:
-    """Enqueues the plan's work in one layer. `values`: the fields that the parameters of decode and prefill share, but
-    for partial results. `split`: prompts' rows of many keys are split, as the layer's window decides. `wgmma`: prompts
-    by warpgroups, where the GPU and the variant allow it.
+    """Enqueues the plan's work in one layer. `values`: the fields that the parameters of decode and prefill share,
+    without those of partial results. `split`: whether the layer splits prompt rows that see many keys, which its window
+    decides. `wgmma`: prompts use `pagekv_prefill_wgmma`, which the GPU and the variant must allow.
 
-    Decodes in a step with split prompts are merged by the kernel for prompts; either gives the same bits.
+    In a step with split prompts, `pagekv_merge_rows` merges the partial results of prompts and of decodes, unless the
+    decode kernels merge their own. `pagekv_merge` would give the same bits.
     """
     num_heads, num_kv_heads = int(values["num_heads"]), int(values["num_kv_heads"])
     partial_out, partial_state = plan.partials(num_heads, variant.head_size)

@@ -7,9 +7,9 @@ addresses.
     plan = host.bind(buffer.data_ptr(), scratch.data_ptr())
 
 Every section of the upload starts at a multiple of 16 bytes. With a `GraphKey`, sections have a fixed size and place,
-so that a captured CUDA graph may read them again and again. Sections are padded with work that does nothing, and rows
-beyond the step's with decodes that see no keys, whose result is zeros: later operators never compute on memory that was
-not written.
+so that a captured CUDA graph may read them again and again. Sections are padded with work that does nothing. Rows are
+padded with decodes that see no keys, whose result is zeros, so later operators never compute on memory that was not
+written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ALIGN = 4
 PADDING = -1
 """First word of a padded slot, merge or prefill item: kernels skip it."""
 SKIPPED_BELOW_ZERO = ("slots", "merge_items", "prefill_items")
-"""Sections that are filled up with it."""
+"""Sections that are padded with PADDING."""
 
 
 @dataclass(frozen=True)
@@ -60,24 +60,25 @@ class StepBatch:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """The shape of a step of decodes that a captured graph replays: sizes of its sections. Rows beyond the step's are
-    filled up with a decode item each; then the graph must have room for one sequence more than the step has.
+    """The sizes of the sections that a captured CUDA graph reads; it replays steps of decodes. A step with fewer rows
+    is padded with a decode item for each missing row; then the graph must have room for one sequence more than the
+    step.
     """
 
     batch: int
     """Sequences, and rows."""
     table_width: int
     items: int
-    """Splits of all rows: `batch` where no sequence has more than one."""
+    """Splits of all rows: `batch` if no sequence has more than one."""
     wide_items: int = 0
-    """Decode items of several rows, which there are where sequences share blocks; 0: none."""
+    """Decode items of several rows, for sequences that share blocks; 0: none."""
 
     @property
     def partials(self) -> int:
         return self.items if self.items > self.batch else 0
 
     def shapes(self, *, all_wide: bool) -> dict[str, tuple[int, ...]]:
-        """Shape of every section whose shape the step alone would decide. `all_wide`: as `DecodeWork` has it."""
+        """Shapes of the sections whose sizes the step decides if there is no graph. `all_wide`: as in `DecodeWork`."""
         alone, wide = (0, self.items) if all_wide else (self.items, self.wide_items)
         return {
             "query_start": (self.batch + 1,),
@@ -107,7 +108,7 @@ class AttentionPlan:
     num_merge_items: int
     num_prefill_items: int
     num_split_items: int
-    """Of layers that split, where any row is split; instead of the prefill items."""
+    """Prefill items of layers that split rows, instead of `num_prefill_items`; 0 if no row is split."""
     num_partials: int
     fused_merges: bool
     """Whether the decode kernels merge the partial results of decodes themselves."""
@@ -154,7 +155,7 @@ class StepPlanner:
     num_heads: int
     num_kv_heads: int
     variant: Variant
-    """Of the kernels, for their tiles."""
+    """The variant of the kernels, which decides the sizes of their tiles."""
     window: int = 0
     """The widest window of any layer; 0 if any layer sees everything."""
 
@@ -164,13 +165,13 @@ class StepPlanner:
 
     @property
     def most_members(self) -> int:
-        """Rows that may share a read; 1 where every item is a wide one, shared or not."""
+        """The most rows that may share the read of a split; 1 if every item is a wide one, shared or not."""
         wide = every_item_is_wide(self.variant, self._group)
         return 1 if wide else most_members(self.variant, self._group)
 
     def decodes(self, batch: StepBatch, *, share: bool = True) -> DecodeWork:
-        """The work of a batch's decodes; of the batch's lengths and ids nothing is checked. `share`: rows may share
-        reads."""
+        """The work of a batch's decodes; does not check the batch. `share`: whether rows may share the reads of equal
+        blocks."""
         sequences = np.flatnonzero(np.asarray(batch.decodes, bool)).astype(np.int32)
         return decode_work(
             rows=np.asarray(batch.query_start, np.int32)[sequences],
@@ -184,7 +185,7 @@ class StepPlanner:
         )
 
     def prefills(self, batch: StepBatch) -> PrefillWork:
-        """The work of a batch's prompts; nothing of the batch is checked."""
+        """The work of a batch's prompts; does not check the batch."""
         return prefill_work(
             np.asarray(batch.query_start, np.int32),
             np.asarray(batch.context_lens, np.int32),
@@ -204,8 +205,8 @@ class StepPlanner:
     ) -> HostPlan:
         """Validates a batch and lays out its work.
 
-        `graph`: sizes of the sections. `work`: the batch's `decodes`, where they are known. `extra`: more int32 arrays
-        for the same upload. Raises ValueError naming the field and the first offending entry.
+        `graph`: sizes of the sections. `work`: the result of `decodes` for this batch, if it is known. `extra`: more
+        int32 arrays for the same upload. Raises ValueError naming the field and the first offending entry.
         """
         query_start, context_lens, tables = (
             np.ascontiguousarray(array, np.int32)
@@ -215,11 +216,11 @@ class StepPlanner:
         positions = row_positions(query_start, context_lens, counts)
         slots = row_slots(tables, positions, counts, self.block_size)
         work = self.decodes(batch) if work is None else work
-        # The first sequence beyond the step's has no keys.
+        # Padded rows belong to the sequence behind the step's last one, which has no keys.
         padding = np.arange(len(slots), max(graph.batch if graph else 0, len(slots)), dtype=np.int32)
         work = work.with_empty_rows(padding, len(context_lens))
         prefills = self.prefills(batch)
-        # A graph's decodes may have as many as its tables have room for.
+        # Steps that replay a graph may have as many partial results a row as the width of its block tables allows.
         longest = most_partials(graph.table_width * self.block_size, self.window) if graph else work.most_partials
         fused_merges = longest <= MOST_FUSED_PARTIALS
         arrays = {
@@ -232,7 +233,7 @@ class StepPlanner:
             "item_contexts": work.item_contexts,
             "wide_items": work.wide_items,
             "members": work.members,
-            # Of either decode kernel: items dealt, and how many there are. Padding begins behind them.
+            # For each decode kernel: the number of items dealt so far, and of items before the section's padding.
             "dealt": np.array([[0, len(work.items)], [0, len(work.wide_items)]], np.int32),
             "merge_items": work.merges,
             "merge_counters": np.zeros((len(work.merges), merge_counters(self.num_heads, self.num_kv_heads)), np.int32),
@@ -270,8 +271,8 @@ class StepPlanner:
 
 
 def _row_merges(decodes: DecodeWork, prefills: PrefillWork, fused_merges: bool) -> Ints:
-    """[T, 4], or [0, 4] where no row of a prompt is split: the merges of all rows that one launch merges, by row. The
-    partial results of prompts are behind those of decodes. `fused_merges`: decodes merge theirs themselves."""
+    """[T, 4], or [0, 4] if no prompt row is split: for each row, its merge in the launch that merges all rows. The
+    partial results of prompts follow those of decodes. `fused_merges`: the decode kernels merge those of decodes."""
     merges = prefills.merges.copy()
     if len(merges):
         merges[merges[:, 0] >= 0, 1] += decodes.num_partials
@@ -339,7 +340,8 @@ def row_slots(tables: Ints, positions: Ints, counts: Ints, block_size: int) -> I
 
 
 def pack(arrays: Mapping[str, Ints], shapes: Mapping[str, tuple[int, ...]]) -> tuple[Ints, dict[str, int]]:
-    """All arrays in one, each at a multiple of 16 bytes, padded to its entry of `shapes`."""
+    """All arrays in one, and the first word of each. Every array begins at a multiple of 16 bytes and is padded to its
+    shape in `shapes`; `query_start` is padded with its last entry."""
     offsets, end = {}, 0
     for name, array in arrays.items():
         if any(have > room for have, room in zip(array.shape, shapes[name], strict=True)):

@@ -1,4 +1,4 @@
-"""Kernels on a GPU: compiled at first use, loaded by CuPy, started on torch's current stream.
+"""Launches kernels on a GPU: they are compiled at first use, loaded by CuPy and started on torch's current stream.
 
 CuPy is imported when the first launcher is made, so that everything else works without CuPy. Machine code for the
 present GPU is kept in the user's cache folder, so that a second process starts at once.
@@ -28,7 +28,7 @@ STATIC_SHARED_LIMIT = 48 << 10
 ALL_SHARED = 100
 """Percent of a multiprocessor's memory for L1 and shared memory that is shared memory."""
 MUCH_SHARED = 16 << 10
-"""Bytes of shared memory of a kernel's own with which it asks for all of that."""
+"""Bytes of static shared memory; a kernel with more asks for ALL_SHARED."""
 
 Say = Callable[[str], None]
 
@@ -59,7 +59,7 @@ def import_cupy() -> ModuleType:
 
 
 def _driver_trouble(cupy: Any) -> str:
-    """Says in words that the driver is missing or too old; empty where its version is fine."""
+    """A sentence that says that the driver is missing or too old; empty if its version is fine."""
     driver, cuda = cupy.cuda.runtime.driverGetVersion(), _cuda_of(cupy)
     if driver == 0:
         return f"no NVIDIA driver is loaded, CuPy {cupy.__version__} needs one for CUDA {cuda}: install it"
@@ -124,8 +124,8 @@ class CupyLauncher:
         say: Say = say_on_stderr,
         text: Callable[[str], str] = translation_unit,
     ) -> None:
-        """`cupy`, `torch`: the modules, imported where not given. `say` takes a line for each kernel that is ready.
-        `text`: from the name of a kernel's source, such as decode.cu, to the text that is compiled.
+        """`cupy`, `torch`: the modules; imported if None. `say` is called with a line for each kernel that is ready.
+        `text` maps the name of a kernel's source, such as decode.cu, to the text that is compiled.
 
         Raises GpuUnavailable.
         """
@@ -166,8 +166,8 @@ class CupyLauncher:
         return self._at_a_time[kernel, variant]
 
     def prepare(self, variant: Variant, kernels: Iterable[str] = EVERYWHERE) -> None:
-        """Compiles in parallel the kernels that would be compiled at first use: before serving, and before a graph is
-        captured.
+        """Compiles kernels in parallel; otherwise each is compiled at its first launch. Called before serving, and
+        before a graph is captured.
         """
         started = time.perf_counter()
         missing = [kernel for kernel in kernels if (kernel, variant) not in self._functions]

@@ -14,14 +14,15 @@ LEAST_SPLIT = 256
 """Keys of an item of a short row. Small enough that 64 rows of 1k tokens fill a GPU even with one KV head."""
 
 LONGER_SPLITS_BEYOND = (4096, 16384, 65536)
-"""Numbers of visible keys beyond each of which a row's splits are twice as long: partial results are then few beside
-the keys, and a thread block's beginning and end are short beside its work. A row's keys are cut at absolute multiples
-of a length that follows from its own context, so that the bits of its result depend on the row alone and on no other of
-the batch."""
+"""Beyond each of these numbers of visible keys, a row's splits are twice as long. So partial results stay few in
+comparison with keys, and a thread block's beginning and end stay short in comparison with its work. Splits begin at
+absolute multiples of their length, which follows from the row's own context, so the bits of a row's result do not
+depend on the other rows of the batch."""
 
 MOST_FUSED_PARTIALS = 16
-"""Rows of at most this many splits are merged by the decode kernel itself, which saves a launch; a row's last thread
-block merges alone, which takes too long for more. The choice changes no bit."""
+"""Rows of at most this many splits are merged by the decode kernel itself, which saves a launch. The thread block that
+finishes a row's last split merges the row alone, which would take too long for more splits. The choice changes no
+bit."""
 
 MOST_MEMBERS = 64
 """Rows of a batch in a wide thread block, at most."""
@@ -33,7 +34,7 @@ MIN_ROWS = 16
 
 @dataclass(frozen=True)
 class KernelTile:
-    """The share of a thread block at a time."""
+    """The sizes of a thread block and of the tile that it works on at a time."""
 
     keys: int
     """Tiles of keys begin at multiples of this."""
@@ -72,7 +73,8 @@ def most_members(variant: Variant, group: int) -> int:
 
 
 def every_item_is_wide(variant: Variant, group: int) -> bool:
-    """Whether groups have more query heads than the other kernel's thread blocks, so that the wide one does it all."""
+    """Whether a group has more query heads than a thread block of `pagekv_decode` has rows, so that
+    `pagekv_decode_wide` takes all items."""
     return group > decode_tile(variant).rows and variant.dtype != "float32"
 
 
@@ -82,7 +84,8 @@ def padded_row(row_bytes: int) -> int:
 
 
 def most_partials(context_len: int, window: int = 0) -> int:
-    """The most partial results of a row of at most this many keys, of which it sees a window's; 0: all."""
+    """The most partial results of a row in a context of up to `context_len` keys; 0 if it has one split. `window`: how
+    many keys the row sees; 0: all."""
     visible = min(context_len, window or context_len)
     bounds = (*(bound for bound in LONGER_SPLITS_BEYOND if bound < visible), visible)
     splits = max(-(-bound // (LEAST_SPLIT << longer)) for longer, bound in enumerate(bounds))
@@ -102,31 +105,31 @@ def merge_counters(num_heads: int, num_kv_heads: int) -> int:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Items of a step's decode rows: every split of every row in one item, of either kind."""
+    """Items of a step's decode rows. Every split of every row is in one item, either of one row or a wide one."""
 
     items: Ints
-    """[n, 4]: row, sequence, split, merge (-1: the row has one split and its result goes straight out). The split in
-    units of its own length, with `splits_longer` from bit 24 on."""
+    """[n, 4]: row, sequence, split, merge (-1: the row has one split, and its result goes straight out). The word of
+    the split counts in units of its own length, and has `splits_longer` in its bits from 24 on."""
     item_contexts: Ints
     """[n]: visible keys of each item's row."""
     wide_items: Ints
     """[w, 4]: first member, sequence whose table names the blocks, split (as in `items`), number of members."""
     members: Ints
-    """[R, 4] where there may be wide items, else [0, 4]: row, sequence, merge, visible keys."""
+    """[R, 4] if there may be wide items, else [0, 4]: row, sequence, merge, visible keys."""
     merges: Ints
     """[m, 4]: row, first partial, number of partials, split of the first partial. A row's partials are neighbours."""
     num_splits: int
-    """Of all rows: the items there would be if each had one row."""
+    """Splits of all rows: the number of items if each had one row."""
     num_partials: int
     most_partials: int
-    """Of one row."""
+    """The most partial results of one row."""
     keys_read: int
-    """Keys that all items read, of each KV head: those of a wide item once for all members."""
+    """Keys that all items read for each KV head; a wide item reads its keys once for all members."""
     all_wide: bool
-    """Whether every item is a wide one, whatever the rows: groups have more heads than other thread blocks."""
+    """Whether every item is a wide one, as `every_item_is_wide` says."""
 
     def with_empty_rows(self, rows: Ints, sequence: int) -> DecodeWork:
-        """The same work, and rows whose `sequence` has no keys: each has an item, which writes zeros."""
+        """The same work and an item for each of `rows`, whose `sequence` has no keys: it writes zeros."""
         zeros, none = np.zeros_like(rows), np.full_like(rows, -1)
         items, contexts, wide_items, members = self.items, self.item_contexts, self.wide_items, self.members
         if self.all_wide:
@@ -162,12 +165,12 @@ def decode_work(
 
     `window`: splits wholly before it are left out; 0: none. A row without keys still has an item, which writes zeros.
     `tables` [R, W]: block ids of each row's sequence; up to `most_members` rows share a split of the same blocks.
-    `all_wide`: every item is a wide one, as for groups of more query heads than the other kernel takes.
+    `all_wide`: every item is a wide one, as `every_item_is_wide` says.
     """
     lens = np.asarray(context_lens, np.int32)
     longer = splits_longer(np.minimum(lens, window) if window else lens)
     length = LEAST_SPLIT << longer
-    # By row: its oldest visible key, its first split, the one behind its last whole one, and the number of its splits.
+    # For each row: its oldest visible key, its first split, the split after its last whole one, its number of splits.
     oldest = np.maximum(lens - window, 0) if window else np.zeros_like(lens)
     first, end = oldest // length, lens // length
     splits = np.maximum(-(-lens // length) - first, 1)
@@ -176,7 +179,7 @@ def decode_work(
     merge = np.where(merged, np.cumsum(merged) - 1, -1).astype(np.int32)
     merges = _columns(rows, np.cumsum(partials) - partials, splits, first)[merged]
 
-    # Whole splits; the others are at most two a row: cut short by the window, or by the row's end.
+    # Whole splits. A row has at most two others: one that the window cuts short, and one that the row's end cuts short.
     begin = -(-oldest // length)
     shared = SharedSplits.none(len(lens))
     if tables is not None and most_members > 1:

@@ -1,7 +1,5 @@
-"""Host memory for pools of gigabytes that are to be page-locked: on huge pages where the system allows it, and present
-before it is locked.
-
-Locking untouched memory makes the driver fault it in, 4 KiB at a time and by one thread.
+"""Host memory for large pools that are page-locked afterwards: on huge pages if the system allows it, and touched by
+all cores before it is locked. If untouched memory is locked, the driver faults it in by one thread, 4 KiB at a time.
 """
 
 from __future__ import annotations

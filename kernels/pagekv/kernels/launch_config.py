@@ -1,5 +1,5 @@
-"""How kernels are started: threads, grid and dynamic shared memory of each, by the constants of its source; and the
-interface of what starts them.
+"""The sizes of each kernel's launch (threads, grid and dynamic shared memory), which follow from the constants of its
+source; and the interface of a launcher.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pagekv.kernels.prefill_plan import prefill_tile, wgmma_tile
 from pagekv.kernels.variants import Variant
 
 DEALT = True
-"""Whether decodes deal their work; else each thread block has one item."""
+"""Whether thread blocks of decodes take one item after the other; else each has one item."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class LaunchConfig:
     grid: tuple[int, int, int]
     """Thread blocks in x, y, z, each at least 1."""
     threads: int
-    """Of a block, a multiple of 32."""
+    """Threads of a thread block, a multiple of 32."""
     shared_bytes: int
-    """Dynamic shared memory of a block."""
+    """Dynamic shared memory of a thread block."""
     dealt: bool = False
-    """Whether thread blocks take work until none is left: then no more of them are started than run at a time."""
+    """Whether thread blocks take work until none is left. Then no more of them start than can run at a time."""
 
 
 class Launcher(Protocol):
@@ -42,8 +42,8 @@ class Launcher(Protocol):
 
 
 def cache_write(variant: Variant, num_tokens: int, num_heads: int) -> LaunchConfig:
-    """A thread has 16 bytes of a head, a thread block whole heads of a token. `num_heads`: keys, and queries that
-    change."""
+    """A thread has 16 bytes of a head, a thread block whole heads of a token. `num_heads`: the KV heads, and the query
+    heads if queries change."""
     heads = 128 // (variant.head_size * variant.element_bytes // 16)
     return LaunchConfig((num_tokens, -(-num_heads // heads), 1), 128, 0)
 
@@ -79,8 +79,8 @@ def block_copy(num_pairs: int, block_bytes: int) -> LaunchConfig:
 
 
 def decode(variant: Variant, num_items: int, num_heads: int, num_kv_heads: int, *, wide: bool = False) -> LaunchConfig:
-    """One thread block an item, KV head and tile of its query heads, as far as they run at a time; then these go on to
-    further items. The KV heads of an item are neighbours. `wide`: of the wide kernel."""
+    """One thread block for each item, KV head and tile of its query heads. If they cannot all run at a time, those that
+    run go on to further items. The KV heads of an item are neighbours. `wide`: for `pagekv_decode_wide`."""
     tile = decode_tile(variant, wide=wide)
     blocks = num_items * num_kv_heads * -(-num_heads // num_kv_heads // tile.rows)
     return LaunchConfig((blocks, 1, 1), tile.threads, tile.shared_bytes, dealt=DEALT)
@@ -99,6 +99,6 @@ def merge_rows(variant: Variant, num_items: int, num_heads: int) -> LaunchConfig
 
 def prefill(variant: Variant, num_items: int, num_kv_heads: int, *, wgmma: bool = False) -> LaunchConfig:
     """One thread block an item (a tile of query rows, or a split of one) and KV head; the KV heads of an item are
-    neighbours. `wgmma`: of the kernel that multiplies by warpgroups."""
+    neighbours. `wgmma`: for `pagekv_prefill_wgmma`."""
     tile = wgmma_tile(variant) if wgmma else prefill_tile(variant)
     return LaunchConfig((num_items * num_kv_heads, 1, 1), tile.threads, tile.shared_bytes)

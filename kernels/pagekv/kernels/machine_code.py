@@ -1,6 +1,6 @@
 """Machine code of kernels for one GPU architecture, in files: compiled by NVRTC, kept in the user's cache folder.
 
-CuPy could compile too, but not without CUDA headers, of which these kernels need none, and only one kernel at a time.
+CuPy could compile, too, but only one kernel at a time, and only with CUDA headers, which these kernels do not need.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class MachineCode:
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
 
     def file(self, text: str, name: str, options: Sequence[str], architecture: str = "") -> Path:
-        """A file with the machine code of a text, compiled now where none is kept. `name`: of the text, in messages.
-        `architecture`: default that of `arch`, such as sm_90.
+        """A file with the machine code of a text, which is compiled unless its code is kept. `name`: the text's name in
+        messages. `architecture`: default that of `arch`, such as sm_90.
 
-        In a folder that cannot be written to, the file lasts as long as this object. Raises CompileError, and OSError
-        where there is no place for the file at all.
+        If the folder cannot be written to, the file lasts as long as this object. Raises CompileError, and OSError if
+        there is no place for the file at all.
         """
         options = [f"--gpu-architecture={architecture or f'sm_{self.arch}'}", *options]
         key = _digest("\0".join([self._version, *options, text]).encode())

@@ -36,7 +36,7 @@ SAMPLE = _struct(
     pointers="logits adjusted choices tokens last_tokens counts seen", i64="logit_stride", i32="vocab_size"
 )
 ADJUST = _struct(pointers="logits out adjustments edits counts seen", i64="logit_stride", i32="vocab_size")
-# Elements of arrays that these two read.
+# Elements of the arrays that SAMPLE and ADJUST point to.
 CHOICE = _struct(pointers="number top_p min_weight", i32="top_k adjusted last_token penalty_row", f32="scale scale_low")
 ADJUSTMENT = _struct(pointers="", i32="row edits num_edits penalty_row", f32="repetition presence frequency")
 EDIT = _struct(pointers="", i32="token", f32="value")
@@ -63,7 +63,8 @@ MERGE = _struct(pointers="out partial_out partial_state sinks items", i64="out_s
 
 @cache
 def _packer(dtype: np.dtype[np.void]) -> tuple[struct.Struct, Callable[[dict[str, float]], tuple[float, ...]]]:
-    """A packer of a structure's values and their order: ten times as fast as NumPy's assignments to fields."""
+    """A packer of a structure's values, and a function that puts them in its order: ten times as fast as NumPy's
+    assignments to fields."""
     names = dtype.names or ()
     codes = "".join({"u8": "Q", "i8": "q", "i4": "i", "f4": "f"}[dtype[name].str[1:]] for name in names)
     return struct.Struct(f"@{codes}0q"), itemgetter(*names)  # native alignment; padded to that of 8-byte fields

@@ -43,16 +43,17 @@ def wgmma_tile(variant: Variant) -> KernelTile:
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Items of a step's prompts. A layer takes either list, as its window decides."""
+    """Items of a step's prompts, as two lists. A layer's window decides which of them the layer computes."""
 
     items: Ints
     """[n, 4]: sequence, first row of the tile (query of the sequence * group_size + head of the group), number of rows,
     0. Every row is in one item, which walks all its keys."""
     split_items: Ints
-    """[s, 4], empty where no row is split: as `items`, but a row that is split is in an item for each split, whose last
-    word is the split in units of its own length, with log2 of that from bit 24 on."""
+    """[s, 4], empty if no row is split: as `items`, but a row that is split is in one item for each of its splits. The
+    last word of such an item is the split, in units of its own length, with log2 of that length in the bits from 24
+    on."""
     merges: Ints
-    """`prefill_splits.row_merges`; [0, 4] where no row is split."""
+    """`prefill_splits.row_merges`; [0, 4] if no row is split."""
     num_partials: int
 
     @property
@@ -75,8 +76,8 @@ def prefill_work(
     window: int = 0,
     rule: SplitRule = SPLIT_RULE,
 ) -> PrefillWork:
-    """Items of the rows of `sequences`, indices in order. Items that walk the most keys come first, so that thread
-    blocks that start last are short.
+    """Items of the rows of `sequences`, which are ascending indices. Items that walk the most keys come first, so that
+    thread blocks that start last are short.
 
     `window`: the widest of any layer; 0: none.
     """
@@ -100,11 +101,11 @@ class _Tiles:
     """Tiles of rows, each of one sequence and one length of splits. [n] each."""
 
     place: Ints
-    """Of the sequence, among those that were planned."""
+    """Index of the sequence among those that are planned."""
     first: Ints
     rows: Ints
     log2: Ints
-    """Of the length of splits; 0: whole."""
+    """Log2 of the length of splits; 0: the rows are not split."""
     oldest: Ints
     """First position that any row sees."""
     last: Ints
@@ -128,7 +129,7 @@ class _Tiles:
         return np.stack(words, axis=1).astype(np.int32)
 
     def heaviest_first(self, tile: KernelTile) -> Ints:
-        """[n]: indices, those of tiles that walk the most keys first."""
+        """[n]: indices of the tiles, those that walk the most keys first."""
         return np.argsort(self.oldest // tile.keys - self.last // tile.keys, kind="stable").astype(np.int32)
 
     def of_splits(self, sequences: Ints, tile: KernelTile) -> Ints:
@@ -136,12 +137,12 @@ class _Tiles:
         # A tile of whole rows is one split, longer than any context.
         log2 = np.where(self.log2 > 0, self.log2, 62).astype(np.int64)
         first_split = self.oldest >> log2
-        # Rows in front of every key have an item, too, which writes zeros.
+        # Rows that see no key have an item, too, which writes zeros.
         of, number = repeated(np.maximum((self.last >> log2) - first_split + 1, 1))
         split = first_split[of] + number
         begin = np.maximum(split << log2[of], self.oldest[of])
         last = np.minimum(((split + 1) << log2[of]) - 1, self.last[of])
-        # Neighbours have the same split, whose keys the later ones find in the cache.
+        # Neighbouring items have the same split, so that all but the first find its keys in the cache.
         order = np.lexsort((split, begin // tile.keys - last // tile.keys))
         items = self.items(sequences)[of]
         items[:, 3] = split | self.log2[of] << 24
@@ -154,7 +155,7 @@ def _runs(past: Ints, counts: Ints, classes: list[tuple[int, int]]) -> Ints:
     if len(classes) == 1:
         rows = np.flatnonzero(counts).astype(np.int32)
         return np.stack([rows, np.zeros_like(rows), counts[rows], np.zeros_like(rows)], axis=1)
-    # A query at position p sees p + 1 keys; one in front of every key, none.
+    # A query at position p sees p + 1 keys; at position -1 it sees none.
     edges = [-(1 << 31), *(least - 1 for least, _ in classes[1:]), 1 << 31]
     found = []
     for (low, high), (_, log2) in zip(pairwise(edges), classes, strict=True):

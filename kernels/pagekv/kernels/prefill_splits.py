@@ -1,4 +1,4 @@
-"""Where the keys of a prompt's row are split, and which partial results merge to its result (split-KV prefill)."""
+"""Where the keys of a prompt row are split, and which partial results are merged to its result (split-KV prefill)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class SplitRule:
     least_log2: int
     """Log2 of the shortest length, which is a multiple of every tile's keys."""
     most_splits: int
-    """Of a row, but for one more where a window begins within a split; beyond, splits are twice as long, and so on."""
+    """The most splits of a row, plus one if a window begins within a split. If a row would have more, its splits are
+    twice as long, and so on."""
 
     def classes(self, most_visible: int) -> list[tuple[int, int]]:
         """(least number of visible keys, log2 of the length; 0: whole), for rows that see up to `most_visible` keys."""
@@ -34,7 +35,8 @@ class SplitRule:
         return window == 0 or window > self.most_whole
 
     def most_partials(self, context_len: int, window: int = 0) -> int:
-        """The most partial results of a row of at most so many keys, of which it sees a window's; 0: all."""
+        """The most partial results of a row in a context of up to `context_len` keys; 0 if it is not split. `window`:
+        how many keys the row sees; 0: all."""
         visible = min(context_len, window or context_len)
         return self.most_splits + (visible < context_len) if visible > self.most_whole else 0
 
@@ -47,7 +49,7 @@ keys and more give a short chunk 5 to 16 times the thread blocks, and cost a lon
 def row_merges(runs: Ints, past: Ints, first_row: Ints, window: int, num_rows: int) -> Ints:
     """[num_rows, 4] by row of the step: row (-1: not split), first partial, partials, split of the first partial.
 
-    `runs` [r, 4]: place, first query, end query, log2 of splits, of rows that are split. `past`, `first_row`: position
+    `runs` [r, 4], for rows that are split: place, first query, end query, log2 of splits. `past`, `first_row`: position
     and row of each place's first query. The partial results of rows are side by side, in order.
     """
     run, offset = repeated(runs[:, 2] - runs[:, 1])
@@ -71,6 +73,6 @@ def oldest_visible(position: Ints, window: int) -> Ints:
 
 
 def repeated(counts: Ints) -> tuple[Ints, Ints]:
-    """Each index as often as its count says, and the number of the repetition from 0 on."""
+    """Each index, repeated as often as its count says, and the number of each repetition, from 0 on."""
     index = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     return index, (np.arange(len(index)) - np.repeat(np.cumsum(counts) - counts, counts)).astype(np.int32)

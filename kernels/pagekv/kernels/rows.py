@@ -12,12 +12,12 @@ from pagekv.kernels.tensors import Tensor, dtype_name
 from pagekv.kernels.variants import Variant
 
 ALIGN_BYTES = 16
-"""Rows begin at multiples of so many bytes and are as long."""
+"""Rows begin at multiples of so many bytes, and have a multiple of so many bytes."""
 
 
 class Norm(Protocol):
-    """`x / sqrt(mean(x * x) + eps) * weight`. The weight is float32 and contiguous: [size]; of the heads of queries and
-    keys `PagedAttention.write` has more shapes.
+    """`x / sqrt(mean(x * x) + eps) * weight`. The weight is float32 and contiguous: [size], or a shape that
+    `PagedAttention.write` takes for queries and keys.
     """
 
     @property
@@ -89,7 +89,7 @@ class RowKernels:
 
     def _check(self, name: str, tensor: Tensor, shape: tuple[int, ...], stride: tuple[int, ...]) -> None:
         given, dtype = tuple(tensor.stride()), dtype_name(tensor)
-        # A step asks hundreds of times, of few shapes.
+        # Cached, because a step checks hundreds of tensors, of few shapes.
         fits = _fits(self._element_bytes, tuple(tensor.shape), given, shape, stride)
         if dtype != self._variant.dtype or tensor.data_ptr() % ALIGN_BYTES or not fits:
             raise ValueError(

@@ -1,5 +1,5 @@
-"""The sampler's kernels: logits as a sequence's sampling changes them, and the next token of each row. How tokens are
-weighed is in `src/sampling_weight.cuh`.
+"""The sampler's kernels: one adjusts logits by biases, bans and penalties, the other samples the next token of each
+row. `src/sampling_weight.cuh` defines the weights of tokens.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pagekv.kernels.tensors import Tensor
 from pagekv.kernels.variants import Variant
 
 MAX_VOCAB_SIZE = 2**19
-"""Columns of the logits: the sum of so many weights fits 64 bits."""
+"""The most columns of the logits: the sum of so many weights fits 64 bits."""
 UNIT = 2.0**44
 """Weight of the likeliest token."""
 NONE = 2**64 - 1
-"""`Choice.top_p` where there is none."""
+"""`Choice.top_p` of a row without top-p."""
 MAX_SCALE = 2.0**100
 
 
@@ -38,7 +38,7 @@ def share(value: float) -> int:
 
 
 def top_p_share(top_p: float) -> int:
-    """`Choice.top_p`: a nucleus that makes up exactly this share is large enough."""
+    """`Choice.top_p`: one unit less than the share, because a nucleus of exactly `top_p` is large enough."""
     return NONE if top_p >= 1 else max(share(top_p) - 1, 1)
 
 
@@ -93,9 +93,10 @@ class SamplingKernels:
         counts: Tensor,
         seen: Tensor,
     ) -> None:
-        """The next token of each row of `logits`, whose columns are neighbours: into `tokens`, int32 `[rows]`, -1 where
-        the logits are not numbers, and into `last_tokens`, 0 there. `choices`: int32 words, one `params.CHOICE` a row.
-        Counts each token in its sequence's row of `counts` and `seen`, which no two rows share.
+        """Samples the next token of each row of `logits`, whose columns are side by side, and writes it to `tokens`,
+        int32 `[rows]`, and to `last_tokens`. If a logit of the row is NaN, they get -1 and 0. `choices`: int32 words,
+        one `params.CHOICE` a row. Counts each token in its sequence's row of `counts` and `seen`, which no two rows
+        share.
         """
         self._launcher.launch(
             "pagekv_sample",

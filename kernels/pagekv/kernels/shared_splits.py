@@ -1,5 +1,5 @@
-"""Splits that several rows of a step share, because their block tables name the same blocks there: each is read once
-for all of them (cascade attention, in FlashInfer's words, without a second form of the result).
+"""Splits that several rows of a step share, because their block tables name the same blocks there. Each is read once
+for all these rows: cascade attention, in FlashInfer's words, but with the same kind of partial results as other splits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pagekv.kernels.tensors import Ints
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
 
 MIN_SAVED = 8
-"""Reads of a split that a step must save for its rows to be read together: the second launch of a layer costs about as
-much as reading some megabytes. The choice changes no bit."""
+"""The fewest reads of splits that sharing must save in a step; if it saves fewer, nothing is shared. Sharing needs a
+second launch in each layer, which costs about as much as reading some megabytes. The choice changes no bit."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SharedSplits:
     runs: Ints
     """[n, 3]: place in `order` of the first row, number of rows (two or more), split."""
     covered: Flags
-    """[R, D]: whether a split of a row is in a run; rows as they were given."""
+    """[R, D]: whether a split of a row is in a run; rows are in the order in which they were given."""
 
     @classmethod
     def none(cls, rows: int) -> SharedSplits:
@@ -62,7 +62,7 @@ def shared_splits(tables: Ints, first: Ints, end: Ints, *, blocks_per_split: Int
 
 
 def _common(tables: Ints, first: Ints, end: Ints, blocks_per_split: Ints) -> tuple[Ints, Ints]:
-    """By pair of neighbours [R - 1]: the splits [low, high) that both have in the same blocks."""
+    """[R - 1] each, for each pair of neighbouring rows: the splits [low, high) that both have in the same blocks."""
     low = np.maximum(first[:-1], first[1:])
     high = np.zeros_like(low)
     pairs = np.flatnonzero((tables[1:, 0] == tables[:-1, 0]) & (blocks_per_split[1:] == blocks_per_split[:-1]))

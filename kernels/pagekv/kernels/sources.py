@@ -25,8 +25,8 @@ def read(name: str) -> str:
 def translation_unit(name: str) -> str:
     """The text of `src/<name>` with every `#include "local"` replaced by that file.
 
-    `#line` directives keep the compiler's messages pointing at the real files. A header that is included twice, say by
-    branches of a conditional, counts once by its guard macro. `#include <...>` stays as it is.
+    `#line` directives make the compiler's messages point at the real files. A guard macro keeps a header that is
+    included twice, for example by two branches of a conditional, from being compiled twice. `#include <...>` stays.
     """
     return "\n".join(_inlined(name, ())) + "\n"
 

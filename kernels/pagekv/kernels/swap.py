@@ -60,7 +60,7 @@ class CopyStream(Enum):
 
 
 class Streams:
-    """Two copy streams of the current GPU beside torch's current stream. Tests have others."""
+    """Two copy streams of the current GPU, beside torch's current stream. Tests replace this class."""
 
     def __init__(self) -> None:
         import torch
@@ -132,8 +132,8 @@ class BlockSwapper:
         return self._swap(CopyStream.IN, sources, destinations)
 
     def before_compute(self, device_blocks: npt.ArrayLike | None = None) -> None:
-        """Makes later work of the compute stream wait for every swap that touches one of these blocks, of which -1 is
-        none; None: for all.
+        """Makes later work of the compute stream wait for every swap that touches one of these blocks; None: for all
+        swaps. The id -1 stands for no block.
 
         A step that neither reads nor writes a block may run beside the copy that saves it.
         """
@@ -164,7 +164,7 @@ class BlockSwapper:
         self._remove_done()
         self._streams.wait(stream, self._streams.mark(CopyStream.COMPUTE))
         for other in self._pending:
-            # Where transfers in opposite directions share a block, one writes what the other reads.
+            # If transfers in opposite directions share a block, one writes a block that the other reads.
             if other.stream is not stream and (
                 np.isin(other.device_blocks, device_blocks).any() or np.isin(other.host_blocks, host_blocks).any()
             ):

@@ -14,7 +14,7 @@ BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MAX_GROUP_SIZE = 64
 MIN_COMPUTE_CAPABILITY = 80
 WGMMA_CAPABILITY = 90
-"""The compute capability whose GPUs alone multiply matrices by warpgroups: Hopper."""
+"""The compute capability of Hopper. Only its GPUs multiply matrices by warpgroups (wgmma)."""
 WGMMA_HEAD_SIZES = (64, 128)
 
 # Name -> code of PAGEKV_DTYPE and PAGEKV_KV_DTYPE (types.cuh).
@@ -114,10 +114,10 @@ class Kernel:
     source: str
     macros: tuple[str, ...]
     arch: int = 0
-    """The one compute capability whose own instructions it has; 0: it runs on all."""
+    """The only compute capability that has the kernel's instructions; 0: the kernel runs on all."""
     contracts: bool = True
-    """Whether the compiler may round a product and a sum once. False for kernels that share rows, whose bits must not
-    depend on the kernel."""
+    """Whether the compiler may contract a product and a sum to a multiply-add, which rounds once. False for kernels
+    that compute the same rows, whose bits must not depend on the kernel."""
 
     def serves(self, variant: Variant) -> bool:
         """Whether the kernel exists for a variant."""
@@ -133,14 +133,14 @@ class Kernel:
         return f"sm_{capability}{'a' if self.arch else ''}"
 
     def macros_of(self, variant: Variant) -> dict[str, int]:
-        """The variant's macros, with the plainest variant's values for those that this kernel does not depend on: equal
-        results mean the same machine code.
+        """The variant's macros. Macros that this kernel does not depend on have the values of the plainest variant, so
+        equal results mean the same machine code.
         """
         values = variant.macros()
         return {name: values[name] if name in self.macros else plain for name, plain in PLAIN_MACROS.items()}
 
     def options(self, variant: Variant) -> tuple[str, ...]:
-        """Compiler options, the architecture apart."""
+        """Compiler options, without the architecture."""
         # fp32 subnormals count as 0: tolerances and register budgets were judged with this option.
         rounding = () if self.contracts else ("--fmad=false",)
         macros = (f"-D{name}={value}" for name, value in self.macros_of(variant).items())

@@ -1,7 +1,7 @@
-"""The kernels against torch in float64 on the same device, and against themselves; checked before anything is timed.
+"""Checks of the kernels before anything is timed: against torch in float64 on the same device, and against themselves.
 
-The pool starts as NaN everywhere, and keys and values get there through the cache write: slots that were not written
-must not be read.
+The pool is NaN everywhere at first, and the cache write stores keys and values in it. So a check fails if a kernel
+reads a slot that was not written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHORT_LENGTHS = (1, 17, 300, 1100)
 SHARERS = 19
 """Sequences that share all blocks: more than the rows of one thread block, and no multiple of them."""
 CHUNK = 100
-"""Rows of the prompt that are computed apart when chunking is checked."""
+"""Rows of the prompt that are a chunk of their own when chunking is checked."""
 MOST_PREFILL = 2049
 """Longest prompt that is computed whole: the reference takes memory by the square of the length."""
 
@@ -51,7 +51,8 @@ class Check:
 
 
 def variants_to_check() -> list[Variant]:
-    """Every pair of element types, every head size, and the features once: each costs seconds of compilation."""
+    """Every pair of element types, every head size, and the features once. Not all combinations, because each costs
+    seconds of compilation."""
     return [
         *(Variant(dtype, kv_dtype, 128) for dtype, kv_dtypes in DTYPE_PAIRS.items() for kv_dtype in kv_dtypes),
         *(Variant("bfloat16", "bfloat16", size) for size in HEAD_SIZES if size != 128),

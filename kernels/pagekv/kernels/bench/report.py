@@ -26,7 +26,7 @@ COLUMNS = (
 
 
 def text(result: Row) -> str:
-    """The page: machine, a table of each stage that has rows, what was not measured."""
+    """The result for a person: the machine, a table for each stage that has rows, and the cases not measured."""
     parts = [", ".join(f"{key} {value}" for key, value in result["machine"].items())]
     if "copy_gb_per_s" in result:
         parts.append(f"device copy: {result['copy_gb_per_s']:.0f} GB/s, read and written bytes both counted")

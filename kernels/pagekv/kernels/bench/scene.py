@@ -109,7 +109,7 @@ class Scene:
         self, sequences: Sequence[int], counts: np.ndarray, contexts: np.ndarray, *, decode: bool | np.ndarray
     ) -> tuple[AttentionPlan, tuple[torch.Tensor, ...]]:
         """The plan for the last `counts` of the first `contexts` tokens of sequences, and the memory behind its
-        addresses. `decode`: whether they are decodes; of each, where they are not alike."""
+        addresses. `decode`: whether sequences are decodes, for all or for each."""
         batch = StepBatch(
             query_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
             context_lens=contexts.astype(np.int32),

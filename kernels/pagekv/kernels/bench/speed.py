@@ -1,4 +1,4 @@
-"""Speed of the kernels, set up as in an executor over a pool in the arena, beside what the card's memory allows."""
+"""Speed of the kernels, over a pool in the arena and set up as in an executor, beside the card's copy bandwidth."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Paged:
     num_layers: int
     """Rounds use layers in turn."""
     num_rounds: int
-    """Of one graph."""
+    """Rounds of one graph."""
     held: tuple[torch.Tensor, ...]
     """Tensors that the plan has addresses of."""
     fewer_bytes: float
-    """Keys and values that decodes would read each for itself, in multiples of what they read."""
+    """How many times as many keys decodes would read if they shared no reads."""
     prompts: PrefillWork
     """The prefill items of a layer that sees all keys."""
 
@@ -56,11 +56,12 @@ class Paged:
 
 
 def layers_and_rounds(kv_bytes: int, room: int, most: int) -> tuple[int, int]:
-    """Layers that the rounds of a graph take turns on, and its rounds. `kv_bytes`: of one layer. `room`: bytes for all
-    layers. `most`: rounds of a graph, and layers.
+    """The number of layers that the rounds of a graph use in turn, and the number of rounds. `kv_bytes`: keys and
+    values of one layer. `room`: bytes for all layers. `most`: the most rounds, and the most layers.
 
-    A round must not find the keys of an earlier one in the cache, so the layers together have COLD_BYTES and are never
-    fewer than MIN_LAYERS. A graph must take about a millisecond, so it reads TARGET_BYTES.
+    A round must not find the keys of an earlier round in the cache, so the layers together have COLD_BYTES, and there
+    are at least MIN_LAYERS. A graph must take about a millisecond, so it reads TARGET_BYTES. `most` and `room` may
+    allow less.
     """
     layers = max(1, min(most, room // kv_bytes, max(MIN_LAYERS, -(-COLD_BYTES // kv_bytes))))
     wanted = max(layers, -(-TARGET_BYTES // kv_bytes))
@@ -88,7 +89,7 @@ def paged(
     wgmma_prefill: bool = False,
 ) -> Paged:
     """The batch of a case. `num_layers`: of the pool; 0: as many as `layers_and_rounds` says. `scattered`: blocks in
-    random order, else each sequence's blocks in order and side by side. `wgmma_prefill`: prompts by warpgroups.
+    random order, else each sequence's blocks in order and side by side. `wgmma_prefill`: as for `PagedAttention`.
     """
     variant = Variant("bfloat16", case.kv_dtype, HEAD_SIZE)
     num_blocks, rows = case.num_blocks, case.batch * case.new

@@ -1,4 +1,4 @@
-"""The bench, stage by stage. Each stage has a share of the time; cases that time does not suffice for are named."""
+"""The stages of the bench. Each has a share of the time; cases for which there is no time or memory are named."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ RATIOS = (MHA, GQA4, GQA8, MQA)
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The last `new` of `context` visible tokens of each of `batch` sequences: 1 is a decode, more are a prompt."""
+    """Attention of the last `new` of `context` visible tokens, in each of `batch` sequences. With `new` 1 it is a
+    decode, else a prompt."""
 
     heads: Heads
     batch: int
@@ -46,7 +47,7 @@ class AttentionCase:
     block_size: int = BLOCK_SIZE
     kv_dtype: str = "bfloat16"
     shared: int = 0
-    """First tokens, whole blocks, that all sequences have in the same blocks."""
+    """Leading tokens, in whole blocks, that all sequences share."""
 
     @property
     def contexts(self) -> np.ndarray:
@@ -174,5 +175,5 @@ def block_copy_cases() -> list[BlockCopyCase]:
     return [BlockCopyCase(GQA4, blocks) for blocks in (16, 128)]
 
 
-# Stage -> share of the time by whose end it stops. The next stage may use what is left.
+# Stage -> the share of the time after which it begins no more cases. The next stage may use the time that is left.
 STAGES = {"decode": 0.74, "prefill": 0.85, "cache write": 0.88, "block copy": 0.90}
