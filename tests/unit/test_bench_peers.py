@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from peers import __main__ as bench
 from peers import models
 from peers.answering import answer
 from peers.cpu_time import machine_s, neighbours, tree_s
@@ -145,6 +147,29 @@ def test_somebody_else_on_the_machine_is_told() -> None:
     ]
     assert table([found]).endswith("\n".join([*found.bars(), *found.warnings()]))
     assert json.loads(json.dumps(found.row()))["most_other_cores"] == 0.11
+
+
+@pytest.mark.parametrize("complete", [0, 1])
+def test_ctrl_c_shows_the_workloads_that_are_complete(
+    complete: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = [comparison([115], [100])] * complete
+
+    def play(*_: object) -> Comparison:
+        if not found:
+            raise KeyboardInterrupt
+        return found.pop()
+
+    monkeypatch.setattr(bench, "compare", play)
+    monkeypatch.setattr(sys, "argv", ["bench-peers", "--peer-python", sys.executable])
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        assert bench.main() == 130
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    said = capsys.readouterr()
+    assert f"interrupted: {complete} workloads are complete" in said.err
+    assert said.out.strip() == (table([comparison([115], [100])]) if complete else "")
 
 
 def test_a_player_answers_every_line() -> None:

