@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from pagekv.executor.cpu.experts import PackedExperts, pack_experts
-from pagekv.executor.cpu.linear import PackedLinear
+from pagekv.executor.cpu.linear import PackedLinear, is_packable
 from pagekv.executor.cpu.native.product import Product
 from pagekv.executor.cpu.native.vectors import vector_lanes
 from pagekv.executor.cpu.products import fastest_product
@@ -60,8 +60,10 @@ def test_experts_compute_what_those_of_transformers_do(family: str, dtype: torch
         cases.append((rows, chosen, weights, theirs(rows, chosen, weights)))
     pack_experts(model, fastest_product(dtype) if loops else None)
     ours = getattr(parent, name)
-    assert isinstance(ours, PackedExperts)
-    assert list(ours.parameters()) == []
+    # Without the loops experts stay where oneDNN does not multiply this type, as bfloat16 with AVX2 alone.
+    packs = loops or is_packable(dtype)
+    assert isinstance(ours, PackedExperts) == packs
+    assert (list(ours.parameters()) == []) == packs
     for rows, chosen, weights, expected in cases:
         found = ours(rows, chosen, weights)
         assert found.dtype == dtype
