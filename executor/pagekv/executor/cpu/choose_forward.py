@@ -101,7 +101,7 @@ def _by_loops(loaded: LoadedModel, shards: Shards | None) -> Iterator[StepForwar
 
 @contextmanager
 def _by_packed_layers(loaded: LoadedModel, _: Shards | None) -> Iterator[StepForward]:
-    work = "laying the weights of linear layers out anew"
+    work = "repacking the weights of linear layers"
     with phase(work), memory_for(work, "use a smaller model, or a machine with more memory"):
         yield ModuleForward(loaded.model)
 
@@ -129,7 +129,7 @@ class _Way(NamedTuple):
 
 
 LOOPS = _Way("the compiled loops", _why_no_loops, _by_loops, "start with --no-fused")
-PACKED_LAYERS = _Way("linear layers laid out anew", lambda *_: "", _by_packed_layers, "please report this model")
+PACKED_LAYERS = _Way("repacked linear layers", lambda *_: "", _by_packed_layers, "please report this model")
 
 
 def _loops(loaded: LoadedModel, shards: Shards | None) -> StepForward:

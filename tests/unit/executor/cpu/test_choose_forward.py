@@ -189,8 +189,8 @@ def test_layers_whose_weights_a_model_reads_itself_stay_as_they_are(
     loaded, chosen = load_forward(tmp_path, torch.float32, fused=fused)
     torch.testing.assert_close(choose_forward._logits(chosen, loaded), expected)
     reasons = {record.message: getattr(record, "fields", {}).get("reason") for record in caplog.records}
-    assert "layers laid out anew failed: TypeError" in str(
-        reasons["steps are not computed by linear layers laid out anew"]
+    assert "repacked linear layers failed: TypeError" in str(
+        reasons["steps are not computed by repacked linear layers"]
     )
     assert fused == ("steps are not computed by the compiled loops" in reasons)
 

@@ -1,4 +1,4 @@
-"""Experts with weights laid out anew, against transformers' own."""
+"""Experts with weights repacked, against transformers' own."""
 
 from __future__ import annotations
 
