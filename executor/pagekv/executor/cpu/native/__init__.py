@@ -5,7 +5,7 @@ A reader may take the modules in this order:
     a step's attention          step_attention, decode_attention, prompt_attention
     parts of it                 slots, softmax, transpose
     products with weights       product, packing, weight_memory, tile, bfloat16_sums, matrix_unit
-    row by row                  rows, stored_rows
+    row by row                  rows, expert_rows, stored_rows
     how loops are run           program, openmp, code_cache
     numbers and vectors         numbers, vectors, intrinsics
 """

@@ -95,6 +95,8 @@ class Product:
         self._bias = None
         if bias is not None:
             self._bias = packed(bias.float()[:, None], parts, wide // parts, 1, 1)
+        # Addresses of the panels and of the bias. A step with experts passes those of hundreds of products.
+        self._addresses = [self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()]
         self._most = most_rows(lanes, sums)
         self._tile_numbers = self._most * wide + 2 * SHAPES_BYTES // 4
         self._widens = sums == BFLOAT16_WIDENED
@@ -119,26 +121,21 @@ class Product:
         """`[S, out]` for rows `[S, in]`, in one call of compiled code: product i multiplies the rows [begin, end) of
         `bounds[i]`. All products have weights of one shape. Bounds follow each other and cover all rows.
         """
+        # Four numbers for each chunk: its first row, the number of its rows, the addresses of panels and bias.
         first, parts = products[0], list[int]()
         for product, (begin, end) in zip(products, bounds, strict=True):
             chunks = -(-(end - begin) // first._chunk_rows)
             for chunk in range(chunks):
                 low, high = (begin + (end - begin) * at // chunks for at in (chunk, chunk + 1))
-                parts += product._part(low, high)
+                parts += [low, high - low, *product._addresses]
         return first._multiply(rows, len(parts) // 4, first._threads(len(rows)), parts)
 
     def _threads(self, count: int) -> int:
         """Threads that compute `count` rows."""
         return 1 if count * self._panels.numel() <= ALONE else torch.get_num_threads()
 
-    def _part(self, begin: int, end: int) -> list[int]:
-        """Rows [begin, end) of this product as a chunk for `_multiply`: first row, number of rows, addresses of the
-        panels and of the bias.
-        """
-        return [begin, end - begin, self._panels.data_ptr(), 0 if self._bias is None else self._bias.data_ptr()]
-
     def _multiply(self, rows: torch.Tensor, chunks: int, threads: int, parts: Sequence[int] = ()) -> torch.Tensor:
-        """`parts`: the `_part` of each chunk, if chunks are of different products."""
+        """`parts`: the four numbers of each chunk, as in `each`, if chunks are of different products."""
         count = len(rows)
         out = empty(count, self._columns, dtype=self._dtype)
         if not count:
@@ -155,8 +152,7 @@ class Product:
             self._of_several() if parts else self._function,
             (
                 *(count, self._columns, self._depth, chunks, len(self._panels), threads),
-                *(rows.data_ptr(), self._panels.data_ptr(), out.data_ptr()),
-                0 if self._bias is None else self._bias.data_ptr(),
+                *(rows.data_ptr(), self._addresses[0], out.data_ptr(), self._addresses[1]),
                 *(scratch.data_ptr(), 4 * own, self._finish, self._chunk_rows),
                 *parts,
             ),

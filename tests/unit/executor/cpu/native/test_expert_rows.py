@@ -1,0 +1,74 @@
+"""Rows sorted by expert, and summed by row."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pagekv.executor.cpu.native.expert_rows import gate_activation, rows_by_expert, weighted_sums
+from pagekv.executor.cpu.native.vectors import vector_lanes
+
+pytestmark = pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
+
+
+# One row, which one thread sorts, and more than it does alone; more experts than rows, and fewer.
+@pytest.mark.parametrize(("count", "choices", "experts", "size"), [(1, 2, 8, 24), (700, 4, 16, 96), (9, 1, 2, 5)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_come_expert_by_expert_and_are_found_again(
+    dtype: torch.dtype, count: int, choices: int, experts: int, size: int
+) -> None:
+    torch.manual_seed(count)
+    rows, chosen = torch.randn(count, size).to(dtype), torch.randint(0, experts, (count, choices))
+    found, places, bounds = rows_by_expert(rows, chosen, experts)
+    # A row's place before that of later rows of its expert.
+    order = chosen.flatten().argsort(stable=True)
+    assert torch.equal(found, rows[order // choices])
+    assert torch.equal(places[order], torch.arange(count * choices))
+    assert [end - begin for begin, end in bounds] == chosen.flatten().bincount(minlength=experts).tolist()
+    assert [begin for begin, _ in bounds] == [0, *(end for _, end in bounds[:-1])]
+
+    weights = torch.rand(count, choices)
+    summed = weighted_sums(found, places, weights)
+    expected = (rows.double() * weights.double().sum(1, keepdim=True)).to(dtype)
+    assert summed.dtype == dtype
+    torch.testing.assert_close(summed, expected)
+
+
+def test_each_choice_has_the_weight_of_its_own() -> None:
+    found = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
+    places = torch.tensor([2, 0, 3, 1])
+    assert weighted_sums(found, places, torch.tensor([[1, 2], [3, 4]])).tolist() == [[102.0], [3040.0]]
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_an_expert_that_does_not_exist_is_refused(wrong: int) -> None:
+    with pytest.raises(ValueError, match=rf"experts \[{min(wrong, 1)}, {max(wrong, 1)}\] are chosen of 4"):
+        rows_by_expert(torch.randn(2, 8), torch.tensor([[1], [wrong]]), 4)
+
+
+def test_rows_and_choices_may_be_views() -> None:
+    rows, chosen = torch.randn(6, 10)[:, ::2], torch.randint(0, 3, (2, 6), dtype=torch.int32).t()
+    found, places, _ = rows_by_expert(rows, chosen, 3)
+    assert torch.equal(found[places], rows.repeat_interleave(2, 0))
+    weights = torch.rand(2, 6).t()
+    torch.testing.assert_close(weighted_sums(found, places, weights), rows * weights.sum(1, keepdim=True))
+
+
+@pytest.mark.parametrize(
+    ("gate", "expected"),
+    [
+        (lambda gate, up: functional.silu(gate) * up, "silu"),
+        (lambda gate, up: functional.gelu(gate, approximate="tanh") * up, "gelu_tanh"),
+        (lambda gate, up: gate * functional.silu(up), None),
+        (lambda gate, up: functional.silu(gate.clamp(max=7)) * up, None),
+    ],
+)
+def test_gates_are_known_by_what_they_compute(gate: object, expected: str | None) -> None:
+    experts = SimpleNamespace(has_gate=True, is_transposed=False, down_proj=torch.empty(2, 16, 48))
+    experts._apply_gate = lambda both: gate(*both.chunk(2, -1))
+    assert gate_activation(experts) == expected
+    experts.has_gate = False
+    assert gate_activation(experts) is None
