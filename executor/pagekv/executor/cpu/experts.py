@@ -39,14 +39,15 @@ class PackedExperts(nn.Module):
         self._each, self._sorted, self._summed = _one_by_one, _rows_by_expert, _weighted_sums
         self._gate: Callable[[torch.Tensor], torch.Tensor] | None
         self._gate = experts._apply_gate if experts.has_gate else experts.act_fn
-        make_up = make
+        make_up: MakeProduct = make
         # Compiled loops multiply the rows of all experts in one call, and compute the gate within the first products.
         if hasattr(make, "each"):
             from pagekv.executor.cpu.native.expert_rows import gate_activation, rows_by_expert, weighted_sums
 
-            self._each, self._sorted, self._summed = make.each, rows_by_expert, weighted_sums
+            loops: Any = make
+            self._each, self._sorted, self._summed = loops.each, rows_by_expert, weighted_sums
             if (activation := gate_activation(experts)) is not None:
-                make_up, self._gate = partial(make, activation=activation), None
+                make_up, self._gate = partial(loops, activation=activation), None
         self._up = _products(experts, "gate_up_proj" if experts.has_gate else "up_proj", make_up)
         self._down = _products(experts, "down_proj", make)
 

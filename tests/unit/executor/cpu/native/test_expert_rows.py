@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -66,7 +67,9 @@ def test_rows_and_choices_may_be_views() -> None:
         (lambda gate, up: functional.silu(gate.clamp(max=7)) * up, None),
     ],
 )
-def test_gates_are_known_by_what_they_compute(gate: object, expected: str | None) -> None:
+def test_gates_are_known_by_what_they_compute(
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], expected: str | None
+) -> None:
     experts = SimpleNamespace(has_gate=True, is_transposed=False, down_proj=torch.empty(2, 16, 48))
     experts._apply_gate = lambda both: gate(*both.chunk(2, -1))
     assert gate_activation(experts) == expected
