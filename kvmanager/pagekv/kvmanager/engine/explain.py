@@ -109,7 +109,7 @@ class PrefixExplainer:
         reason = f"{tail} of {size} tokens: only full blocks are cached; {size - tail} more would fill it"
         near, shared = self._near if index == self._found else (-1, 0)
         if shared:
-            reason += f"; {self._named(near)} begins with the first {shared}"
+            reason += f"; {self._named(near)} begins with the first {shared} of these {tail}"
         return pb.BlockExplanation(
             start=index * size,
             end=len(self._tokens),

@@ -207,7 +207,7 @@ def test_a_tail_may_begin_like_a_cached_block() -> None:
     blocks = cache(bench.pool, [*range(8)])
     tail = bench.explain([0, 1, 2, 3, 4, 5, 99]).blocks[1]
     assert (tail.outcome, tail.block_id, tail.shared_tokens) == (TAIL, blocks[1], 2)
-    assert tail.reason.endswith(f"; block {blocks[1]} begins with the first 2")
+    assert tail.reason.endswith(f"; block {blocks[1]} begins with the first 2 of these 3")
 
 
 def test_another_adapter_of_the_namespace_is_named() -> None:

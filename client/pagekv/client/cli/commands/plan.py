@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     needed = {"cpu": _too_little(plan), "cuda": ""}
     groups = {
         f"KV cache{of_rank}, by context and sequences": _grid_text(plan.footprints),
-        f"memory{of_rank}": _memory_text(plan),
+        f"memory{of_rank}": _memory_text(plan, named=args.model is not None),
         "waste": plan.wasted and _waste_text(plan.wasted, plan.geometry.context),
         "shared prefix": plan.saving and _saving_text(plan, plan.saving),
         "PageKV runs this": table([(name, f"no: {reason}" if reason else f"yes{needed[name]}")
@@ -316,11 +316,13 @@ def _grid_text(grid: Sequence[Sequence[kv_budget.Footprint]]) -> str:
     return table(rows, header, indent="  ", right=True)
 
 
-def _memory_text(plan: _Plan) -> str:
-    """The memory of weights and of the KV cache, two separate budgets: --memory is for the KV cache alone."""
+def _memory_text(plan: _Plan, *, named: bool) -> str:
+    """The memory of weights and of the KV cache, two separate budgets: --memory is for the KV cache alone. `named`: the
+    command line has a MODEL, so its files were looked for.
+    """
     fits, weights, tp, rows = plan.fits, plan.weights, plan.tp, []
     if weights is None:
-        rows.append(("weights", "unknown: no safetensors beside the config"))
+        rows.append(("weights", "unknown: no safetensors beside the config" if named else "unknown: no model is named"))
     else:
         rows.append(("weights", f"{size_text(-(-weights // tp))} as stored{', in even shares' * (tp > 1)}"))
     if fits is None:

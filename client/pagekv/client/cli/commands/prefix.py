@@ -88,7 +88,8 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
         f"{found.device_tokens} on the device, {found.host_tokens} on the host"
     ]
     if found.partial_tokens:
-        lines.append(f"{found.partial_tokens} more begin a cached block, which a copy of it would serve")
+        which = "1 more token is" if found.partial_tokens == 1 else f"{found.partial_tokens} more tokens are"
+        lines.append(f"{which} the beginning of a cached block, and would be reused from a copy of that block")
     if found.block_ids:
         lines.append(f"blocks {' '.join(map(str, found.block_ids))}")
     return Shown(found, "\n".join(lines))

@@ -27,7 +27,7 @@ from pagekv.common.extras import missing_modules, missing_words
 from pagekv.common.flags import integer, is_true, listening_host, number, variable_of
 from pagekv.common.logs import is_error
 from pagekv.common.loopback import INSECURE_HELP, is_local, open_words
-from pagekv.common.models import DEMO, TOKENIZER
+from pagekv.common.models import CONFIG, DEMO, TOKENIZER
 
 EXAMPLES = """\
   pagekv up
@@ -240,7 +240,8 @@ def without_tokenizer(config: StackConfig) -> str:
     """A warning if the model directory has no tokenizer and no flag names one; else empty."""
     model = flag_value("model", config.executor_args, os.environ)
     directory = Path(os.path.expanduser(model or DEMO))
-    if not model or model == DEMO or not os.path.isdir(directory) or (directory / TOKENIZER).is_file():
+    # Without a config.json it is no model directory, which the executor will say.
+    if not model or model == DEMO or not os.path.isfile(directory / CONFIG) or (directory / TOKENIZER).is_file():
         return ""
     if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
         return ""

@@ -60,6 +60,7 @@ def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> 
         "a token            320 KiB",
         "ranks              2, 4 KV heads on each (sharded)",
         "a block on a rank  2.50 MiB, 16 tokens",
+        "  weights   unknown: no model is named",
         "  requests  6 of 8192 tokens, each 1.30 GiB with 4.0% overhead",
         "  reserved  10.00 GiB at 8192 tokens each, 81.8% unused",
         "  live      1.82 GiB",

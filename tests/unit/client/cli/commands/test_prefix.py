@@ -19,6 +19,22 @@ from pagekv.v1 import operator_service_pb2 as operator_pb
 from pagekv.v1 import types_pb2
 
 
+@pytest.mark.parametrize(("partial", "which"), [(1, "1 more token is"), (3, "3 more tokens are")])
+def test_lookup_tells_what_a_copied_block_adds(
+    partial: int, which: str, server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = cache_pb.LookupPrefixResponse(
+        prompt_tokens=20, device_tokens=8, host_tokens=4, partial_tokens=partial, block_ids=[7, 3]
+    )
+    server.expect("LookupPrefix", found)
+    assert main(["lookup", "hi"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "12 of 20 tokens cached (60%): 8 on the device, 4 on the host",
+        f"{which} the beginning of a cached block, and would be reused from a copy of that block",
+        "blocks 7 3",
+    ]
+
+
 def test_explain_tells_blocks_with_the_same_story_in_one_row(
     server: ScriptedServer, target: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -128,6 +128,9 @@ def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = f"{tmp_path} has no tokenizer.json, so token ids alone can be served; --tokenizer names another"
+    # No model directory at all, which the executor says.
+    assert up.without_tokenizer(made("--model", str(tmp_path))) == ""
+    (tmp_path / "config.json").touch()
     assert up.without_tokenizer(made("--model", str(tmp_path))) == words
     for given in (["--tokenizer", "demo"], ["--tokenizer", "none"]):
         assert up.without_tokenizer(made("--model", str(tmp_path), *given)) == ""
