@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 
 from pagekv.client.channel import DEFAULT_TARGET
 from pagekv.client.cli.terminal import Terminal, pagekv_command
 from pagekv.client.errors import PermissionDenied, Unauthenticated
+from pagekv.client.identity import API_KEY_VARIABLE
+from pagekv.client.launcher.child_flags import flag_value
 from pagekv.client.launcher.own_manager import client_of
 from pagekv.client.launcher.stack import Stack
 from pagekv.client.types import ModelInfo
@@ -80,7 +83,12 @@ def describe(info: ModelInfo) -> str:
 
 def _model_info(stack: Stack) -> ModelInfo | None:
     """None if the manager does not know this command as a caller, or does not allow the call."""
-    with client_of(stack.target, stack.config.certificates) as client:
+    certificates = stack.config.certificates
+    shown = os.environ.get(API_KEY_VARIABLE) or (certificates is not None and certificates.mutual)
+    if not shown and flag_value("identities", stack.config.manager_args, os.environ):
+        # Without a key or a certificate the call would be refused, and be one more line of the audit log.
+        return None
+    with client_of(stack.target, certificates) as client:
         try:
             return client.model_info()
         except (Unauthenticated, PermissionDenied):

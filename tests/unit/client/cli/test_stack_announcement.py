@@ -113,3 +113,21 @@ def test_it_says_how_to_ask_a_manager_with_certificates(
     assert (said["target"], said["page"]) == (target.partition(" ")[2], "https://localhost:8080/")
     assert said["ca"] == f"{certificates}/ca.pem"
     assert ("client_key" in said) == known
+
+
+def test_a_manager_with_identities_is_asked_only_with_one(
+    server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call without would be refused, and stand in the audit log of every start."""
+    monkeypatch.delenv("PAGEKV_API_KEY", raising=False)
+    stack = Stack(StackConfig(port=0, executor_port=0, manager_args=["--identities=keys.toml"]))
+    stack.target = server.target
+    monkeypatch.setattr(stack, "listening", lambda _: [])
+    announce(stack, make_parser().parse(["up"]), Terminal())
+    assert not server.metadata
+    assert "PAGEKV_API_KEY=KEY " in capsys.readouterr().out
+    monkeypatch.setenv("PAGEKV_API_KEY", "k")
+    server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
+    announce(stack, make_parser().parse(["up"]), Terminal())
+    assert server.metadata == [{"authorization": "Bearer k"}]
+    assert "model demo, backend oracle" in capsys.readouterr().out
