@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from inspect import signature
+from math import ceil
 from typing import Any
 
 import grpc
@@ -137,6 +138,11 @@ _HANDSHAKES = (
 _TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 # The messages in `_NEVER_CONNECTED` that mean a host name without an address.
 _NO_SUCH_NAME = ("Domain name not found", "hostname lookup error")
+# The manager's message for a call without a key and a certificate, and how a caller gives them.
+_NO_IDENTITY = "no identity"
+_GIVE_IDENTITY = " (--api-key or PAGEKV_API_KEY, --client-cert; api_key= and client_cert= in Python)"
+# Seconds until a call may be made again, if the server does not say.
+_RETRY_DELAY_S = 1.0
 # gRPC's messages for a cancellation that began on this side.
 _CANCELLED_HERE = ("Locally cancelled", "Channel closed")
 
@@ -163,9 +169,12 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> PageKVError:
     if issubclass(cls, Unavailable):
         message = f"PageKV at {target} is not serving: {message}"
     elif issubclass(cls, (Unauthenticated, PermissionDenied)):
-        message = f"{target} refuses the call: {message}"
+        hint = _GIVE_IDENTITY if message.startswith(_NO_IDENTITY) else ""
+        message = f"{target} refuses the call: {message}{hint}"
+    elif issubclass(cls, Overloaded):
+        message += f"; try again in {ceil(found.get('retry_delay_s', _RETRY_DELAY_S))} s"
     known = signature(cls).parameters
-    facts = {"description": message, "field": "", "retry_delay_s": 1.0, **found, "message": message}
+    facts = {"description": message, "field": "", "retry_delay_s": _RETRY_DELAY_S, **found, "message": message}
     return cls(**{name: facts[name] for name in known if name in facts})
 
 

@@ -92,6 +92,23 @@ def test_statuses_become_domain_exceptions(
             assert str(sent) in str(caught.value)
 
 
+def test_how_to_come_back_is_in_the_words(server: ScriptedServer, client: PageKVClient) -> None:
+    """For those who read the message alone."""
+    for sent, words in (
+        (errors.Overloaded("1024 wait", 2.5), "1024 wait; try again in 3 s"),
+        (
+            errors.Unauthenticated("no identity: send a key"),
+            f"{server.target} refuses the call: no identity: send a key "
+            "(--api-key or PAGEKV_API_KEY, --client-cert; api_key= and client_cert= in Python)",
+        ),
+        (errors.Unauthenticated("unknown key"), f"{server.target} refuses the call: unknown key"),
+    ):
+        server.expect("ResetPrefixCache", Fails(sent))
+        with pytest.raises(PageKVError) as caught:
+            client.reset_prefix_cache()
+        assert str(caught.value) == words
+
+
 def test_nobody_listens(make_client: Any) -> None:
     with held_port() as port:
         target = f"127.0.0.1:{port}"
