@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import wraps
+from inspect import signature
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, overload
 
@@ -96,7 +97,8 @@ class Connection:
         instead of one's own and not closed; `target` then only stands in messages.
         """
         self.target = target_or_default(target)
-        self._settings = CallSettings().changed(type(self).__name__, options)
+        arguments = [name for name in signature(type(self)).parameters if name != "options"]
+        self._settings = CallSettings().changed(type(self).__name__, options, arguments)
         self._check_own(credentials, channel)
         beside = "channel" if channel is not None else "credentials" if credentials is not None else ""
         tls = tls_credentials(ca=ca, client_cert=client_cert, client_key=client_key, beside=beside)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import Any, TypeVar
@@ -45,10 +45,12 @@ def with_options_of(options: type) -> Callable[[Function], Function]:
     return decorate
 
 
-def check_known(options: Mapping[str, Any], known: type, where: str = "") -> None:
-    """Raises TypeError for options that are not keys of the class `known`; the message begins with `where`."""
-    names = sorted(known.__annotations__)
-    if unknown := sorted(options.keys() - names):
+def check_known(options: Mapping[str, Any], known: type, where: str = "", beside: Iterable[str] = ()) -> None:
+    """Raises TypeError for options that are not keys of the class `known`. The message begins with `where` and also
+    lists the function's other arguments, `beside`.
+    """
+    if unknown := sorted(options.keys() - known.__annotations__.keys()):
+        names = sorted({*known.__annotations__, *beside})
         raise TypeError(f"{where}unknown option {unknown[0]!r}; known are {', '.join(names)}")
 
 

@@ -91,11 +91,11 @@ class CallSettings:
         check_whole("max_retries", self.max_retries, 0, _MOST_RETRIES)
         _check_metadata(self.metadata)
 
-    def changed(self, where: str, options: CallOptions) -> Self:
+    def changed(self, where: str, options: CallOptions, beside: Iterable[str] = ()) -> Self:
         """The settings with these options changed. Raises TypeError for unknown options, in a message that begins with
-        `where`.
+        `where` and also lists the arguments `beside`.
         """
-        check_known(options, CallOptions, f"{where}: ")
+        check_known(options, CallOptions, f"{where}: ", beside)
         values: dict[str, Any] = {**options}
         if "metadata" in values:
             added = as_metadata(values["metadata"])

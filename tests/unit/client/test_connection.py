@@ -188,6 +188,14 @@ def test_arguments_out_of_bounds_are_refused_by_name(given: Any, field: str) -> 
     assert "secret" not in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", [PageKVClient, AsyncPageKVClient])
+def test_an_unknown_argument_is_refused_beside_all_that_there_are(kind: Any) -> None:
+    known = "act_for, api_key, ca, channel, client_cert, client_key, credentials, max_retries, metadata, resume_timeout"
+    words = f"^{kind.__name__}: unknown option 'host'; known are {known}, target, timeout$"
+    with pytest.raises(TypeError, match=words):
+        kind(host="127.0.0.1")
+
+
 def test_a_channel_has_credentials_of_its_own_and_is_of_the_clients_kind() -> None:
     with grpc.insecure_channel("127.0.0.1:1", options=channel_options("127.0.0.1:1")) as channel:
         with pytest.raises(InvalidRequest, match="credentials: must be left out"):
