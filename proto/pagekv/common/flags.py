@@ -135,8 +135,13 @@ class FlagParser(argparse.ArgumentParser):
         """
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._nearest(unknown[0].partition('=')[0])}")
+            hint = self._nearest(unknown[0].partition("=")[0]) if unknown[0].startswith("-") else self._quotes()
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
         return found, unknown
+
+    def _quotes(self) -> str:
+        """A hint for words too many, where there are arguments that are no flags; else nothing."""
+        return "; an argument with blanks needs quotes" if self._get_positional_actions() else ""
 
     def _nearest(self, name: str) -> str:
         """The end of a refusal: the program that has the flag, or a question that names a similar flag, or ""."""

@@ -93,6 +93,8 @@ def test_declarations_name_flags_and_groups_in_order() -> None:
         # Like --deep by its dashes.
         (["--beeps"], {}, "unrecognized arguments: --beeps\n"),
         (["--frobnicate=3", "x"], {}, "unrecognized arguments: --frobnicate=3 x\n"),
+        # This program has flags alone, so quotes would not help.
+        (["words", "too", "many"], {}, "unrecognized arguments: words too many\n"),
     ],
 )
 def test_what_is_wrong_ends_with_status_2_and_its_reason(

@@ -125,6 +125,9 @@ def test_options_may_stand_before_the_command(
             "pagekv generate: unrecognized arguments: --max-token 5; did you mean --max-tokens?\n",
         ),
         ("generate x --max-token 5", "Try 'pagekv generate --help'.\n"),
+        ("generate In the", "pagekv generate: unrecognized arguments: the; an argument with blanks needs quotes\n"),
+        ("detokenize 1 2", "pagekv detokenize: unrecognized arguments: 2; an argument with blanks needs quotes\n"),
+        ("stats now", "pagekv stats: unrecognized arguments: now\n"),
         ("pin x --lease 0", "got '0'\nTry 'pagekv pin --help'.\n"),
         ("frobnicate", "no command 'frobnicate'\n"),
         (
