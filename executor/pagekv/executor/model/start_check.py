@@ -82,8 +82,8 @@ def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv
     """
     if kv_memory > most:
         raise ValueError(
-            f"--kv-memory {kv_memory}: there is memory for {most} bytes at most, and the model takes some of it: "
-            "give less, or 0 for a share of what is available"
+            f"--kv-memory {kv_memory}: there is memory for {most} bytes at most ({most / 2**30:.1f} GiB), and the "
+            "model takes some of it: give less, or 0 for a share of what is available"
         )
     token = stored.token_bytes(element_bytes)
     if token and 0 < kv_memory < MIN_POOL_TOKENS * token:
