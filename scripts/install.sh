@@ -54,7 +54,7 @@ install_torch() {
     if [ "$(uname -s)" = Linux ] && ! pip_is_configured; then index=https://download.pytorch.org/whl/cpu; fi
   fi
   if [ -z "$index" ]; then
-    say "installing $torch"
+    say "installing $torch (minutes, unless pip has it already)"
     pip_install "$torch"
   else
     say "installing $torch from $index (about 200 MB)"
@@ -90,7 +90,7 @@ if [ "${REQUIRE_HASHES:-}" = 1 ]; then
   exit
 fi
 if needs_torch; then install_torch; fi
-say "installing pagekv[$extras]"
+say "installing pagekv[$extras] (minutes, unless pip has most of it already)"
 constraints=$(mktemp)
 trap 'rm -f "$constraints"' EXIT
 awk -F== 'FILENAME == ARGV[1] { pinned[$1] = 1 } FILENAME == ARGV[1] || !($1 in pinned)' "$pins" constraints.txt > "$constraints"
