@@ -31,6 +31,7 @@ from pagekv.client import (
 )
 from pagekv.client import errors as client_errors
 from pagekv.common import errors
+from pagekv.kvmanager.access.refusals import WORDS, RefusalReason
 
 
 @pytest.mark.parametrize(
@@ -97,8 +98,8 @@ def test_how_to_come_back_is_in_the_words(server: ScriptedServer, client: PageKV
     for sent, words in (
         (errors.Overloaded("1024 wait", 2.5), "1024 wait; try again in 3 s"),
         (
-            errors.Unauthenticated("no identity: send a key"),
-            f"{server.target} refuses the call: no identity: send a key "
+            errors.Unauthenticated(WORDS[RefusalReason.NO_IDENTITY]),
+            f"{server.target} refuses the call: {WORDS[RefusalReason.NO_IDENTITY]} "
             "(--api-key or PAGEKV_API_KEY, --client-cert; api_key= and client_cert= in Python)",
         ),
         (errors.Unauthenticated("unknown key"), f"{server.target} refuses the call: unknown key"),
