@@ -111,8 +111,8 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | None
     """Lower runs earlier, -100 to 100. Default 0."""
     request_id: str | None
-    """Unique among running requests, 1 to 128 characters of [A-Za-z0-9._:-]. Default: drawn by the client, so that a
-    broken stream can continue with it.
+    """Unique among the live requests of the caller's tenant, 1 to 128 characters of [A-Za-z0-9._:-]. Default: drawn by
+    the client, so that a broken stream can continue with it.
     """
     timeout: float | None
     """Seconds for the whole generation, including retries and resumed parts, above 0 and up to 1,000,000. None: no

@@ -140,7 +140,7 @@ class FlagParser(argparse.ArgumentParser):
         return found, unknown
 
     def _quotes(self) -> str:
-        """A hint for words too many, where there are arguments that are no flags; else nothing."""
+        """The end of a refusal of further words: a hint if the command has arguments without a flag, else ""."""
         return "; an argument with blanks needs quotes" if self._get_positional_actions() else ""
 
     def _nearest(self, name: str) -> str:

@@ -129,7 +129,9 @@ def _fields(descriptor: Descriptor) -> dict[int, _Field]:
 
 
 async def read_large(message: Message, data: bytes, bounds: Bounds) -> None:
-    """Parses `data` into the empty `message`, the event loop having turns. Raises as `parse_slices` does."""
+    """Parses `data` into the empty `message`; the event loop gets a turn after each slice. Raises as `parse_slices`
+    does.
+    """
     # gRPC has already copied the message in this turn of the loop.
     await asyncio.sleep(0)
     for _ in parse_slices(message, data, bounds):

@@ -710,7 +710,7 @@ class WatchEventsResponse(google.protobuf.message.Message):
     REVISION_FIELD_NUMBER: builtins.int
     INSTANCE_ID_FIELD_NUMBER: builtins.int
     sequence: builtins.int
-    """1 for the first message of the call, then one more each; a gap means that messages were lost: start again."""
+    """1 for the first message of the call, rising by one per message; a gap means that messages were lost: start again."""
     snapshot: builtins.bool
     """True on the messages of the snapshot. Its events rebuild the tables from nothing, first the device's, then the host
     pool's. In the device's table parents come before their children.
@@ -962,7 +962,7 @@ class TenantInfo(google.protobuf.message.Message):
     any_adapter: builtins.bool
     """True: it may use every adapter, and `adapters` is empty."""
     floor_blocks: builtins.int
-    """Its floor: cached blocks that the requests of other tenants cannot evict; 0: none."""
+    """Its floor: other tenants' requests evict none of its cached blocks while `blocks` is at most this; 0: no floor."""
     running_requests: builtins.int
     """Its requests that have a sequence which holds blocks."""
     waiting_requests: builtins.int

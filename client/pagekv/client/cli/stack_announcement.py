@@ -37,8 +37,8 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     if args.json:
         found: dict[str, object] = {"target": _reached_at(stack, stack.target), "executor": stack.executor_target}
         found |= {"openai": openai, "targets": stack.targets} if openai else {}
-        # `page` is the first manager's page, `pages` those of all managers.
         found |= {name: str(path) for name, path in files.items()}
+        # `page` is the first manager's page, `pages` those of all managers.
         found |= {"page": pages[0], "pages": pages} if pages else {}
         found |= {"kv_events": events} if events else {}
         found |= {"recordings": recordings} if recordings else {}

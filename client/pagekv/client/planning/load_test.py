@@ -145,8 +145,8 @@ class LoadReport:
 def make_jobs(
     workload: Workload, vocab_size: int, avoid: Sequence[int] = (), text_ids: Sequence[int] = ()
 ) -> list[LoadJob]:
-    """The requests of a workload. Prompts are random ids below `vocab_size`, except those to `avoid`, or pieces of
-    `text_ids`. Raises ValueError if `text_ids` are shorter than the longest prompt.
+    """The requests of a workload. Prompts are pieces of `text_ids` if these are given, else random ids below
+    `vocab_size`, except those to `avoid`. Raises ValueError if given `text_ids` are shorter than the longest prompt.
     """
     rng = random.Random(workload.seed)
     longest = max(workload.prompt_tokens[1], workload.shared_prefix)

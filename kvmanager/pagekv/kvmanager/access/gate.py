@@ -97,11 +97,11 @@ class Gate:
         await self._admit_call(method, context, None)
 
     async def admit_gateway_call(self, method: str, context: Any) -> None:
-        """`admit_call` for calls at the gateway's own address, where a caller that shows no identity is the gateway."""
+        """`admit_call` for the gateway's own address, where a caller that shows no authorization is the gateway."""
         await self._admit_call(method, context, self.authenticator.gateway)
 
     async def _admit_call(self, method: str, context: Any, unnamed: Identity | None) -> None:
-        """`unnamed`: the identity of a caller that shows no authorization; None: the caller is refused."""
+        """`unnamed`: the identity of a caller that shows no authorization; None: it needs a known certificate."""
         caller.set(None)
         if method in OPEN_CALLS:
             return

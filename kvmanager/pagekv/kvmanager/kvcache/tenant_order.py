@@ -188,7 +188,7 @@ class TenantOrder:
         return blocks
 
     def append(self, blocks: Blocks) -> None:
-        """Puts freed blocks, a chain's deepest first, at the tail of their owner's order. Blank ones lose it."""
+        """Appends freed blocks, a chain's deepest first, to their owner's order. Blank blocks become nobody's."""
         published = self._published[blocks]
         blank = blocks[~published]
         if len(blank):

@@ -59,7 +59,7 @@ class TenantRow:
     blocks: int
     unbounded: bool
     case: str
-    # Cached blocks of the quiet tenant that others cannot evict.
+    # Others evict none of the quiet tenant's cached blocks while it has no more blocks, held and cached, than these.
     floor: int
     # Requests that are left out of every case, because they need more blocks than are left beside the floor.
     refused: int

@@ -195,7 +195,7 @@ class RunningQueue:
     # -- out
 
     def drain(self, sequence: Seq) -> None:
-        """Drains a sequence whose last token is promised: it leaves the executor, but keeps its blocks until then."""
+        """Ends a sequence at the executor: its last token is promised. It keeps its blocks until this token arrives."""
         sequence.state = SeqStatus.DRAINING
         self.batch.stop_decoding(sequence)
         self._finished.append(sequence.seq_id)

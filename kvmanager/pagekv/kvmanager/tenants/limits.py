@@ -26,7 +26,7 @@ class TenantLimits:
     # Lowest and highest number of its requests' priorities.
     priorities: tuple[int, int] | None = None
     adapters: frozenset[str] | None = None
-    # Cached blocks that other tenants' requests cannot evict.
+    # Other tenants' requests evict none of its cached blocks while it has no more blocks, held and cached, than these.
     floor_blocks: int = 0
 
 
