@@ -97,7 +97,7 @@ class Connection:
         instead of one's own and not closed; `target` then only stands in messages.
         """
         self.target = target_or_default(target)
-        arguments = [name for name in signature(type(self)).parameters if name != "options"]
+        arguments = signature(Connection.__init__).parameters.keys() - {"self", "options"}
         self._settings = CallSettings().changed(type(self).__name__, options, arguments)
         self._check_own(credentials, channel)
         beside = "channel" if channel is not None else "credentials" if credentials is not None else ""

@@ -188,7 +188,12 @@ def test_arguments_out_of_bounds_are_refused_by_name(given: Any, field: str) -> 
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", [PageKVClient, AsyncPageKVClient])
+class _Subclass(PageKVClient):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+
+
+@pytest.mark.parametrize("kind", [PageKVClient, AsyncPageKVClient, _Subclass])
 def test_an_unknown_argument_is_refused_beside_all_that_there_are(kind: Any) -> None:
     known = "act_for, api_key, ca, channel, client_cert, client_key, credentials, max_retries, metadata, resume_timeout"
     words = f"^{kind.__name__}: unknown option 'host'; known are {known}, target, timeout$"
