@@ -5,15 +5,18 @@ Bytes before are bytes after, and a copy neither overtakes nor is overtaken wher
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -200,3 +203,58 @@ def test_ids_outside_of_a_pool_are_refused_with_nothing_enqueued() -> None:
 def test_pools_of_different_blocks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"^host_pool"):
         BlockSwapper(LateStreams(), np.zeros((2, 4)), np.zeros((2, 5)))
+
+
+class FakeCuda:
+    """torch's streams and events: notes what is enqueued, and on which stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.current, self._made = "current", 0
+        self.has_run = False
+        monkeypatch.setattr(torch.cuda, "Stream", self._new_stream)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: self._stream(self.current))
+        monkeypatch.setattr(torch.cuda, "stream", self._switched)
+        monkeypatch.setattr(torch.cuda, "Event", self._event)
+
+    def _stream(self, name: str) -> Any:
+        return SimpleNamespace(name=name, wait_event=lambda event: self.log.append(("wait", name, event.recorded)))
+
+    def _new_stream(self) -> Any:
+        self._made += 1
+        return self._stream(f"new {self._made}")
+
+    @contextmanager
+    def _switched(self, stream: Any) -> Iterator[None]:
+        before, self.current = self.current, stream.name
+        yield
+        self.current = before
+
+    def _event(self) -> Any:
+        event = SimpleNamespace(recorded="", query=lambda: self.has_run)
+        event.record = lambda stream: setattr(event, "recorded", stream.name)
+        return event
+
+    def destination(self) -> Any:
+        """A tensor that is copied to."""
+        return SimpleNamespace(copy_=lambda source, non_blocking: self.log.append((self.current, source, non_blocking)))
+
+
+def test_work_is_enqueued_on_the_stream_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU: copies out and in on a stream each, and computation on the one that is current when it is asked for."""
+    cuda = FakeCuda(monkeypatch)
+    streams = Streams()
+    for stream in (CopyStream.OUT, CopyStream.IN):
+        streams.copy(stream, cuda.destination(), stream)
+    assert cuda.log == [("new 1", CopyStream.OUT, True), ("new 2", CopyStream.IN, True)]
+    assert cuda.current == "current"
+    cuda.log.clear()
+    cuda.current = "another"
+    events = [streams.mark(stream) for stream in (CopyStream.COMPUTE, CopyStream.OUT, CopyStream.IN)]
+    assert [event.recorded for event in events] == ["another", "new 1", "new 2"]
+    streams.wait(CopyStream.COMPUTE, events[2])
+    streams.wait(CopyStream.OUT, events[0])
+    assert cuda.log == [("wait", "another", "new 2"), ("wait", "new 1", "another")]
+    assert not streams.done(events[0])
+    cuda.has_run = True
+    assert streams.done(events[0])

@@ -64,6 +64,27 @@ class HostStreams(Streams):
         destination.copy_(source)
 
 
+class LateStreams(Streams):
+    """A copy is done when another stream waits for it, as late as a GPU may do it."""
+
+    def __init__(self) -> None:
+        """There is no GPU."""
+        self._left: dict[CopyStream, list[Callable[[], object]]] = {stream: [] for stream in CopyStream}
+
+    def mark(self, stream: CopyStream) -> list[Callable[[], object]]:
+        return self._left[stream]
+
+    def wait(self, stream: CopyStream, event: list[Callable[[], object]]) -> None:
+        while event:
+            event.pop(0)()
+
+    def done(self, event: list[Callable[[], object]]) -> bool:
+        return not event
+
+    def copy(self, stream: CopyStream, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self._left[stream].append(lambda: destination.copy_(source))
+
+
 @dataclass
 class HostDevice(CudaDevice):
     """A device without streams. Recording a graph notes the function; replaying runs it, with what it had bound when it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -45,6 +46,7 @@ class FakeGraphs:
 
     @contextmanager
     def _graph(self, graph: Any, pool: int, capture_error_mode: str) -> Iterator[None]:
+        assert capture_error_mode == "thread_local", "the thread that collects may wait for a mark meanwhile"
         self.pools.append(pool)
         self.under_way.append(pool)
         if pool in self.pinned_under_way:
@@ -228,3 +230,23 @@ def test_a_thread_that_waits_for_a_mark_takes_no_other_gpu(monkeypatch: pytest.M
     device.torch_device = torch.device("cuda:1")
     device.mark()()
     assert done == ["record", torch.device("cuda:1"), "wait"]
+
+
+def test_a_device_computes_on_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From before its first kernel on: work of the legacy stream would wait for copies, and copies for it."""
+    done: list[object] = []
+    stubs: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "get_device_name": lambda _: "a GPU",
+        "Stream": lambda *where: ("stream", *where),
+        "set_stream": done.append,
+    }
+    for name, stub in stubs.items():
+        monkeypatch.setattr(torch.cuda, name, stub)
+    monkeypatch.setattr("pagekv.executor.cuda.device.CupyLauncher", lambda say: done.append("launcher"))
+    monkeypatch.setattr("pagekv.executor.cuda.device.Streams", lambda: done.append("copy streams"))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="14.2.0"))
+    device = CudaDevice()
+    assert done == [("stream", torch.device("cuda:1")), "launcher", "copy streams"]
+    assert device.versions == {"cuda": str(torch.version.cuda), "cupy": "14.2.0", "gpu": "a GPU"}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.executor.cuda_host import HostDevice, host_backend
+from support.executor.cuda_host import HostDevice, LateStreams, host_backend
 
-from pagekv.executor.backend.interface import BlockCopies, CopyDirection
+from pagekv.executor.backend.interface import BlockCopies, CopyDirection, Sampling, Scheduled, SequenceState
 from pagekv.kernels.variants import UnsupportedVariant
 
 
@@ -26,6 +26,29 @@ def test_every_way_of_copying(llama: Path) -> None:
     assert [set(pools.device[block].flatten().tolist()) for block in range(6)] == [{5}, {1}, {1}, {0}, {4}, {3}]
     backend.allocate(2, 6, 0)
     assert device.pinned_bytes == 0
+
+
+def test_copies_and_steps_wait_for_the_swaps_of_their_blocks(llama: Path) -> None:
+    """A copy between the pools runs as late as it may."""
+    backend = host_backend(llama, HostDevice(streams=LateStreams()))
+    backend.allocate(4, 6, 2)
+    pools, prompt = backend.cache, [1, 2, 3, 4]
+    first = SequenceState(1, [*prompt, 5], 4, [0, 1], 0, Sampling())
+    backend.launch([Scheduled(first, 0, 4)])
+    computed = pools.device[0].clone()
+    assert computed.any()
+    expected = backend.launch([Scheduled(first, 4, 1)]).collect()
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_OUT, [0], [1]))
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_IN, [1], [2]))
+    assert not torch.equal(pools.device[2], computed)
+    backend.copy_blocks(BlockCopies(CopyDirection.COPY, [2], [3]))
+    assert torch.equal(pools.device[3], computed)
+    backend.copy_blocks(BlockCopies(CopyDirection.SWAP_IN, [1], [4]))
+    assert not torch.equal(pools.device[4], computed)
+    second = SequenceState(2, [*prompt, 5], 4, [4, 5], 4, Sampling())
+    found = backend.launch([Scheduled(second, 4, 1)]).collect()
+    assert torch.equal(pools.device[4], computed)
+    assert [one.token_id for one in found.values()] == [one.token_id for one in expected.values()]
 
 
 def test_what_the_host_cannot_lock_is_offered_no_more(llama: Path) -> None:

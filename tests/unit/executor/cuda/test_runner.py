@@ -113,3 +113,40 @@ def test_graphs_leave_their_logits_in_one_buffer(llama: Path) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sequence_whose_logits_are_not_numbers_fails_alone(llama: Path, kind: Sampling, graphs: bool) -> None:
     check_fails_alone(host_backend(llama, max_sequences=4, graphs=graphs), kind, ahead=True)
+
+
+class _MarkedDevice(HostDevice):
+    """Whoever waits for a mark finds in page-locked memory what was enqueued before the mark, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked: list[torch.Tensor] = []
+
+    def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        self.locked.append(torch.zeros(shape, dtype=dtype))
+        return self.locked[-1]
+
+    def mark(self) -> Callable[[], None]:
+        before = [tensor.clone() for tensor in self.locked]
+
+        @torch.inference_mode()
+        def wait() -> None:
+            for tensor in self.locked[len(before) :]:
+                tensor.zero_()
+            for tensor, filled in zip(self.locked, before, strict=False):
+                tensor.copy_(filled)
+
+        return wait
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_steps_mark_is_behind_its_copies_to_the_host(llama: Path, graphs: bool) -> None:
+    kind, prompt = Sampling(logprobs=2), prompts_of([5])[0]
+    found = []
+    for device in (HostDevice(), _MarkedDevice()):
+        driver = Driver(host_backend(llama, device, max_sequences=2, graphs=graphs), 16)
+        tokens = driver.generate([driver.sequence(prompt, sampling=kind)], 4)[0]
+        state = SequenceState(9, [*prompt, *tokens], 5, [0], 0, kind)
+        found.append((tokens, driver.backend.launch([Scheduled(state, 0, 9)]).collect()))
+    assert any(found[0][0])
+    assert found[0] == found[1]
