@@ -46,3 +46,13 @@ def test_a_wrong_kernel_is_found(machine: HostMachine, monkeypatch: pytest.Monke
     assert not found["cache write"].passed
     assert not found["decode"].passed
     assert not found["prefill"].passed
+
+
+def test_spare_blocks_are_in_front_and_stay_as_they_are(machine: HostMachine) -> None:
+    setup = Setup(HALF, (1, 17, 40), spare_blocks=5)
+    assert all(check.passed for check in checks(machine, setup))
+    scene = Scene(machine, setup)
+    assert len(scene.pool) == 5 + scene.num_blocks
+    assert scene.tables.min() == 5
+    assert bool(scene.pool[:5].isnan().all())
+    assert str(setup).endswith(", behind 5 blocks")

@@ -36,6 +36,8 @@ class Setup:
     """Prompts are multiplied by warpgroups."""
     decodes_only: bool = False
     """Too many sequences, or too long ones, for a reference of all their rows."""
+    spare_blocks: int = 0
+    """Blocks of no sequence, in front of all others: with many of them offsets into the pool are large."""
 
     def __str__(self) -> str:
         words = [str(self.variant)]
@@ -49,6 +51,8 @@ class Setup:
             words.append("by warpgroups")
         if self.decodes_only:
             words.append(f"{len(self.lengths)} decodes")
+        if self.spare_blocks:
+            words.append(f"behind {self.spare_blocks} blocks")
         return ", ".join(words)
 
 
@@ -82,13 +86,14 @@ class Scene:
         return torch.linspace(-2, 5, self.setup.num_heads, device=self.machine.device) - of_layers
 
     def place(self, blocks: np.ndarray) -> None:
-        """A fresh pool of NaN, the sequences written into these blocks."""
+        """A fresh pool of NaN, the sequences written into these blocks, of those behind the spare ones."""
         setup, variant = self.setup, self.setup.variant
-        shape = (self.num_blocks, NUM_LAYERS, 2, setup.block_size, setup.num_kv_heads, variant.head_size)
+        num_blocks = setup.spare_blocks + self.num_blocks
+        shape = (num_blocks, NUM_LAYERS, 2, setup.block_size, setup.num_kv_heads, variant.head_size)
         size = int(np.prod(shape)) * variant.kv_element_bytes
         bits = torch.full((size,), 0xFF, dtype=torch.uint8, device=self.machine.device)  # NaN in every element type
         self.pool = bits.view(self.kv_dtype).view(shape)
-        self.tables = blocks.reshape(-1, self.width).astype(np.int32)
+        self.tables = (setup.spare_blocks + blocks.reshape(-1, self.width)).astype(np.int32)
         features: dict[str, Any] = {}
         if variant.features:
             features = {"windows": [WINDOW] * NUM_LAYERS, "soft_cap": SOFT_CAP, "sinks": self.sinks()}
