@@ -25,10 +25,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launched: list[tuple[str, int]] = []
+        self.params: list[Struct] = []
 
     def launch(self, kernel: str, variant: Variant, config: LaunchConfig, params: Struct) -> None:
         assert kernel in KERNELS
         self.launched.append((kernel, int(np.prod(config.grid))))
+        self.params.append(params)
 
 
 def step(new: int, past: int, *, windows: tuple[int, ...] = (), heads: int = 32, kv_heads: int = 8) -> tuple[Any, ...]:
@@ -111,3 +113,37 @@ def test_no_step_takes_more_memory_than_a_profile_counts(rows: int, context: int
     pool = _Placed(torch.empty((4, 1, 2, 256, 8, 128), dtype=torch.bfloat16, device="meta"))
     most = PagedAttention(recorder, pool, variant, num_heads=32).most_prompt_scratch(rows, context)
     assert scratch <= most <= rows * 16 * 32 * (128 + 2) * 4
+
+
+def test_sinks_and_fp8_scales_are_those_of_the_layer() -> None:
+    """Of every kernel that reads them, each merge included."""
+    variant, layers, heads, kv_heads = Variant("float16", "float8_e4m3fn", 64, features=True), 3, 4, 2
+    pool = torch.empty((36, layers, 2, 256, kv_heads, 64), dtype=torch.float8_e4m3fn, device="meta")
+    sinks, scales = torch.zeros(layers, heads), torch.ones(layers, 2, kv_heads)
+    recorder = Recorder()
+    attention = PagedAttention(recorder, _Placed(pool), variant, num_heads=heads, sinks=sinks, kv_scales=scales)
+    tables = np.arange(36, dtype=np.int32)[None]
+    # A prompt whose rows are split, then a decode whose partial results another kernel merges.
+    prompt = StepBatch(ints(0, 8), ints(9000), tables, np.array([False]))
+    decode = StepBatch(ints(0, 1), ints(9000), tables, np.array([True]))
+    seen: set[str] = set()
+    for batch in (prompt, decode):
+        host = attention.planner.step(batch)
+        rows, own = (
+            _Placed(torch.empty((int(batch.query_start[-1]), count, 64), dtype=torch.float16, device="meta"))
+            for count in (heads, kv_heads)
+        )
+        for layer in range(layers):
+            attention.write(layer, own, own, host.bind(4096, 8192))
+            attention.attend(layer, rows, rows, host.bind(4096, 8192))
+            for (kernel, _), params in zip(recorder.launched, recorder.params, strict=True):
+                seen.add(kernel)
+                fields = params.dtype.names or ()
+                if "kv_scales" in fields:
+                    assert int(params["kv_scales"]) == scales[layer].data_ptr(), kernel
+                if "sinks" in fields:
+                    assert int(params["sinks"]) == sinks[layer].data_ptr(), kernel
+                if "layer" in fields:
+                    assert int(params["layer"]) == layer, kernel
+            recorder.launched, recorder.params = [], []
+    assert seen == {"pagekv_cache_write", "pagekv_prefill", "pagekv_merge_rows", "pagekv_decode", "pagekv_merge"}

@@ -12,6 +12,7 @@ from support.executor.cuda_host import HostDevice, host_backend
 
 from pagekv.common.errors import InvalidRequest
 from pagekv.executor.backend.interface import LAYOUT, GraphCounts
+from pagekv.executor.cuda.graphs import GraphCache
 
 
 def test_description(llama: Path) -> None:
@@ -68,6 +69,18 @@ def test_graphs_that_cannot_be_recorded_are_told(llama: Path) -> None:
     refusing = host_backend(llama, HostDevice(refuses_capture=True), max_sequences=2)
     assert refusing.allocate(16, 4, 0) == GraphCounts(recorded=0, failed=good.recorded)
     assert good.recorded > 0
+
+
+def test_graphs_leave_what_the_largest_step_takes(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the logits of graphs, which are there by then."""
+    left: list[int] = []
+    monkeypatch.setattr(GraphCache, "record", lambda self, keys, forward_of, reserve: left.append(reserve))
+    device = HostDevice()
+    backend = host_backend(llama, device, max_sequences=2, memory_share=1.0)
+    for_steps = device.memory - backend.describe(16, 20).device_kv_bytes
+    backend.allocate(16, 4, 0)
+    assert left == [for_steps - backend.runner.graph_logits.nbytes]
+    assert left[0] >= device.peak_bytes()
 
 
 def test_pools_that_cannot_fit_are_refused(llama: Path) -> None:
