@@ -73,13 +73,15 @@ def test_no_graph_has_more_rows_than_the_largest_batch(max_sequences: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("max_sequences", "num_tokens", "max_tokens"), [(3, 64, 300), (40, 10**6, 9000), (1024, 10**5, 600)]
+    ("max_sequences", "num_tokens", "max_tokens"),
+    [(3, 64, 300), (3, 800, 257), (40, 10**6, 9000), (1024, 10**5, 600)],
 )
 def test_every_decode_step_has_a_shape_of_the_ladder(max_sequences: int, num_tokens: int, max_tokens: int) -> None:
     """With contexts of any lengths that the pool holds."""
     keys = ladder(max_sequences, num_tokens, max_tokens, 16)
     assert len({*keys}) == len(keys) <= 21 * 5
     assert [key.batch for key in keys] == sorted((key.batch for key in keys), reverse=True)
+    assert max(key.table_width for key in keys) * 16 >= max_tokens
     cache = GraphCache(Recorder())  # type: ignore[arg-type]  # a device that only records
     cache.record(keys, lambda key: lambda: torch.zeros(key.batch))
     rng = np.random.default_rng(1)
