@@ -102,11 +102,14 @@ class RankWatch:
         self._silent[rank] = 0
 
     def lose(self, reason: str, *ranks: int) -> None:
-        """Ends the group because these ranks are lost, or this one if none is named, and tells the others. Does nothing
+        """Ends the group because these ranks are lost, or this one if none is named, and tells the others. Silent ranks
+        are lost with them: what others wait in for such a rank may end before its silence is too long. Does nothing
         once the watch is over.
         """
         # Never released: several threads may notice the same loss.
         if not self._over.is_set() and self._losing.acquire(blocking=False):
+            for rank in [rank for rank in self.links if rank not in ranks and 2 * self._silent[rank] > BEATS]:
+                reason, ranks = f"{reason}; rank {rank} is silent", (*ranks, rank)
             self.end(reason, *ranks)
             for pid in [self.links[rank].peer_pid for rank in ranks if self._parent]:
                 end_sibling(pid, self._parent)

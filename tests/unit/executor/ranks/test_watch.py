@@ -15,7 +15,7 @@ import pytest
 from support.clients.stack import environment
 
 from pagekv.executor.ranks.link import Kind, RankLink
-from pagekv.executor.ranks.watch import EXIT_LOST, RankWatch, end_sibling, end_torchrun
+from pagekv.executor.ranks.watch import BEATS, EXIT_LOST, RankWatch, end_sibling, end_torchrun
 from pagekv.executor.world import World
 
 PATIENCE_S = 120.0
@@ -46,6 +46,23 @@ def test_a_silent_rank_is_lost_once_and_one_that_beats_is_not() -> None:
     watch.lose("another reason")
     assert lost == ["rank 2 said nothing for 0.5 s (--rank-timeout-s)"]
     assert RankLink(ends[0][1]).receive(PATIENCE_S).kind is Kind.BEAT
+
+
+def test_a_rank_that_is_silent_when_the_group_ends_is_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives have the same limit as silence, and end first. They do not tell which rank did not come."""
+    ends = [socket.socketpair() for _ in range(3)]
+    links = {rank: RankLink(one) for rank, (one, _) in enumerate(ends, 1)}
+    ended: list[int] = []
+    monkeypatch.setattr("pagekv.executor.ranks.watch.end_sibling", lambda pid, _: ended.append(pid))
+    lost: list[str] = []
+    watch = RankWatch(links, 60.0, lost.append, with_parent=True)
+    for rank, beats in ((1, BEATS // 2), (2, BEATS // 2 + 1), (3, BEATS)):
+        links[rank].peer_pid, watch._silent[rank] = rank, beats
+    watch.lose("a collective failed", 3)
+    why = "a collective failed; rank 2 is silent"
+    assert (lost, ended) == ([why], [3, 2])
+    told = RankLink(ends[0][1]).receive(PATIENCE_S)
+    assert (told.kind, told.content) == (Kind.ENDS, why)
 
 
 def test_a_group_that_ends_in_order_loses_nobody() -> None:
