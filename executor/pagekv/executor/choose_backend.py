@@ -45,7 +45,7 @@ def load_backend(config: ExecutorConfig, world: World = ALONE, lost: Callable[[s
     if gpu is not None:
         return _load_cuda(config, directory, gpu, world, lost)
     refuse_cuda_flags(config)
-    check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes(), world.size)
+    check_cpu_start(directory, config.dtype, config.kv_memory, available_bytes() // world.local_size, world.size)
     with phase("importing torch and transformers"):
         from pagekv.executor.model.transformers_import import import_transformers
 

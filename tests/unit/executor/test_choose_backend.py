@@ -66,6 +66,26 @@ def test_a_rank_has_the_gpu_of_its_number_and_a_share_of_the_model(monkeypatch: 
     assert asked == [1, 4]
 
 
+def test_ranks_on_cpus_share_the_memory_of_their_machine_and_limit_waits_once_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    done: list[Any] = []
+
+    def make(*_: object, shards: Shards, threads: int, **__: object) -> None:
+        done.append((shards.rank, shards.size, threads, shards.limit_s))
+
+    monkeypatch.setattr("pagekv.executor.choose_backend.available_bytes", lambda: 2**33)
+    monkeypatch.setattr("pagekv.executor.model.transformers_import.import_transformers", lambda *, whole: None)
+    monkeypatch.setattr("pagekv.executor.cpu.backend.CpuBackend.__init__", make)
+    monkeypatch.setattr(Shards, "limit_waits", lambda _, seconds: done.append(seconds))
+    world = World(1, 4, 2, local_rank=1)
+    flags = ["--backend", "cpu", "--threads", "3", "--rank-timeout-s", "7"]
+    load_backend(parse_config([*flags, "--kv-memory", "4GiB"], env={}), world)
+    assert done == [(1, 4, 3, None), 7.0]
+    with pytest.raises(ValueError, match=r"there is memory for 4294967296 bytes at most on each rank"):
+        load_backend(parse_config([*flags, "--kv-memory", "5GiB"], env={}), world)
+
+
 def test_a_rank_on_a_gpu_has_its_share_and_limits_waits_once_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[Any] = []
 

@@ -230,7 +230,7 @@ def check_model(directory: Path, dtype: str, kv_dtype: str, gpu: Gpu, kv_memory:
     check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
     served, kept = served_dtypes(directory, stored, dtype, kv_dtype)
-    check_kv_memory(directory, stored, DTYPE_BYTES[kept], kv_memory, gpu.memory_bytes)
+    check_kv_memory(directory, stored, DTYPE_BYTES[kept], kv_memory, gpu.memory_bytes, ranks)
     try:
         # An unknown head size is not checked.
         Variant(served, served, stored.head_size or HEAD_SIZES[0])

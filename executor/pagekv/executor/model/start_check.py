@@ -4,6 +4,7 @@ takes seconds. The code that loads the model makes the same checks later.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from pagekv.executor.model.files import StoredModel, absent_layers, embedding_size, read_model_files
@@ -33,7 +34,7 @@ def check_cpu_start(directory: Path, dtype: str, kv_memory: int, available: int,
     stored = read_model_files(directory)
     check_same_model(directory, stored)
     check_ranks(directory, stored, ranks)
-    check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory, available)
+    check_kv_memory(directory, stored, CPU_ELEMENT_BYTES[dtype], kv_memory, available, ranks)
     _check_converted_weights(directory, stored, "float32" if dtype == "auto" else dtype, available, ranks)
 
 
@@ -76,16 +77,21 @@ def check_ranks(directory: Path, stored: StoredModel, ranks: int) -> None:
         )
 
 
-def check_kv_memory(directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int, most: int) -> None:
-    """Raises ValueError if the given memory (not 0) cannot hold `MIN_POOL_TOKENS` tokens, or exceeds the `most` bytes
-    that the machine or GPU can provide.
+def check_kv_memory(
+    directory: Path, stored: StoredModel, element_bytes: int, kv_memory: int, most: int, ranks: int = 1
+) -> None:
+    """Raises ValueError if the given memory (not 0) cannot hold `MIN_POOL_TOKENS` tokens, of which each of the `ranks`
+    has its KV heads, or exceeds the `most` bytes that the machine or GPU can provide to a rank.
     """
     if kv_memory > most:
+        each = " on each rank" if ranks > 1 else ""
         raise ValueError(
-            f"--kv-memory {kv_memory}: there is memory for {most} bytes at most ({most / 2**30:.1f} GiB), and the "
+            f"--kv-memory {kv_memory}: there is memory for {most} bytes at most ({most / 2**30:.1f} GiB){each}, and the "
             "model takes some of it: give less, or 0 for a share of what is available"
         )
-    token = stored.token_bytes(element_bytes)
+    # As `num_rank_kv_heads` shares heads out.
+    heads = stored.num_kv_heads or stored.num_heads or 1
+    token = (stored.token_bytes(element_bytes) or 0) // math.gcd(heads, ranks)
     if token and 0 < kv_memory < MIN_POOL_TOKENS * token:
         raise ValueError(
             f"--kv-memory {kv_memory}: must hold a block of {MIN_POOL_TOKENS} tokens, for {directory} "

@@ -32,6 +32,16 @@ def test_flags_that_cannot_serve_the_demo_model(dtype: str, kv_memory: int, word
         check_cpu_start(resolve_model("demo"), dtype, kv_memory, 2**40)
 
 
+def test_each_rank_needs_memory_for_its_own_heads() -> None:
+    """Of the demo model's two KV heads each of two ranks has one."""
+    demo = resolve_model("demo")
+    check_cpu_start(demo, "auto", 49152, 2**40, ranks=2)
+    with pytest.raises(ValueError, match=r"49152 bytes or more, at 3072 a token"):
+        check_cpu_start(demo, "auto", 49151, 2**40, ranks=2)
+    with pytest.raises(ValueError, match=r"there is memory for 1073741824 bytes at most on each rank, "):
+        check_cpu_start(demo, "auto", 2**30 + 1, 2**30, ranks=2)
+
+
 def test_only_what_is_certain_is_refused(tmp_path: Path) -> None:
     check_cpu_start(resolve_model("demo"), "auto", 98304, 2**40)
     check_cpu_start(resolve_model("demo"), "auto", 2**40, 2**40)
