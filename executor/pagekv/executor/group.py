@@ -38,6 +38,7 @@ from pagekv.executor.ranks.rendezvous import (
     limit_collectives,
     listen_as_leader,
     open_store,
+    tell_complete,
     tell_served,
 )
 from pagekv.executor.ranks.start_errors import CannotStart, can_pass, expected_words, words_of
@@ -114,8 +115,9 @@ def lead(config: ExecutorConfig, world: World, load: Load) -> GroupBackend:
     with _start(world, served):
         listener, meeting = listen_as_leader(store, world)
         try:
-            with phase(f"waiting for {world.size - 1} other ranks"):
+            with phase("waiting for the other ranks" if world.size > 2 else "waiting for rank 1"):
                 links = Gathering(listener, meeting, world, facts).gather(joining)
+            tell_complete(store, world)
         finally:
             end_meeting(store, meeting)
     log.info("all ranks are there", ranks=world.size)
@@ -136,7 +138,7 @@ def follow(config: ExecutorConfig, world: World, load: Load) -> int:
     """Runs a rank other than rank 0 until it ends; returns the exit status. Raises as `lead`."""
     facts, joining, store, served = _prepared(config, world)
     with _start(world, served):
-        link, meeting = join(lambda: find_leader(store, joining), world, facts, joining)
+        link, meeting = join(lambda: find_leader(store, world, joining), world, facts, joining)
     # torchrun signals all ranks at once, but rank 0 ends the others after it has finished the step under way.
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)

@@ -22,6 +22,8 @@ log = Log(__name__)
 
 # The key in the store with the address of the latest rank 0.
 _KEY = "pagekv/rank0"
+# The key that is set once all ranks are there, with their number. Only in a store that rank 0 runs, which ends with it.
+_COMPLETE = "pagekv/complete"
 # The key that is set once ranks of this store have served.
 _SERVED = "pagekv/served"
 # Seconds between two attempts to reach a store that is not there yet; the least timeout of the store's answers; and the
@@ -80,9 +82,22 @@ def end_meeting(store: Store, meeting: Meeting) -> None:
             store.delete_key(_KEY)
 
 
-def find_leader(store: Store, joining: JoinTime) -> Meeting:
-    """The meeting of the latest rank 0. Raises NoGroup if no rank 0 writes one in time."""
+def tell_complete(store: Store, world: World) -> None:
+    """Tells ranks that come later that the group is complete. Does nothing if torchrun runs the store: after a restart
+    the same store has another group.
+    """
+    if not world.has_store:
+        store.set(_COMPLETE, str(world.size))
+
+
+def find_leader(store: Store, world: World, joining: JoinTime) -> Meeting:
+    """The meeting of the latest rank 0. Raises NoGroup if no rank 0 writes one in time, or if the group is complete
+    without this rank.
+    """
     try:
+        if store.check([_COMPLETE]):
+            which = f"rank {world.rank} of {world.size} (RANK, WORLD_SIZE) is one too many"
+            raise NoGroup(f"all {int(store.get(_COMPLETE))} ranks of the group are there: {which}")
         store.wait([_KEY], timedelta(seconds=joining.left_s))
         return _read(store)
     except RuntimeError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from pagekv.executor.ranks.rendezvous import (
     join_process_group,
     listen_as_leader,
     open_store,
+    tell_complete,
     tell_served,
 )
 from pagekv.executor.world import World
@@ -39,13 +41,13 @@ def test_the_latest_rank_0_is_found_and_one_that_listens_yet_is_another_one(port
     world = World(0, 2, 2, "127.0.0.1", port)
     listener, meeting = listen_as_leader(store, world)
     other = open_store(World(1, 2, 2, "127.0.0.1", port), JoinTime(WAIT_S))
-    assert find_leader(other, JoinTime(WAIT_S)) == meeting
+    assert find_leader(other, world, JoinTime(WAIT_S)) == meeting
     assert meeting.host == "127.0.0.1"
     with pytest.raises(NoGroup, match="two ranks have number 0"):
         listen_as_leader(other, world)
     listener.close()
     again, later = listen_as_leader(store, world)
-    assert find_leader(other, JoinTime(WAIT_S)) == later != meeting
+    assert find_leader(other, world, JoinTime(WAIT_S)) == later != meeting
     again.close()
 
 
@@ -58,11 +60,26 @@ def test_a_meeting_that_has_ended_is_found_no_more_and_a_later_one_is_left_alone
     # Another process listens there by now, which is no rank 0.
     with socket.create_server((meeting.host, meeting.port)):
         with pytest.raises(NoGroup, match="rank 0 is missing"):
-            find_leader(store, JoinTime(0.5))
+            find_leader(store, world, JoinTime(0.5))
         again, later = listen_as_leader(store, world)
     end_meeting(store, meeting)
-    assert find_leader(store, JoinTime(WAIT_S)) == later
+    assert find_leader(store, world, JoinTime(WAIT_S)) == later
     again.close()
+
+
+def test_a_rank_that_comes_when_all_are_there_is_told_so(port: int) -> None:
+    """By hand: torchrun gives each rank a number of its own, and its store has other groups after this one."""
+    world = World(0, 2, 2, "127.0.0.1", port)
+    store = open_store(world, JoinTime(WAIT_S))
+    listener, meeting = listen_as_leader(store, world)
+    tell_complete(store, replace(world, has_store=True))
+    assert find_leader(store, world, JoinTime(WAIT_S)) == meeting
+    tell_complete(store, world)
+    late = World(2, 3, 3, "127.0.0.1", port)
+    words = r"all 2 ranks of the group are there: rank 2 of 3 \(RANK, WORLD_SIZE\) is one too many"
+    with pytest.raises(NoGroup, match=words):
+        find_leader(open_store(late, JoinTime(WAIT_S)), late, JoinTime(WAIT_S))
+    listener.close()
 
 
 def test_a_store_that_is_not_there_and_two_that_keep_it(port: int) -> None:
@@ -72,7 +89,7 @@ def test_a_store_that_is_not_there_and_two_that_keep_it(port: int) -> None:
     with pytest.raises(NoGroup, match="rank 0 cannot keep the ranks' store there; is there another rank 0"):
         open_store(World(0, 2, 2, "127.0.0.1", port), JoinTime(1.0))
     with pytest.raises(NoGroup, match="rank 0 is missing"):
-        find_leader(kept, JoinTime(0.5))
+        find_leader(kept, World(1, 2, 2, "127.0.0.1", port), JoinTime(0.5))
 
 
 def test_that_ranks_have_served_is_told_to_those_that_come_after_them(port: int) -> None:
