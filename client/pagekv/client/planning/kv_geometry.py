@@ -61,8 +61,7 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
     multimodal model's language model is its `text_config`. Raises InvalidRequest, which names the field of the config,
     for a missing or wrong value, and for caches that do not store keys and values by KV head.
     """
-    nested = config.get("text_config")
-    scopes: tuple[Config, ...] = (given, nested, config) if isinstance(nested, Mapping) else (given, config)
+    scopes = (given, *_scopes(config))
     notes: list[str] = []
     _check_layer_kinds(scopes, notes)
     layers = _integer(scopes, _LAYERS, MAX_LAYERS, "--layers")
@@ -72,6 +71,18 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
         return KvGeometry(layers, kv_heads, head_size, dtype), notes
     context = _integer(scopes, _CONTEXT, MAX_TOKENS, "--context")
     return KvGeometry(layers, kv_heads, head_size, dtype, _served(scopes, context, notes)), notes
+
+
+def query_heads(config: Config) -> int | None:
+    """Query heads of each layer; None where the config does not say."""
+    found = _find(_scopes(config), _HEADS)
+    return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
+
+
+def _scopes(config: Config) -> tuple[Config, ...]:
+    """Inner ones first."""
+    nested = config.get("text_config")
+    return (nested, config) if isinstance(nested, Mapping) else (config,)
 
 
 def _served(scopes: tuple[Config, ...], context: int, notes: list[str]) -> int:

@@ -15,9 +15,9 @@ CUDA_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 CUDA_HEAD_SIZES = (64, 80, 96, 128, 256)
 
 
-def runs_on(geometry: KvGeometry) -> dict[str, str]:
-    """For each backend by name, why it does not support this cache; empty if it does. The model's kind of attention,
-    its size, and whether its family can be split over ranks are not checked.
+def runs_on(geometry: KvGeometry, ranks: int = 1, query_heads: int | None = None) -> dict[str, str]:
+    """For each backend by name, why it does not support this cache over so many ranks; empty if it does. The model's
+    kind of attention, its size, and whether its family can be split are not checked, nor are `query_heads` of None.
     """
     reasons: dict[str, list[str]] = {"cpu": [], "cuda": []}
     for backend, dtypes in (("cpu", CPU_DTYPES), ("cuda", CUDA_DTYPES)):
@@ -26,4 +26,7 @@ def runs_on(geometry: KvGeometry) -> dict[str, str]:
     if geometry.head_size not in CUDA_HEAD_SIZES:
         sizes = ", ".join(map(str, CUDA_HEAD_SIZES))
         reasons["cuda"].append(f"a head size of {geometry.head_size} (its kernels have {sizes})")
+    if query_heads is not None and query_heads % ranks:
+        for found in reasons.values():
+            found.append(f"{ranks} ranks, which do not divide its {query_heads} query heads")
     return {backend: "; ".join(found) for backend, found in reasons.items()}

@@ -8,7 +8,7 @@ import pytest
 from support.clients.llama_config import LLAMA, without
 
 from pagekv.client.errors import InvalidRequest
-from pagekv.client.planning.kv_geometry import KvGeometry, geometry_from_config
+from pagekv.client.planning.kv_geometry import KvGeometry, geometry_from_config, query_heads
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,14 @@ def test_flags_win_over_the_config() -> None:
     names = ("num_hidden_layers", "num_key_value_heads", "head_dim", "dtype", "max_position_embeddings")
     given = dict(zip(names, (2, 3, 4, "int8", 5), strict=True))
     assert geometry_from_config(LLAMA, given)[0] == geometry_from_config({}, given)[0] == KvGeometry(2, 3, 4, "int8", 5)
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [(LLAMA, 32), ({"text_config": LLAMA, "n_head": 3}, 32), ({"n_head": 12}, 12), ({}, None), ({"n_head": "x"}, None)],
+)
+def test_query_heads_as_far_as_they_are_said(config: dict[str, Any], heads: int | None) -> None:
+    assert query_heads(config) == heads
 
 
 def test_what_is_assumed_is_said() -> None:

@@ -37,6 +37,12 @@ def test_a_model_that_a_backend_cannot_serve_has_a_reason(head_size: int, dtype:
         assert bool(found[backend]) == bool(reason)
 
 
+@pytest.mark.parametrize(("heads", "runs"), [(4, False), (6, True), (None, True)])
+def test_ranks_have_as_many_query_heads_each(heads: int | None, runs: bool) -> None:
+    for reason in runs_on(KvGeometry(2, 2, 64, "float32"), 3, heads).values():
+        assert reason == ("" if runs else "3 ranks, which do not divide its 4 query heads")
+
+
 def test_every_reason_is_told() -> None:
     told = runs_on(KvGeometry(2, 2, 48, "int8"))["cuda"]
     assert all(reason in told for reason in ("int8", "48"))

@@ -91,6 +91,7 @@ class _Plan(NamedTuple):
     geometry: KvGeometry
     # The geometry as the CPU backend serves it.
     on_cpu: KvGeometry
+    query_heads: int | None
     weights: int | None
     block_size: int
     tp: int
@@ -111,7 +112,8 @@ class _Plan(NamedTuple):
     @property
     def backends(self) -> dict[str, str]:
         """For each backend, why it does not support this cache; empty if it does."""
-        return {**runs_on(self.geometry), "cpu": runs_on(self.on_cpu)["cpu"]}
+        split = self.tp, self.query_heads
+        return {**runs_on(self.geometry, *split), "cpu": runs_on(self.on_cpu, *split)["cpu"]}
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -139,7 +141,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def _plan(args: argparse.Namespace) -> _Plan:
     """Raises UsageError."""
-    geometry, weights, notes = _geometry(args)
+    geometry, heads, weights, notes = _geometry(args)
     block_size, tp, prefix = args.block_size, args.tp, args.shared_prefix
     for flag, tokens in (("--lengths", max(args.lengths or [0])), ("--shared-prefix", prefix or 0)):
         if tokens > geometry.context:
@@ -160,6 +162,7 @@ def _plan(args: argparse.Namespace) -> _Plan:
     return _Plan(
         geometry=geometry,
         on_cpu=on_cpu,
+        query_heads=heads,
         weights=weights,
         block_size=block_size,
         tp=tp,
@@ -215,8 +218,10 @@ def _too_little(plan: _Plan) -> str:
     return f", with more memory: the weights take {size_text(needed)}{over}, and this machine has {size_text(memory)}"
 
 
-def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[str]]:
-    """The geometry, the bytes of the weights if the files are there, and notes."""
+def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, int | None, list[str]]:
+    """The geometry, the query heads if config.json has them, the bytes of the weights if the files are there, and
+    notes.
+    """
     given = {
         "num_hidden_layers": args.layers,
         "num_key_value_heads": args.kv_heads,
@@ -227,7 +232,7 @@ def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[st
     if args.model is None:
         if None in (args.layers, args.kv_heads, args.head_size):
             raise UsageError("MODEL, or all of --layers, --kv-heads and --head-size, are required")
-        return kv_geometry.geometry_from_config({}, given)[0], None, []
+        return kv_geometry.geometry_from_config({}, given)[0], None, None, []
     path = Path(os.path.expanduser(args.model))
     if not os.path.isfile(path):
         try:
@@ -237,10 +242,11 @@ def _geometry(args: argparse.Namespace) -> tuple[KvGeometry, int | None, list[st
         except ModelNotFound as error:
             raise UsageError(str(error)) from error
     try:
-        geometry, notes = kv_geometry.geometry_from_config(_read_json(path), given)
+        config = _read_json(path)
+        geometry, notes = kv_geometry.geometry_from_config(config, given)
     except InvalidRequest as error:
         raise UsageError(f"{path}: {error}") from error
-    return geometry, weight_bytes(path.parent), notes
+    return geometry, kv_geometry.query_heads(config), weight_bytes(path.parent), notes
 
 
 def _read_json(path: Path) -> dict[str, object]:

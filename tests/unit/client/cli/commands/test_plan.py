@@ -12,6 +12,8 @@ from support.clients.llama_config import LLAMA
 from pagekv.client.cli.commands.plan import size_text, weight_bytes
 from pagekv.client.cli.main import main
 from pagekv.common.models import resolve_model
+from pagekv.executor.model.files import read_model_files
+from pagekv.executor.model.start_check import check_ranks
 
 
 def test_weights_are_counted_from_the_index_or_the_files(tmp_path: Path) -> None:
@@ -112,6 +114,15 @@ def test_weights_larger_than_this_machine(
         index.write_text(json.dumps({"metadata": {"total_size": gib * 2**30}}))
         assert main(["plan", str(tmp_path)]) == 0
         assert f"  cpu   yes{end}\n" in capsys.readouterr().out
+
+
+def test_ranks_that_the_executor_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+    for ranks, answer in ((2, "yes"), (3, "no: 3 ranks, which do not divide its 4 query heads")):
+        assert main(["plan", "demo", "--dtype", "float32", "--tp", str(ranks)]) == 0
+        assert f"  cpu   {answer}\n" in capsys.readouterr().out
+    demo = resolve_model("demo")
+    with pytest.raises(ValueError, match="must divide the 4 query heads"):
+        check_ranks(demo, read_model_files(demo), 3)
 
 
 @pytest.mark.parametrize(
