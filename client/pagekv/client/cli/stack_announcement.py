@@ -53,7 +53,7 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     what = '"In the beginning"' if info is None or info.has_tokenizer else "--token-ids 1,2,3"
     lines = [
         f"PageKV is ready at {terminal.bold(stack.target)}",
-        *([] if info is None else [f"  {describe(info)}"]),
+        *([] if info is None else [f"  {describe(info, stack.config.ranks)}"]),
         f"  try: {terminal.bold(f'{name} generate{where} {what}')}",
         f"  or:  {name} stats{where}",
     ]
@@ -72,11 +72,12 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
     terminal.print("\n".join([*lines, "Ctrl-C stops it."]))
 
 
-def describe(info: ModelInfo) -> str:
+def describe(info: ModelInfo, ranks: int = 1) -> str:
     """One line about the served model and its pool."""
+    over = f" over {ranks} ranks" if ranks > 1 else ""
     tokens = info.num_device_blocks * info.block_size
     return (
-        f"model {info.model_id or 'none'}, backend {info.backend}, "
+        f"model {info.model_id or 'none'}, backend {info.backend}{over}, "
         f"{info.num_device_blocks} blocks of {info.block_size} tokens ({tokens} tokens of KV cache)"
     )
 

@@ -23,6 +23,8 @@ from pagekv.common.port_file import read_port_file
 KEPT_LINES = 60
 # Part of torchrun's message when a rank has ended it; a traceback of torchrun with 40 lines follows.
 _ENDED_BY_RANK = "Received 15 death signal"
+# Of the four lines in which torchrun says at its start that each rank has one thread by default.
+_TORCHRUN_SAYS = ("*****", "Setting OMP_NUM_THREADS ")
 # Exit status of a process whose command line is wrong.
 USAGE = 2
 
@@ -106,6 +108,7 @@ class Child:
     def tail(self) -> str:
         """The last lines of the log, as the end of a sentence about the process."""
         lines = [*takewhile(lambda line: _ENDED_BY_RANK not in line, self.lines)]
+        lines = [line for line in lines if line and not line.startswith(_TORCHRUN_SAYS)]
         return "; its last lines:" + "".join(f"\n  {line}" for line in lines or self.lines)
 
 

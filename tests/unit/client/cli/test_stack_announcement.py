@@ -63,6 +63,15 @@ def test_addresses_and_files_are_told(
         assert line in lines
 
 
+def test_ranks_are_told(server: ScriptedServer, capsys: pytest.CaptureFixture[str]) -> None:
+    for ranks, words in ((2, "backend oracle over 2 ranks, "), (1, "backend oracle, ")):
+        stack = Stack(StackConfig(port=0, executor_port=0, ranks=ranks))
+        stack.target = server.target
+        server.expect("GetModelInfo", pb.GetModelInfoResponse(model_id="demo", backend="oracle", block_size=16))
+        announce(stack, make_parser().parse(["up"]), Terminal())
+        assert f"  model demo, {words}0 blocks of 16 tokens" in capsys.readouterr().out
+
+
 def test_what_other_machines_reach_is_told(
     server: ScriptedServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,7 +28,9 @@ def test_the_end_of_the_log_is_told_with_a_death(tmp_path: Path) -> None:
 
 
 def test_of_a_torchrun_that_a_rank_ended_the_words_of_the_rank_are_told(tmp_path: Path) -> None:
+    banner = r"print('', '*' * 41, 'Setting OMP_NUM_THREADS environment variable', '*' * 41, sep='\n')"
     script = "print('no such flag', 'W1128 Received 15 death signal, shutting down', 'Traceback', sep='\\n'); exit(1)"
+    script = f"{banner}; {script}"
     child = Child("executor", [sys.executable, "-c", script], lambda: False, tmp_path / "port", None)
     child.wait_until(time.monotonic() + 120)
     assert str(child.death()) == "the executor exited with status 1; its last lines:\n  no such flag"

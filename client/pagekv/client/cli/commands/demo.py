@@ -78,7 +78,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
     info = client.model_info()
     talk = not args.json
     if talk:
-        terminal.print(f"PageKV: {describe(info)}, ready in {ready_s:.1f} s")
+        terminal.print(f"PageKV: {describe(info, args.tp)}, ready in {ready_s:.1f} s")
     options: GenerateOptions = {"max_tokens": args.max_tokens, "temperature": args.temperature, "seed": _SEED}
     completions: list[Completion] = []
     for prompt in args.prompt or PROMPTS:
