@@ -40,6 +40,9 @@ def test_a_feature_is_that_of_all_ranks_and_a_host_pool_needs_bytes_on_each() ->
     for other in (replace(ONE, features=without, host_kv_bytes=0), replace(ONE, host_kv_bytes=0)):
         found = group_description({0: ONE, 1: other})
         assert (found.features, found.host_kv_bytes) == (without, 0)
+    for absent in ONE.features:
+        left = tuple(one for one in ONE.features if one is not absent)
+        assert group_description({0: ONE, 1: replace(ONE, features=left)}).features == left
 
 
 @pytest.mark.parametrize("change", [{"num_kv_heads": 2}, {"layout": "x"}, {"bytes_per_block": 3}, {"versions": {}}])

@@ -262,6 +262,33 @@ def test_a_rank_that_samples_another_token_ends_the_epoch_and_another_epoch_begi
     assert group.lost == []
 
 
+def test_no_step_is_begun_behind_a_difference() -> None:
+    """Ranks may not come to it, for which rank 0 would wait in the middle of it."""
+    known, computed = threading.Event(), []
+
+    class Counts(OracleBackend):
+        def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+            computed.append(len(scheduled))
+            return super().execute(scheduled)
+
+    class Late(Other):
+        def execute(self, scheduled: list[Scheduled]) -> dict[int, Sampled]:
+            found = super().execute(scheduled)
+            # A step that rank 0 has reported by then.
+            assert self._left or known.wait(TIMEOUT_S)
+            return found
+
+    with running_group(Counts(MODEL), Late(3)) as group:
+        epoch = epoch_of(group)
+        for number in (1, 2, 3):
+            run(epoch, number)
+        known.set()
+        wait_until(lambda: group.leader._reports._difference is not None)
+        with pytest.raises(RanksDiffer, match="rank 1 differs from rank 0 at step 3"):
+            launch(epoch, 4)
+    assert len(computed) == 3
+
+
 class Together(OracleBackend):
     """A rank that computes together with others, so that most errors leave some of them waiting."""
 
