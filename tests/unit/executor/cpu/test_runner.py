@@ -11,6 +11,8 @@ from pagekv.executor.cpu.forward import ModuleForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.model.loading import LoadedModel, load_model
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
 
 
 @pytest.fixture(scope="module")
@@ -31,3 +33,20 @@ def test_only_sequences_whose_last_token_is_computed_sample(loaded: LoadedModel)
     assert set(both) == {whole.seq_id, part.seq_id}
     alone = run_step(ModuleForward(loaded.model), KvCache(loaded.geometry, 4, 8), [Scheduled(whole, 0, 8)])
     assert alone == {whole.seq_id: both[whole.seq_id]}
+
+
+def test_other_ranks_have_tokens_and_failures_from_rank_0(loaded: LoadedModel) -> None:
+    """Its logits may be no numbers, and theirs are none."""
+
+    class Second(Shards):
+        def tell(self, numbers: list[int], count: int) -> list[int]:
+            assert (numbers, count) == ([], 2)
+            return [-1, 5]
+
+    states = [
+        SequenceState(seq_id, prompt, 4, [seq_id], 0, Sampling()) for seq_id, prompt in enumerate(prompts_of([4, 4]))
+    ]
+    scheduled = [Scheduled(state, 0, 4) for state in states]
+    shards = Second(World(1, 2, 2), pytest.fail)
+    found = run_step(ModuleForward(loaded.model), KvCache(loaded.geometry, 4, 8), scheduled, shards)
+    assert {seq_id: each.token_id for seq_id, each in found.items()} == {0: -1, 1: 5}
