@@ -55,7 +55,7 @@ class Steps:
     wgmma_prefill: bool = False
 
     def run(self) -> list[torch.Tensor]:
-        """What every kernel computes, and what is stored."""
+        """The results of every kernel, and the keys and values that are stored."""
         machine = HostMachine()
         machine.launcher = self.launcher  # type: ignore[assignment]  # the emulation in its place
         attention = PagedAttention(

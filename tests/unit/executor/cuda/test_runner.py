@@ -116,7 +116,7 @@ def test_a_sequence_whose_logits_are_not_numbers_fails_alone(llama: Path, kind: 
 
 
 class _MarkedDevice(HostDevice):
-    """Whoever waits for a mark finds in page-locked memory what was enqueued before the mark, and nothing else."""
+    """A wait for a mark brings into page-locked memory what was enqueued before the mark, and nothing else."""
 
     def __init__(self) -> None:
         super().__init__()
