@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,8 @@ from support.executor.cpu_driver import Driver, prompts_of, save_model
 from support.executor.cuda_host import HostDevice, host_backend, save_small_model
 from support.kernels.host_build import HostLauncher
 
+from pagekv.executor.cuda.kernel_attention import _sinks
+from pagekv.executor.model.attention_interface import Scores
 from pagekv.kernels.attention import PagedAttention
 from pagekv.kernels.attention_plan import AttentionPlan
 
@@ -30,6 +34,16 @@ def test_head_sizes_without_a_kernel_are_refused(
     save_model(name, tmp_path)
     with pytest.raises(ValueError, match=reason):
         host_backend(tmp_path, **options)
+
+
+def test_a_layer_without_sinks_has_none_beside_one_that_has() -> None:
+    """Its softmax is as without: e to the minus infinity is 0, and to the 0 it is 1."""
+    given = torch.tensor([1.0, -2.0], dtype=torch.bfloat16)
+    loaded: Any = SimpleNamespace(scores=(Scores(1.0), Scores(1.0, sinks=given)))
+    found = _sinks(loaded)
+    assert found is not None
+    assert (found.dtype, found.tolist()) == (torch.float32, [[-math.inf, -math.inf], [1.0, -2.0]])
+    assert _sinks(SimpleNamespace(scores=(Scores(1.0),))) is None  # type: ignore[arg-type]  # no more is read
 
 
 def test_warpgroups_are_refused_where_the_gpu_or_the_model_has_none(llama: Path, tmp_path: Path) -> None:
