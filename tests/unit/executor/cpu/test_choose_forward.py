@@ -195,7 +195,7 @@ def test_layers_whose_weights_a_model_reads_itself_stay_as_they_are(
     assert fused == ("steps are not computed by the compiled loops" in reasons)
 
 
-def test_layers_that_compute_something_else_when_laid_out_anew_stay_as_they_are(
+def test_layers_that_compute_something_else_when_repacked_stay_as_they_are(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = load_model(llama, torch.float32)
@@ -206,16 +206,14 @@ def test_layers_that_compute_something_else_when_laid_out_anew_stay_as_they_are(
     torch.testing.assert_close(choose_forward._logits(chosen, loaded), expected)
 
 
-def test_too_little_memory_for_layers_laid_out_anew_ends_the_start(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_little_memory_for_repacked_layers_ends_the_start(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for weights that are loaded. The model cannot help it."""
 
     def refused(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
 
     monkeypatch.setattr(PackedLinear, "__init__", refused)
-    with pytest.raises(TooLittleMemory, match=r"^laying .* out anew needs more memory than there is; .*: use"):
+    with pytest.raises(TooLittleMemory, match=r"^repacking .* linear layers needs more memory than there is; .*: use"):
         load_forward(llama, torch.float32, fused=False)
 
 
