@@ -21,6 +21,9 @@ from pagekv.executor.cpu.native.openmp import empty, run
 from pagekv.executor.cpu.native.rows import ALONE, gated
 from pagekv.executor.model.decoder import ACTIVATIONS
 
+# Rows of a sample by which the activation of a gate is found.
+SAMPLE_ROWS = 32
+
 
 def rows_by_expert(
     rows: torch.Tensor, chosen: torch.Tensor, num_experts: int
@@ -64,14 +67,15 @@ def weighted_sums(found: torch.Tensor, places: torch.Tensor, weights: torch.Tens
 
 
 def gate_activation(experts: Any) -> str | None:
-    """The activation of the experts' gates, a value of ACTIVATIONS. transformers does not name it, so a sample row goes
-    through the experts' own gate and through those that are known. None if none of these gives the same, and for
-    experts without gates.
+    """The activation of the experts' gates, a value of ACTIVATIONS. transformers does not name it, so the experts' own
+    gate and the known gates compute the same sample rows. None if no known gate agrees, and for experts without gates.
     """
     if not experts.has_gate:
         return None
     size = experts.down_proj.shape[1 if experts.is_transposed else 2]
-    sample = torch.cat([torch.linspace(-30, 30, size), torch.linspace(9, -8, size)])[None]
+    # Several rows, so that narrow experts show the bend of the activation, and values beyond any bound of a gate.
+    gate = torch.linspace(-120, 120, SAMPLE_ROWS * size).view(SAMPLE_ROWS, size)
+    sample = torch.cat([gate, gate.flip(0, 1) + 1], 1)
     theirs = experts._apply_gate(sample)
     return next(
         (name for name in ACTIVATIONS.values() if torch.allclose(theirs, gated(sample, name), 1e-5, 1e-5)), None
@@ -89,7 +93,7 @@ def _places() -> int:
         places = carray(pointer(args[5]), args[2], np.int64)
         for i in range(args[2]):
             if chosen[i] < 0 or chosen[i] >= args[3]:
-                # No count of rows.
+                # Never the number of choices, so the caller notices.
                 ends[args[3] - 1] = -1
                 return
         for i in range(args[2]):
@@ -134,7 +138,7 @@ def _summed(stored: Any) -> int:
         experts, size = args[2], args[3]
         places = carray(pointer(args[5]), args[1] * experts, np.int64)
         weights = carray(pointer(args[6]), args[1] * experts, np.float32)
-        # The second ticket numbers the threads.
+        # The second ticket is the number of the thread.
         sums = carray(pointer(args[8] + take_ticket(args[0] + 8) * size * 4), size, np.float32)
         while True:
             at = take_ticket(args[0])

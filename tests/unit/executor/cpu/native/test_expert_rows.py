@@ -58,19 +58,22 @@ def test_rows_and_choices_may_be_views() -> None:
     torch.testing.assert_close(weighted_sums(found, places, weights), rows * weights.sum(1, keepdim=True))
 
 
+@pytest.mark.parametrize("size", [3, 48])
 @pytest.mark.parametrize(
     ("gate", "expected"),
     [
         (lambda gate, up: functional.silu(gate) * up, "silu"),
         (lambda gate, up: functional.gelu(gate, approximate="tanh") * up, "gelu_tanh"),
         (lambda gate, up: gate * functional.silu(up), None),
+        (lambda gate, up: functional.gelu(gate) * up, None),
         (lambda gate, up: functional.silu(gate.clamp(max=7)) * up, None),
+        (lambda gate, up: functional.silu(gate) * up.clamp(-50, 50), None),
     ],
 )
 def test_gates_are_known_by_what_they_compute(
-    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], expected: str | None
+    gate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], expected: str | None, size: int
 ) -> None:
-    experts = SimpleNamespace(has_gate=True, is_transposed=False, down_proj=torch.empty(2, 16, 48))
+    experts = SimpleNamespace(has_gate=True, is_transposed=False, down_proj=torch.empty(2, 16, size))
     experts._apply_gate = lambda both: gate(*both.chunk(2, -1))
     assert gate_activation(experts) == expected
     experts.has_gate = False
