@@ -110,7 +110,7 @@ def _nucleus(weights: Float64s, top_p: float, sums: Sums) -> Ids:
     count = min(int(np.searchsorted(held + falling.cumsum(), goal)) + 1, len(falling))
     last = falling[count - 1]
     kept = weights > last
-    # Several weights may equal the last one of the nucleus. Of these only the first belong to it.
+    # Several weights may equal the last one of the nucleus. Only the first of them belong to it.
     equals = places[weights[places] == last]
     kept[equals[: count - int((falling > last).sum())]] = True
     return np.flatnonzero(kept)

@@ -36,7 +36,7 @@ log = Log(__name__)
 # The steps of the check, as numbers of tokens of two sequences: a prompt whose keys fill more than one panel; a token
 # after it, beside another prompt; two decodes; and two decodes again, which replay the recorded step.
 CHECKED_STEPS, BLOCK_SIZE = ((70, 0), (1, 9), (1, 1), (1, 1)), 4
-# The two ways round differently. The bound is the norm of the difference of all logits, relative to their norm. Small
+# Each way rounds differently. The bound is the norm of the difference of all logits, relative to their norm. Small
 # random models in bfloat16 differ by 0.02.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
@@ -118,8 +118,8 @@ def _why_no_loops(loaded: LoadedModel, shards: Shards | None) -> str:
 
 
 class _Way(NamedTuple):
-    """A way to compute steps. `why_not`: the reason why it cannot be used for a model, on any rank; empty if it may be
-    tried. `remedy`: advice for a group of ranks in which one rank alone fails with this way.
+    """A way to compute steps. `why_not`: the reason why this rank or another one cannot use it for a model; empty if
+    all ranks may try it. `remedy`: advice for a group of ranks in which one rank alone fails with this way.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Mixtures of experts with weights laid out once, in place of transformers' grouped products.
+"""Mixtures of experts whose weights are packed once, in place of transformers' grouped products.
 
 The compiled loops multiply the rows of all experts in one call. On a 2-core Intel Xeon (family 6, model 207, without
 its matrix unit) a step of 16 rows through a model of 8 layers with 16 experts, 4 for each row (hidden 512, intermediate

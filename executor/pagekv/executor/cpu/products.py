@@ -73,7 +73,7 @@ def fastest_product(dtype: torch.dtype) -> type[Product] | type[TorchProduct]:
 
 
 def _times(ours: Product, theirs: TorchProduct, rows: torch.Tensor) -> tuple[float, float]:
-    """Seconds of each product, the least over the attempts until the loops win, at most ATTEMPTS."""
+    """Seconds of each product: the least over at most ATTEMPTS attempts, which end once the loops win."""
     best = (math.inf, math.inf)
     for _ in range(ATTEMPTS):
         found = seconds(ours, theirs, rows)

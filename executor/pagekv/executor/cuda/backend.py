@@ -263,8 +263,8 @@ class CudaBackend:
     def is_lost(self, error: Exception) -> bool:
         """Asks the device instead of judging by the error: after an error that kills the context (an illegal or
         misaligned address, a failed launch, a device assertion, ...) every later call fails; after any other error,
-        such as lack of memory, it does not. True for a rank, since other ranks may have continued without it or wait
-        for it.
+        such as lack of memory, the device still works. True for a rank, since other ranks may have continued without it
+        or wait for it.
         """
         if self._shards is not None:
             return True

@@ -246,7 +246,7 @@ class StepOnDevice:
     _asking: list[SequenceState]
     _logprobs: list[Logprobs]
 
-    # Always False, because a step must not be ready from the beginning.
+    # Always False: a step is still running when it is launched, and `ready` never changes.
     ready: ClassVar[bool] = False
 
     def collect(self) -> dict[int, Sampled]:

@@ -3,7 +3,7 @@
 Some decorators load torch's compiler, and with it SymPy, only to mark functions for compilation; and transformers loads
 classes of distributed tensors if torch.distributed is available. PageKV runs everything eagerly and, without ranks, in
 one process. Also, transformers lists the contents of every model's files twice, because it caches the lists of only 128
-folders.
+folders; during the import here, the cache has no bound.
 """
 
 from __future__ import annotations

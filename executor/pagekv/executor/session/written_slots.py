@@ -33,7 +33,7 @@ class WrittenSlots:
         return not blocks or min(map(self._device.__getitem__, blocks)) == block_size
 
     def copied(self) -> CopiedSlots:
-        """The written slots after the copies of one step, which are to be added."""
+        """The copies of one step over these slots; none yet, until `CopiedSlots.add` adds them."""
         return CopiedSlots(self._device, self._host)
 
     def write(self, ends: Mapping[int, int]) -> None:
