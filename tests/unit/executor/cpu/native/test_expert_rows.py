@@ -38,6 +38,19 @@ def test_rows_come_expert_by_expert_and_are_found_again(
     torch.testing.assert_close(summed, expected)
 
 
+def test_threads_do_not_share_their_sums() -> None:
+    """Many rows, so that several threads are at work at the same time."""
+    count, size, before = 16_000, 96, torch.get_num_threads()
+    found, places = torch.randn(2 * count, size), torch.randperm(2 * count)
+    weights = torch.rand(count, 2)
+    torch.set_num_threads(3)
+    try:
+        summed = weighted_sums(found, places, weights)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(summed, (found[places].view(count, 2, size) * weights[..., None]).sum(1))
+
+
 def test_each_choice_has_the_weight_of_its_own() -> None:
     found = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
     places = torch.tensor([2, 0, 3, 1])
