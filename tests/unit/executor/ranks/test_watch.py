@@ -49,7 +49,7 @@ def test_a_silent_rank_is_lost_once_and_one_that_beats_is_not() -> None:
 
 
 def test_a_rank_that_is_silent_when_the_group_ends_is_lost_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives have the same limit as silence, and end first, without a word of the rank that did not come."""
+    """A collective has the same time limit as silence, and may fail first. Its error does not name the silent rank."""
     ends = [socket.socketpair() for _ in range(3)]
     links = {rank: RankLink(one) for rank, (one, _) in enumerate(ends, 1)}
     ended: list[int] = []
