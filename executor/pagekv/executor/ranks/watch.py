@@ -102,9 +102,9 @@ class RankWatch:
         self._silent[rank] = 0
 
     def lose(self, reason: str, *ranks: int) -> None:
-        """Ends the group because these ranks are lost, or this one if none is named, and tells the others. Silent ranks
-        are lost with them: what others wait in for such a rank may end before its silence is too long. Does nothing
-        once the watch is over.
+        """Ends the group because these ranks are lost, or this one if none is named, and tells the others. Other
+        ranks that were silent for more than half of the allowed time are lost too: a collective that waits for such a
+        rank may fail before its silence is noticed. Does nothing once the watch is over.
         """
         # Never released: several threads may notice the same loss.
         if not self._over.is_set() and self._losing.acquire(blocking=False):
