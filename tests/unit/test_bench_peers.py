@@ -168,7 +168,7 @@ def test_ctrl_c_shows_the_workloads_that_are_complete(
     finally:
         signal.signal(signal.SIGTERM, handler)
     said = capsys.readouterr()
-    assert f"interrupted: {complete} workloads are complete" in said.err
+    assert f"interrupted: {complete} of 6 workloads are complete" in said.err
     assert said.out.strip() == (table([comparison([115], [100])]) if complete else "")
 
 

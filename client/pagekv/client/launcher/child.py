@@ -23,7 +23,7 @@ from pagekv.common.port_file import read_port_file
 KEPT_LINES = 60
 # Part of torchrun's message when a rank has ended it; a traceback of torchrun with 40 lines follows.
 _ENDED_BY_RANK = "Received 15 death signal"
-# torchrun prints four lines about its default of one thread for each rank. They begin like this, or are empty.
+# Beginnings of the lines in which torchrun tells its default of one thread for each rank; the others are empty.
 _TORCHRUN_SAYS = ("*****", "Setting OMP_NUM_THREADS ")
 # Exit status of a process whose command line is wrong.
 USAGE = 2
