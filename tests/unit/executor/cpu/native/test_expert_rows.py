@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 from torch.nn import functional
 
+from pagekv.executor.cpu.native import expert_rows
 from pagekv.executor.cpu.native.expert_rows import gate_activation, rows_by_expert, weighted_sums
+from pagekv.executor.cpu.native.openmp import run
 from pagekv.executor.cpu.native.vectors import vector_lanes
 
 pytestmark = pytest.mark.skipif(not vector_lanes(), reason="this processor has no vectors that the loops know")
@@ -38,37 +41,38 @@ def test_rows_come_expert_by_expert_and_are_found_again(
     torch.testing.assert_close(summed, expected)
 
 
-def test_threads_do_not_share_their_sums() -> None:
-    """Many rows, so that several threads are at work at the same time."""
+def test_threads_do_not_share_their_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows, and several times, so that several threads are at work at the same time. No thread writes beyond the
+    memory.
+    """
     count, size, before = 16_000, 96, torch.get_num_threads()
     found, places = torch.randn(2 * count, size), torch.randperm(2 * count)
-    weights = torch.rand(count, 2)
+    weights, guards = torch.rand(count, 2), list[torch.Tensor]()
+
+    def guarded(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        memory = torch.full((math.prod(shape) + 4 * size,), 7.0, dtype=dtype)
+        guards.append(memory[math.prod(shape) :])
+        return memory[: math.prod(shape)].view(shape)
+
+    monkeypatch.setattr(expert_rows, "empty", guarded)
     torch.set_num_threads(3)
     try:
-        summed = weighted_sums(found, places, weights)
+        for _ in range(30):
+            guards.clear()
+            summed = weighted_sums(found, places, weights)
+            assert len(guards) == 2
+            assert all(guard.eq(7).all() for guard in guards)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(summed, (found[places].view(count, 2, size) * weights[..., None]).sum(1))
 
 
-def test_each_choice_has_the_weight_of_its_own() -> None:
-    found = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])
-    places = torch.tensor([2, 0, 3, 1])
-    assert weighted_sums(found, places, torch.tensor([[1, 2], [3, 4]])).tolist() == [[102.0], [3040.0]]
-
-
-@pytest.mark.parametrize("wrong", [-1, 4])
-def test_an_expert_that_does_not_exist_is_refused(wrong: int) -> None:
-    with pytest.raises(ValueError, match=rf"experts \[{min(wrong, 1)}, {max(wrong, 1)}\] are chosen of 4"):
-        rows_by_expert(torch.randn(2, 8), torch.tensor([[1], [wrong]]), 4)
-
-
-def test_rows_and_choices_may_be_views() -> None:
-    rows, chosen = torch.randn(6, 10)[:, ::2], torch.randint(0, 3, (2, 6), dtype=torch.int32).t()
-    found, places, _ = rows_by_expert(rows, chosen, 3)
-    assert torch.equal(found[places], rows.repeat_interleave(2, 0))
-    weights = torch.rand(2, 6).t()
-    torch.testing.assert_close(weighted_sums(found, places, weights), rows * weights.sum(1, keepdim=True))
+def test_an_expert_out_of_bounds_is_written_nowhere() -> None:
+    chosen, ends, places = torch.tensor([0, 4]), torch.tensor([0, 0, 0, 0, 7]), torch.tensor([-1, -1])
+    arguments = (chosen.data_ptr(), len(chosen), 4, ends.data_ptr(), places.data_ptr())
+    run(expert_rows._places(), arguments, alone=True, held=(chosen, ends, places))
+    assert ends[4] == 7
+    assert places.tolist() == [-1, -1]
 
 
 @pytest.mark.parametrize("size", [3, 48])
