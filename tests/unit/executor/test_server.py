@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import subprocess
@@ -20,8 +21,10 @@ from support.waiting import wait_until
 
 from pagekv.common.port_file import read_port_file, write_port_file
 from pagekv.executor import server
-from pagekv.executor.backend.interface import LAYOUT
-from pagekv.executor.world import World
+from pagekv.executor.backend.interface import LAYOUT, Backend
+from pagekv.executor.config import parse_config
+from pagekv.executor.ranks.watch import EXIT_LOST
+from pagekv.executor.world import ALONE, World
 from pagekv.steps.v1 import executor_service_pb2 as pb
 from pagekv.steps.v1 import executor_service_pb2_grpc as pb_grpc
 
@@ -176,6 +179,27 @@ def test_a_rank_ends_without_the_interpreter(rank: str, monkeypatch: pytest.Monk
     monkeypatch.setattr("logging.shutdown", lambda: None)
     with pytest.raises(Ended, match="7"):
         server.main(["--backend", "oracle"])
+
+
+@pytest.mark.parametrize(("world", "status"), [(World(0, 2, 2), EXIT_LOST), (ALONE, 7)])
+def test_a_rank_whose_device_is_lost_ends_to_be_started_anew_by_torchrun(
+    world: World, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One process starts anew by itself."""
+
+    async def run(executor: server.Executor, stop: asyncio.Event) -> int:
+        executor.session.lost_reason = "a collective failed"
+        return 0
+
+    async def start_anew(*_: object) -> int:
+        return 7
+
+    def load() -> Backend:
+        raise AssertionError("it is never loaded")
+
+    monkeypatch.setattr(server.Executor, "run", run)
+    monkeypatch.setattr(server, "start_anew", start_anew)
+    assert asyncio.run(server.serve(parse_config(["--backend", "oracle"], {}), load, world)) == status
 
 
 @pytest.mark.parametrize(("flag", "status", "asked"), [("--no-such-flag", 2, 1), ("--version", 0, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from pagekv.executor.cpu.forward import StepForward
 from pagekv.executor.cpu.kv_cache import KvCache
 from pagekv.executor.cpu.runner import run_step
 from pagekv.executor.cpu.threads import Way
+from pagekv.executor.model.shards import Shards
+from pagekv.executor.world import World
 
 
 @pytest.fixture(scope="module")
@@ -23,6 +26,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("llama")
     save_model("llama", directory)
     return directory
+
+
+def test_ranks_of_a_machine_share_its_memory(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of six are here."""
+    loaded = SimpleNamespace(geometry=None)
+    monkeypatch.setattr("pagekv.executor.cpu.backend.load_forward", lambda *_, **__: (loaded, None))
+    monkeypatch.setattr("pagekv.executor.cpu.backend.available_bytes", lambda: 3000)
+    for shards, available in ((None, 3000), (Shards(World(1, 6, 3), pytest.fail), 1000)):
+        assert CpuBackend(llama, "some/name", threads=1, shards=shards)._info.available == available
 
 
 def test_description(llama: Path) -> None:

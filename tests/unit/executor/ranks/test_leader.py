@@ -13,7 +13,7 @@ from support.executor.rank_group import LIMITS, MODEL, TIMEOUT_S, RankGroup, mes
 from support.waiting import wait_until
 
 from pagekv.common.errors import InvalidRequest, OutOfMemory
-from pagekv.executor.backend.interface import BackendDescription, Sampled, Scheduled
+from pagekv.executor.backend.interface import BackendDescription, Finished, Launch, Sampled, Scheduled
 from pagekv.executor.oracle.backend import OracleBackend
 from pagekv.executor.ranks import calls
 from pagekv.executor.ranks.follower import Follower
@@ -83,6 +83,21 @@ def test_steps_are_those_of_one_rank_and_the_times_of_all_are_told() -> None:
             assert found.sampled == run(wanted, number).sampled
             assert len(found.rank_us) in ((0, 3) if number == 1 else (3,))
     assert group.lost == []
+
+
+def test_the_work_of_a_rank_is_without_what_it_waits() -> None:
+    class Waits(OracleBackend):
+        def launch(self, scheduled: list[Scheduled]) -> Launch:
+            return Finished(super().launch(scheduled).collect(), waited_s=1000.0)
+
+    for waiting in (0, 1):
+        backends = [(Waits if rank == waiting else OracleBackend)(MODEL) for rank in range(2)]
+        with running_group(*backends) as group:
+            assert group.backend.describe(4, 64).tensor_parallel_size == 2
+            epoch = epoch_of(group)
+            for number in (1, 2):
+                worked = run(epoch, number).rank_us
+        assert worked[waiting] == 0 < worked[1 - waiting]
 
 
 def test_every_rank_prepares_its_own_steps_while_there_is_nothing_to_do() -> None:

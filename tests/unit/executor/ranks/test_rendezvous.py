@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from pagekv.executor.ranks.rendezvous import (
     find_leader,
     has_served,
     join_process_group,
+    limit_collectives,
     listen_as_leader,
     open_store,
     tell_complete,
@@ -118,6 +120,10 @@ def test_a_process_group_over_the_store(port: int) -> None:
     join_process_group(store, world, meeting, JoinTime(WAIT_S))
     try:
         assert (dist.get_rank(), dist.get_world_size(), dist.get_backend()) == (0, 1, "gloo")
+        limit_collectives(7.0)
+        assert dist.group.WORLD is not None
+        backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=7)
     finally:
         dist.destroy_process_group()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -63,6 +64,16 @@ def test_a_rank_that_is_silent_when_the_group_ends_is_lost_with_it(monkeypatch: 
     assert (lost, ended) == ([why], [3, 2])
     told = RankLink(ends[0][1]).receive(PATIENCE_S)
     assert (told.kind, told.content) == (Kind.ENDS, why)
+
+
+def test_a_link_that_is_watched_takes_messages_in_time() -> None:
+    """Else a rank that hangs would hold the thread that hands steps on."""
+    own, _ = socket.socketpair()
+    RankWatch({1: RankLink(own)}, 2.5)
+    limit = own.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.calcsize("@ll"))
+    seconds, micros = struct.unpack("@ll", limit)
+    # The kernel rounds it up to its ticks.
+    assert 2.5 <= seconds + micros / 1e6 < 2.6
 
 
 def test_a_group_that_ends_in_order_loses_nobody() -> None:
