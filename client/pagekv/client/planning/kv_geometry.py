@@ -74,13 +74,13 @@ def geometry_from_config(config: Config, given: Config) -> tuple[KvGeometry, lis
 
 
 def query_heads(config: Config) -> int | None:
-    """Query heads of each layer; None where the config does not say."""
+    """Query heads of each layer; None if the config does not say."""
     found = _find(_scopes(config), _HEADS)
     return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
 
 def _scopes(config: Config) -> tuple[Config, ...]:
-    """Inner ones first."""
+    """The mappings to look a name up in: the language model's before that of the whole model."""
     nested = config.get("text_config")
     return (nested, config) if isinstance(nested, Mapping) else (config,)
 
