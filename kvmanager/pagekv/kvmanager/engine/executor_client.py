@@ -18,6 +18,7 @@ from pagekv.common.turns import let_others_run
 from pagekv.kvmanager.engine.executor_wire import step_bytes, step_result
 from pagekv.kvmanager.engine.features import feature_numbers
 from pagekv.kvmanager.engine.recovery import Fault, WrongAnswer
+from pagekv.kvmanager.engine.stream_status import StreamStatus
 from pagekv.kvmanager.engine.views import EngineInfo
 from pagekv.kvmanager.scheduling.step_plan import StepPlan, StepResult
 from pagekv.steps.v1 import executor_service_pb2 as pb
@@ -132,6 +133,7 @@ class ExecutorLink:
         return answer
 
     async def _read(self, call: grpc.aio.StreamStreamCall[bytes, pb.StepResult]) -> None:
+        status = StreamStatus(call)
         try:
             async for message in call:
                 if message.epoch != self.epoch:
@@ -143,7 +145,8 @@ class ExecutorLink:
         except WrongAnswer as error:
             self._error = error
         except grpc.aio.AioRpcError as error:
-            self._error = ExecutorLost(_words(error, "Run"), _fault(error))
+            sent = await status.sent(error)
+            self._error = ExecutorLost(_words(sent, "Run"), _fault(sent))
         except Exception as error:
             # A defect of this manager, which would otherwise look like a step without an answer.
             log.exception("reading a result failed; opening a new epoch", reason=error)

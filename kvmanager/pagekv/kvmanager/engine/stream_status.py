@@ -1,0 +1,56 @@
+"""The status with which an executor ended its stream of steps, which gRPC may lose."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar, cast
+
+import grpc
+
+T = TypeVar("T")
+
+# The details of the status that gRPC's asyncio client gives a call when a write fails because the call is over. It
+# replaces the status that the other side sent: https://github.com/grpc/grpc/issues/36066
+FAILED_WRITE = "Internal error from Core"
+# Seconds in which the other side's status arrives if the failed write came first.
+LATER_S = 0.1
+
+
+class StreamStatus:
+    """Keeps the first status of a call, before a failed write can replace it. Used on the event loop only."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        self._call = call
+        self._first: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(self._keep)
+
+    async def sent(self, error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """The error with the status that the other side sent; `error`, which ended the call, if there is no other."""
+        if not _is_failed_write(error):
+            return error
+        if self._first is None or _is_failed_write(self._first):
+            await asyncio.sleep(LATER_S)
+            self._keep(self._call)
+        return self._first or error
+
+    def _keep(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        """Called as soon as there is a status, and so synchronous: the next callback of the loop may replace it."""
+        self._first = grpc.aio.AioRpcError(
+            _at_once(call.code()), None, _at_once(call.trailing_metadata()), _at_once(call.details())
+        )
+
+
+def _is_failed_write(error: grpc.aio.AioRpcError) -> bool:
+    return error.code() is grpc.StatusCode.INTERNAL and error.details() == FAILED_WRITE
+
+
+def _at_once(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return cast("T", end.value)
+    finally:
+        coroutine.close()
+    raise RuntimeError("the call has no status yet")
