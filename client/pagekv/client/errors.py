@@ -117,17 +117,20 @@ _HANDSHAKES = (
     ("WRONG_VERSION_NUMBER", "it answers without TLS: leave --ca and --client-cert out (in Python credentials, too)"),
     (
         "Failed parsing HTTP/2",
-        "it speaks another protocol than gRPC: is that the port of the live page, or of a gateway? Name the manager's "
-        "own with --target (target= in Python)",
+        "it does not speak gRPC: is this the port of the live page, or of a gateway? Name the manager's port with "
+        "--target (target= in Python)",
     ),
-    ("certificate has expired", "its certificate has expired, or that of its authority"),
+    ("certificate has expired", "its certificate, or that of its authority, has expired"),
     ("certificate is not yet valid", "its certificate is not valid yet: compare the clocks"),
     (
         "local issuer certificate",
-        "its certificate is not signed by the authority trusted here: name its own with --ca (ca= in Python)",
+        "its certificate is not signed by an authority trusted here: name its authority with --ca (ca= in Python)",
     ),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate was refused"),
-    ("Hostname Verification Check failed", "its certificate does not have the name by which it is called"),
+    (
+        "Hostname Verification Check failed",
+        "its certificate is not for this name; call it by a name that the certificate has",
+    ),
     (
         "Socket closed",
         "it closes every connection at once: does it want TLS (--ca; ca= in Python), or a client certificate of an "
@@ -208,8 +211,8 @@ def _without_class(code: grpc.StatusCode, reason: str | None, message: str, targ
             )
         case grpc.StatusCode.UNIMPLEMENTED, None:
             message = (
-                f"the server at {target} does not know this call: is it a PageKV manager, and neither an executor nor "
-                f"a gateway? ({message})"
+                f"the server at {target} does not know this call: is it a PageKV manager, not an executor or a "
+                f"gateway? ({message})"
             )
             return ServerError(code.name, message)
     return ServerError(code.name, f"PageKV at {target} failed with {code.name}: {message}", reason or "")

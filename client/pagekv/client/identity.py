@@ -100,7 +100,7 @@ def tls_credentials(
             files[name] = _File(name, value, f" (from {FILE_VARIABLES[name]})")
     for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
         if name in files and other not in files:
-            raise InvalidRequest(name, f"needs {other} beside it: both or neither")
+            raise InvalidRequest(name, f"needs {other}, too: give both or neither")
     if not files:
         return None
     _check(files)
@@ -152,7 +152,7 @@ def _check(files: dict[str, _File]) -> None:
         certificate.must_have(_CERTIFICATE, "a certificate")
         key.must_have(_PRIVATE_KEY, "a private key")
         if _PASSPHRASE.search(key.pem):
-            raise key.refuse("has a passphrase, for which nobody can be asked: it must be without one")
+            raise key.refuse("must have no passphrase")
         try:
             # The password keeps OpenSSL from asking at the terminal.
             context.load_cert_chain(certificate.path, key.path, password="")

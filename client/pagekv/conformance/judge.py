@@ -40,7 +40,7 @@ def judge(target: Target, idle: IdleConnection, note: Callable[[str], None]) -> 
     if answered.outcome == "failed":
         rules.remove(results)
         reason, answered = _seen_to_be_gone(target, answered)
-        reason = reason or "a prompt alone is not answered as it has to be (see P5)"
+        reason = reason or "a prompt alone is not answered correctly (see P5)"
         yield answered
     for rule in rules:
         if reason:
@@ -73,7 +73,7 @@ def verdict_of(kit: Kit, rule: Rule) -> Verdict:
         # Rules of the other layers ask for more than tokens.
         tied = answers.num_ties > ties and answers.num_compared == compared
         if tied and rule.number.startswith("M"):
-            outcome, why = "skipped", "the likeliest tokens are near ties everywhere"
+            outcome, why = "skipped", "the likeliest tokens are nearly tied everywhere"
     except NotTested as error:
         outcome, why = "skipped", str(error)
     except BrokenRule as error:

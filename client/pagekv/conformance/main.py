@@ -46,7 +46,7 @@ def make_parser() -> FlagParser:
         "--features",
         type=feature_list,
         metavar="NAMES",
-        help=f"test just these features, by comma ({', '.join(FEATURES)}, or none); default: all that it has",
+        help=f"features to test, separated by commas ({', '.join(FEATURES)}), or none; default: all of the executor",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, for scripts")
     return parser

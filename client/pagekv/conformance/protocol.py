@@ -272,7 +272,7 @@ def long_steps_are_taken(kit: Kit) -> None:
     length = min(kit.description.max_model_len, longest // num_bytes)
     count = max(1, longest // (length * num_bytes + SEQUENCE_BYTES))
     if count > most:
-        raise NotTested(f"{most} sequences of {length} tokens are no long step")
+        raise NotTested(f"{most} sequences of {length} tokens are too few for a long step")
     with kit.epoch() as epoch:
         seqs = [epoch.sequence([token] * length) for _ in range(count)]
         with during(f"a step of {longest >> 10} KiB"):

@@ -40,7 +40,7 @@ def schedule(seqs: Sequence[int], tokens: Sequence[int]) -> dict[str, Any]:
 
 def longer_than_the_model(scene: LiveScene) -> dict[str, Any]:
     if scene.max_len > MAX_TOKENS:
-        raise NotTested(f"max_model_len {scene.max_len} is long to send")
+        raise NotTested(f"max_model_len {scene.max_len} takes too long to send")
     return scene.entering(token_ids=[0] * (scene.max_len + 1))
 
 
@@ -48,7 +48,7 @@ def too_many_sequences(scene: LiveScene) -> dict[str, Any]:
     """One more than may be live, two of which are."""
     count = scene.kit.description.max_sequences - 1
     if count > MAX_ENTERING:
-        raise NotTested(f"max_sequences {count + 1} is too many to enter")
+        raise NotTested(f"max_sequences {count + 1} are too many to start")
     ids = range(9, 9 + count)
     return {"new_seqs": [new_sequence(seq_id=seq_id, block_ids=[]) for seq_id in ids], **schedule(ids, [0] * count)}
 
@@ -61,7 +61,7 @@ def _long_sequences(scene: LiveScene) -> int:
 def too_many_tokens(scene: LiveScene) -> dict[str, Any]:
     count, most = _long_sequences(scene), scene.max_blocks
     if count + 2 > scene.kit.description.max_sequences:
-        raise NotTested("max_sequences of the greatest length are fewer tokens")
+        raise NotTested(f"max_sequences of the greatest length have fewer than {MAX_STEP_TOKENS} tokens")
     new = [
         new_sequence(
             seq_id=9 + index,
@@ -279,7 +279,7 @@ def beyond_the_model(kit: Kit, rule: str) -> None:
     """A sequence of the greatest length samples, and would compute that token."""
     length, blocks = int(kit.description.max_model_len), kit.target.max_blocks
     if length > MAX_COMPUTED:
-        raise NotTested(f"max_model_len {length} is long to compute")
+        raise NotTested(f"max_model_len {length} takes too long to compute")
     if blocks > kit.target.pool_blocks:
         raise NotTested(f"needs {blocks} blocks, the pool has {kit.target.pool_blocks}")
     with PlayedEpoch(kit.target, num_blocks=blocks) as epoch:

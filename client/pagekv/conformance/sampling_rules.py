@@ -38,7 +38,7 @@ def next_tokens(kit: Kit, requests: Sequence[tuple[Sequence[int], int, dict[str,
 def draws_are_functions(kit: Kit) -> None:
     """Of seed, sequence_index and position: the same whatever happens, and others for each other number."""
     if kit.description.vocab_size < MIN_VOCAB:
-        raise NotTested(f"draws from {kit.description.vocab_size} tokens are often equal")
+        raise NotTested(f"draws from a vocabulary of {kit.description.vocab_size} are often equal by chance")
     prompts = kit.answers.prompts
     named: dict[str, dict[str, Any]] = {
         "seed 7, index 0": {"seed": 7},

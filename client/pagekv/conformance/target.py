@@ -101,7 +101,7 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
     """The executor, with a block size at which the rules can be tested. `wanted`: features to test; None: all. Raises
     Untestable.
     """
-    last = "it takes no block size"
+    last = f"it accepts none of the block sizes {', '.join(map(str, BLOCK_SIZES))}"
     for block_size in BLOCK_SIZES:
         try:
             description = link.describe(describe_request(block_size=block_size))
@@ -110,7 +110,7 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
                 raise Untestable(f"Describe is refused: {refusal}") from refusal
             continue
         if not description.bytes_per_block or not description.vocab_size:
-            raise Untestable("Describe names no bytes_per_block or no vocab_size")
+            raise Untestable("Describe must say bytes_per_block and vocab_size, above 0")
         features = frozenset(description.features) & frozenset(FEATURES.values())
         if lacking := [
             name for name, number in FEATURES.items() if number in (wanted or ()) and number not in features
@@ -120,7 +120,7 @@ def describe(link: Link, wanted: frozenset[int] | None) -> Target:
         if description.max_model_len >= 4 * block_size + 16 and target.pool_blocks >= NUM_BLOCKS:
             return target
         last = (
-            f"blocks of {block_size}: max_model_len {description.max_model_len} and {target.pool_blocks} blocks; "
-            f"{4 * block_size + 16} and {NUM_BLOCKS} are needed"
+            f"with blocks of {block_size} it has max_model_len {description.max_model_len} and {target.pool_blocks} "
+            f"blocks, and must have {4 * block_size + 16} and {NUM_BLOCKS} or more"
         )
-    raise Untestable(f"model or pool are too small to test with: {last}")
+    raise Untestable(f"the executor cannot be tested: {last}")

@@ -130,7 +130,7 @@ def test_a_port_that_speaks_http_is_none_of_a_manager(make_client: Any) -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as page:
         threading.Thread(target=page.serve_forever, daemon=True).start()
         target = f"127.0.0.1:{page.server_port}"
-        with pytest.raises(Unreachable, match=rf"PageKV at {target}: it speaks another protocol than gRPC.*live page"):
+        with pytest.raises(Unreachable, match=rf"PageKV at {target}: it does not speak gRPC.*live page"):
             make_client(target, max_retries=0).stats()
         page.shutdown()
 

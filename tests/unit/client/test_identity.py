@@ -70,7 +70,7 @@ def test_empty_variables_are_none(server: ScriptedServer, make_client: Any, monk
     [
         ((), "does it want TLS"),
         (("ca",), "or a client certificate"),
-        (("client_cert", "client_key"), "not signed by the authority trusted here"),
+        (("client_cert", "client_key"), "not signed by an authority trusted here"),
     ],
 )
 def test_a_refused_handshake_is_told_in_words(
@@ -100,7 +100,7 @@ def test_a_certificate_of_another_name_is_told_apart(make_client: Any, tmp_path:
     authority, _ = pki.authority_in(tmp_path)
     pki.issue(tmp_path, pki.CertificateRole("nameless", pki.ROLES[0].uses), authority, 1, ())
     for server in served_with(tmp_path, "nameless"):
-        with pytest.raises(Unreachable, match="does not have the name"):
+        with pytest.raises(Unreachable, match="its certificate is not for this name"):
             make_client(server.target, ca=tmp_path / "ca.pem").stats()
 
 
@@ -196,7 +196,7 @@ def test_no_key_is_shown() -> None:
 def test_certificate_and_key_come_together(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, other in (("client_cert", "client_key"), ("client_key", "client_cert")):
         files: Any = {name: certificates / "client.pem"}
-        with pytest.raises(InvalidRequest, match=f"^{name}: needs {other} beside it"):
+        with pytest.raises(InvalidRequest, match=f"^{name}: needs {other}, too"):
             PageKVClient(**files)
     monkeypatch.setenv("PAGEKV_CLIENT_KEY", str(certificates / "client.key"))
     PageKVClient(client_cert=str(certificates / "client.pem")).close()
@@ -233,7 +233,7 @@ def test_a_file_that_is_none_is_named(
         ("client_cert", broken, "is no certificate with the key"),
         ("client_key", good["ca"], "must have a private key in PEM"),
         ("client_key", certificates / "manager.key", "is not the key of the certificate"),
-        ("client_key", locked, "has a passphrase"),
+        ("client_key", locked, "must have no passphrase"),
     ):
         with pytest.raises(InvalidRequest) as caught:
             cls(**{**good, name: path})

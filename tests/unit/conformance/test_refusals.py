@@ -31,7 +31,7 @@ def test_a_model_without_end_is_not_sent_a_sequence_of_its_length() -> None:
         verdict = verdicts(address, "R11")["R11"]
     assert (verdict.outcome, verdict.why) == ("ok", "")
     scene = mock.Mock(max_len=2**31 - 1)
-    with pytest.raises(NotTested, match="max_model_len 2147483647 is long to send"):
+    with pytest.raises(NotTested, match="max_model_len 2147483647 takes too long to send"):
         longer_than_the_model(scene)
 
 

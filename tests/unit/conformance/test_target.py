@@ -34,7 +34,7 @@ def test_another_block_size_where_managers_own_does_not_fit(edit: Edit, size: in
 def test_too_small_to_test() -> None:
     with (
         toy(("300,", "12,")) as address,
-        pytest.raises(Untestable, match="too small to test with: blocks of 1: max_model_len 12"),
+        pytest.raises(Untestable, match="cannot be tested: with blocks of 1 it has max_model_len 12"),
         kit_of(address),
     ):
         pass

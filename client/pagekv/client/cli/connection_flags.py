@@ -24,12 +24,12 @@ from pagekv.common.flags import address, number
 VALUE_FLAGS = ("--target", "--timeout", "--api-key", "--act-for", "--ca", "--client-cert", "--client-key")
 _VARIABLES = {"api_key": API_KEY_VARIABLE, **FILE_VARIABLES}
 _HELP = {
-    "api_key": "the key to show; other users of this machine see command lines, so rather PAGEKV_API_KEY or api_key in "
-    "~/.config/pagekv/config.toml",
-    "act_for": "the tenant whose call this is, for a caller that may name one",
+    "api_key": "API key to send; other users of this machine can read command lines, so rather set PAGEKV_API_KEY, or "
+    "api_key in ~/.config/pagekv/config.toml",
+    "act_for": "tenant to call for, if the caller has the role act-for",
     "ca": "for TLS: PEM file of the authority that signed the manager's certificate, or PAGEKV_CA",
-    "client_cert": "for TLS: PEM file of the certificate to show, or PAGEKV_CLIENT_CERT",
-    "client_key": "PEM file of its key, or PAGEKV_CLIENT_KEY",
+    "client_cert": "for TLS: PEM file of the certificate to present, or PAGEKV_CLIENT_CERT",
+    "client_key": "PEM file of the key of --client-cert, or PAGEKV_CLIENT_KEY",
 }
 
 Client = TypeVar("Client", PageKVClient, AsyncPageKVClient)

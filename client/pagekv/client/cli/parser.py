@@ -84,8 +84,8 @@ def add_prompt(parser: CommandParser) -> None:
 
 def add_identity(parser: CommandParser) -> None:
     """--namespace and --adapter, which are part of the identity of cached blocks."""
-    parser.add_argument("--namespace", default="", metavar="NAME", help="namespace whose cached prefixes count")
-    parser.add_argument("--adapter", default="", metavar="ID", help="adapter that answers, if the model has it")
+    parser.add_argument("--namespace", default="", metavar="NAME", help="namespace whose cached blocks are used")
+    parser.add_argument("--adapter", default="", metavar="ID", help="adapter to use, if the model has it")
 
 
 def read_identity(args: argparse.Namespace) -> dict[str, Any]:

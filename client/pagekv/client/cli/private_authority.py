@@ -63,7 +63,7 @@ def make_directory(directory: Path) -> None:
     try:
         directory.mkdir(mode=_DIRECTORY_MODE, parents=True, exist_ok=True)
     except OSError as error:
-        raise PageKVError(f"{directory}: cannot be made: {error.strerror}") from error
+        raise PageKVError(f"{directory}: cannot be created: {error.strerror}") from error
 
 
 def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
@@ -77,9 +77,9 @@ def authority_in(directory: Path) -> tuple[PrivateAuthority, list[Path]]:
         case True, True:
             return _read_authority(certificate, key), []
         case True, False:
-            raise PageKVError(f"{key}: is not there, and nothing else can sign; remove ca.pem for a new authority")
+            raise PageKVError(f"{key}: is missing, so nothing can be signed; remove ca.pem to get a new authority")
         case False, True:
-            raise PageKVError(f"{certificate}: is not there, and ca.key is; remove that for a new authority")
+            raise PageKVError(f"{certificate}: is missing, but not ca.key; remove ca.key to get a new authority")
     made = _new_authority()
     return made, _write_pair(directory, "ca", made.certificate, made.key)
 
@@ -169,7 +169,7 @@ def _read_authority(certificate_path: Path, key_path: Path) -> PrivateAuthority:
     except OSError as error:
         raise PageKVError(f"{error.filename}: cannot be read: {error.strerror}") from error
     if mode & OTHERS:
-        raise PageKVError(f"{key_path}: others than its owner may open it, and it signs callers: chmod 600 {key_path}")
+        raise PageKVError(f"{key_path}: others than its owner may open this key of the authority: chmod 600 {key_path}")
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
     except (ValueError, TypeError) as error:
@@ -181,14 +181,16 @@ def _read_authority(certificate_path: Path, key_path: Path) -> PrivateAuthority:
     except (ValueError, x509.ExtensionNotFound) as error:
         raise PageKVError(f"{certificate_path}: must be the certificate of an authority in PEM") from error
     if not signs:
-        raise PageKVError(f"{certificate_path}: is not the certificate of an authority, and signs no others")
+        raise PageKVError(f"{certificate_path}: must be the certificate of an authority (CA:TRUE)")
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise PageKVError(f"{key_path}: must be a key of an elliptic curve, as made here")
+        raise PageKVError(f"{key_path}: must be a key of an elliptic curve, as pagekv certs makes")
     if key.public_key() != certificate.public_key():
         raise PageKVError(f"{key_path}: is not the key of {certificate_path}")
     if certificate.not_valid_after_utc <= _now():
         ended = certificate.not_valid_after_utc.date()
-        raise PageKVError(f"{certificate_path}: ended on {ended}: remove it and {key_path.name} for a new authority")
+        raise PageKVError(
+            f"{certificate_path}: expired on {ended}: remove it and {key_path.name} to get a new authority"
+        )
     return PrivateAuthority(certificate, key)
 
 

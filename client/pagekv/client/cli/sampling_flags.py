@@ -9,20 +9,20 @@ from pagekv.client.generation_types import CacheControls, GenerateOptions
 
 # Flag, type, help. A flag that is not given is not sent. The server checks bounds, and its error names the field.
 _FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("temperature", float, "0 is greedy, higher is more random [1]"),
-    ("top-p", float, "sample from the likeliest tokens with this much probability [1: off]"),
+    ("temperature", float, "sampling temperature; 0 is greedy, higher is more random [1]"),
+    ("top-p", float, "sample from the likeliest tokens that have this probability together [1: off]"),
     ("top-k", int, "sample from this many likeliest tokens [0: off]"),
     ("min-p", float, "drop tokens below this share of the likeliest one's probability [0: off]"),
-    ("seed", int, "the same seed gives the same text [random]"),
-    ("min-tokens", int, "tokens before anything may end the text [0]"),
-    ("repetition-penalty", float, "above 1: repeat less [1: off]"),
-    ("presence-penalty", float, "above 0: fewer tokens again [0: off]"),
-    ("frequency-penalty", float, "above 0: fewer tokens many times [0: off]"),
-    ("priority", int, "lower runs earlier, -100 to 100 [0]"),
+    ("seed", int, "seed; the same one gives the same text [random]"),
+    ("min-tokens", int, "tokens to generate before anything may end the text [0]"),
+    ("repetition-penalty", float, "above 1: tokens of prompt and output become less likely [1: off]"),
+    ("presence-penalty", float, "above 0: tokens of the output become less likely [0: off]"),
+    ("frequency-penalty", float, "above 0: the same, more with each occurrence [0: off]"),
+    ("priority", int, "-100 to 100; lower runs earlier [0]"),
 )
 _BEAM_FLAGS: tuple[tuple[str, type, str], ...] = (
-    ("beam-width", int, "hypotheses at once, 1 to 32; prints the --n best at the end [0: off]"),
-    ("length-penalty", float, "above 0 longer results gain, below 0 shorter ones, -10 to 10 [1]"),
+    ("beam-width", int, "hypotheses to follow, 1 to 32; the --n best are printed at the end [0: off]"),
+    ("length-penalty", float, "-10 to 10; above 0 favours longer results, below 0 shorter ones [1]"),
 )
 
 
@@ -30,15 +30,17 @@ def add_sampling(parser: CommandParser, *, max_tokens: int | None) -> None:
     """Adds the sampling flags. `max_tokens` is the default of --max-tokens; None: the rest of the context."""
     group = parser.add_argument_group("sampling")
     shown = "what the context leaves" if max_tokens is None else max_tokens
-    group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help=f"tokens at most [{shown}]")
+    group.add_argument(
+        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"most tokens to generate [{shown}]"
+    )
     for name, kind, help in _FLAGS:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help)
     group.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be given repeatedly")
-    group.add_argument("--ignore-eos", action="store_true", help="go on past the model's end of text")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
 def add_beams(parser: CommandParser) -> None:
-    group = parser.add_argument_group("beam search", "instead of sampling; its results come when all are known")
+    group = parser.add_argument_group("beam search", "instead of sampling; all results arrive at the end")
     for name, kind, help in _BEAM_FLAGS:
         group.add_argument(f"--{name}", type=kind, metavar="N" if kind is int else "X", help=help)
     group.add_argument("--early-stopping", action="store_true", help="stop once --beam-width hypotheses have ended")

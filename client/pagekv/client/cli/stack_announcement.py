@@ -63,10 +63,10 @@ def announce(stack: Stack, args: argparse.Namespace, terminal: Terminal) -> None
         lines.append(f"  in front of {len(stack.targets)} managers: {', '.join(stack.targets)}")
     if pages:
         if stack.page_moved:
-            terminal.note(f"port {args.http_port} is taken, so the page has another one; --http-port chooses it")
+            terminal.note(f"port {args.http_port} is taken, so the page has another one; choose it with --http-port")
         lines.append(f"  watch the blocks: {terminal.bold('  '.join(pages))}")
     for at in events:
-        again = f", again at {at['replay_endpoint']}" if at["replay_endpoint"] else ""
+        again = f", missed ones at {at['replay_endpoint']}" if at["replay_endpoint"] else ""
         lines.append(f"  KV events at {at['endpoint']}{again}")
     lines += [f"  recording to {path}" for path in recordings]
     terminal.print("\n".join([*lines, "Ctrl-C stops it."]))

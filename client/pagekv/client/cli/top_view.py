@@ -155,7 +155,7 @@ class TopFrame:
         so_far = f"; {stats.requests_total} requests so far, {stats.preemptions_total} preemptions"
         yield Text.assemble(
             ("Requests", "bold"),
-            (f"  {stats.running_sequences} sequences run, {stats.waiting_sequences} wait", "dim"),
+            (f"  {stats.running_sequences} sequences running, {stats.waiting_sequences} waiting", "dim"),
             (so_far if width >= _WIDE else "", "dim"),
             no_wrap=True, overflow="ellipsis",
         )  # fmt: skip  # several entries a line: one each would fill a screen

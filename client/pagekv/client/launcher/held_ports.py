@@ -28,7 +28,7 @@ class HeldPorts:
         held from now on. Raises StackError if the port is taken; the message says to use `flag`.
         """
         if port and port in self._sockets:
-            raise StackError(f"{flag} {port}: two processes cannot have one port; {flag} 0 takes a free one")
+            raise StackError(f"{flag} {port}: two processes cannot use the same port; {flag} 0 takes a free one")
         probe = socket.socket(socket.AF_INET6 if host.startswith("[") else socket.AF_INET)
         try:
             # A port in TIME_WAIT is free for gRPC, which binds in this way.
@@ -59,7 +59,7 @@ class HeldPorts:
                     self.target("", port, f"--{name}")
                 except StackError as error:
                     raise StackError(
-                        f"--{name} {endpoint}: this port cannot be had; choose another, or 0 for any"
+                        f"--{name} {endpoint}: this port cannot be used; choose another, or 0 for a free one"
                     ) from error
 
     def close(self) -> None:

@@ -158,4 +158,4 @@ def test_no_help_shows_a_key(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         main(["stats", "--help"])
     shown = capsys.readouterr().out
     assert "secret" not in shown
-    assert "other users of this machine see command lines" in " ".join(shown.split())
+    assert "other users of this machine can read command lines" in " ".join(shown.split())

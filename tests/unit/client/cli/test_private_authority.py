@@ -112,7 +112,7 @@ def test_no_certificate_outlives_its_authority(
     end, _ = pki.issue(tmp_path, CLIENT, authority, 365, ())
     assert end == authority.certificate.not_valid_after_utc
     monkeypatch.setattr(pki, "_now", lambda: late + timedelta(days=100))
-    with pytest.raises(PageKVError, match=r"ca\.pem: ended on .* remove it and ca\.key for a new authority"):
+    with pytest.raises(PageKVError, match=r"ca\.pem: expired on .* remove it and ca\.key to get a new authority"):
         pki.authority_in(tmp_path)
 
 
@@ -142,13 +142,16 @@ def test_an_authority_that_must_not_sign(authority: pki.PrivateAuthority, tmp_pa
             pki.authority_in(tmp_path)
 
     for mode in (0o640, 0o604):
-        refused(f"ca.key: others than its owner may open it, and it signs callers: chmod 600 {key}", {}, mode)
+        refused(f"ca.key: others than its owner may open this key of the authority: chmod 600 {key}", {}, mode)
     refused(r"ca\.key: is not the key of", {key: stranger})
     refused(r"ca\.key: must be a private key in PEM", {key: b"x"})
     refused(r"ca\.pem: must be the certificate of an authority in PEM", {certificate: b"x"})
-    refused(r"ca\.pem: is not the certificate of an authority", {certificate: (tmp_path / "client.pem").read_bytes()})
-    refused(r"ca\.key: is not there", {key: None})
-    refused(r"ca\.pem: is not there", {certificate: None})
+    refused(
+        r"ca\.pem: must be the certificate of an authority \(CA:TRUE",
+        {certificate: (tmp_path / "client.pem").read_bytes()},
+    )
+    refused(r"ca\.key: is missing, so nothing", {key: None})
+    refused(r"ca\.pem: is missing, but not", {certificate: None})
 
 
 @pytest.mark.parametrize("mode", [0o500, 0])
@@ -169,7 +172,7 @@ def test_a_directory_that_cannot_be_written_or_looked_into(tmp_path: Path, mode:
 def test_a_directory_that_is_none(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(PageKVError, match="cannot be made"):
+        with pytest.raises(PageKVError, match="cannot be created"):
             pki.make_directory(path)
     pki.make_directory(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700

@@ -55,7 +55,7 @@ def test_addresses_and_files_are_told(
     assert found["recordings"] == ["a", "b", "c"]
     lines = announced(server, capsys, monkeypatch, **listening).splitlines()
     for line in (
-        "  KV events at tcp://*:1, again at tcp://*:2",
+        "  KV events at tcp://*:1, missed ones at tcp://*:2",
         "  KV events at tcp://*:3",
         "  watch the blocks: http://127.0.0.1:8080/  http://127.0.0.1:9/",
         "  recording to c",

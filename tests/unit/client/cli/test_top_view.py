@@ -96,7 +96,7 @@ def test_fifty_columns_show_what_matters_whole() -> None:
     assert max(map(len, lines)) <= 50
     assert not any("…" in line for line in lines)
     text = "\n".join(lines)
-    for words in ("request-0", "prompt", "output", "blocks", " free", " cached", "sequences run"):
+    for words in ("request-0", "prompt", "output", "blocks", " free", " cached", "sequences running"):
         assert words in text
     assert "preempted" not in text
     assert "preempted" in "\n".join(drawn([rates_between(None, now)], now, 80))

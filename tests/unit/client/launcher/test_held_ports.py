@@ -19,7 +19,7 @@ def test_a_port_is_held_until_the_end() -> None:
     port = port_of(ports.target("127.0.0.1", 0, "--port"))
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
-    with pytest.raises(StackError, match=f"^--port {port}: two processes cannot have one port; --port 0"):
+    with pytest.raises(StackError, match=f"^--port {port}: two processes cannot use the same port; --port 0"):
         ports.target("127.0.0.1", port, "--port")
     ports.close()
     ports.close()
@@ -58,9 +58,9 @@ def test_endpoints_of_tcp_are_held_and_others_are_not() -> None:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(StackError, match=rf"^--kv-events tcp://\*:{port}: this port cannot be had"):
+        with pytest.raises(StackError, match=rf"^--kv-events tcp://\*:{port}: this port cannot be used"):
             ports.hold({"kv-events": f"tcp://*:{port}"})
     ports.hold({"kv-events": f"tcp://*:{port}", "gateway-events": "ipc:///tmp/events", "none": ""})
-    with pytest.raises(StackError, match="two processes cannot have one port"):
+    with pytest.raises(StackError, match="two processes cannot use the same port"):
         ports.target("127.0.0.1", port, "--port")
     ports.close()

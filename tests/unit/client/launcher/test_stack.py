@@ -172,7 +172,7 @@ def test_a_taken_port_is_a_clear_error(journal: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(StackError, match=rf"port {port} of 127.0.0.1 cannot be used .*--executor-port 0"):
             Stack(config(journal, executor_port=port))
-    with held_port() as port, pytest.raises(StackError, match="two processes cannot have one port"):
+    with held_port() as port, pytest.raises(StackError, match="two processes cannot use the same port"):
         Stack(config(journal, port=port, executor_port=port))
 
 
@@ -239,7 +239,7 @@ def test_an_event_port_that_is_taken_is_refused_with_the_flag(journal: Path, fla
     with socket.create_server(("127.0.0.1", 0)) as taken:
         endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         given = ["--kv-events", *free, f"{flag}={endpoint}"]
-        words = f"^{flag} {endpoint}: this port cannot be had; choose another, or 0 for any$"
+        words = f"^{flag} {endpoint}: this port cannot be used; choose another, or 0 for a free one$"
         with pytest.raises(StackError, match=words):
             Stack(config(journal, manager_args=given))
         # Without events nothing listens there.

@@ -60,23 +60,30 @@ def add(commands: Subparsers) -> None:
     add_connection(parser, timeout=None)
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
-        "--concurrency", type=integer(1, 4096), default=8, metavar="N", help="requests at once, closed loop [8]"
+        "--concurrency",
+        type=integer(1, 4096),
+        default=8,
+        metavar="N",
+        help="requests under way at any time (closed loop) [8]",
     )
     load.add_argument(
-        "--rate", type=number(0.001, 1e5), metavar="R", help="requests a second, Poisson arrivals, instead"
+        "--rate",
+        type=number(0.001, 1e5),
+        metavar="R",
+        help="instead of --concurrency: requests a second, with Poisson arrivals",
     )
     tokens, limit = span(1, 2**20), number(0.001, 1e7)
     add_flags(
         parser,
         ("requests", integer(1, 10**6), 64, "N", "requests to send [64]"),
-        ("prompt-tokens", tokens, (64, 256), "LO:HI", "own tokens of a prompt [64:256]"),
-        ("output-tokens", tokens, (64, 64), "LO:HI", "tokens to generate [64]"),
+        ("prompt-tokens", tokens, (64, 256), "LO:HI", "tokens of each prompt, without the shared prefix [64:256]"),
+        ("output-tokens", tokens, (64, 64), "LO:HI", "tokens to generate for each request [64]"),
         ("shared-prefix", integer(0, 2**20), 0, "N", "tokens that all prompts begin with [0]"),
         ("text", Path, None, "FILE", "take prompts from this text instead of random token ids"),
-        ("temperature", number(0, 100), 0.0, "X", "[0: greedy]"),
-        ("seed", integer(0, 2**63 - 1), None, "N", "of the workload [random]"),
-        ("max-ttft-ms", limit, 500.0, "MS", "objective for the first token [500]"),
-        ("max-inter-token-ms", limit, 50.0, "MS", "objective for the mean gap after it [50]"),
+        ("temperature", number(0, 100), 0.0, "X", "sampling temperature; 0 is greedy [0]"),
+        ("seed", integer(0, 2**63 - 1), None, "N", "seed of the prompts, lengths and arrivals [random]"),
+        ("max-ttft-ms", limit, 500.0, "MS", "objective: milliseconds to the first token [500]"),
+        ("max-inter-token-ms", limit, 50.0, "MS", "objective: mean milliseconds between later tokens [50]"),
     )
     parser.add_argument("--reset-cache", action="store_true", help="remove every cached prefix first")
 
@@ -113,7 +120,7 @@ async def _run(
         needed = workload.shared_prefix + workload.prompt_tokens[1] + workload.output_tokens[1]
         if needed > info.max_sequence_tokens:
             raise UsageError(
-                f"the longest request needs {needed} tokens, and the server holds {info.max_sequence_tokens}"
+                f"the longest request needs {needed} tokens, and the server serves at most {info.max_sequence_tokens}"
             )
         text_ids = () if args.text is None else await client.tokenize(_read(args.text))
         try:
@@ -186,14 +193,15 @@ def verdict(workload: Workload, report: LoadReport, objectives: Objectives) -> l
         lines.append(
             f"{late} of {judged} requests missed the objective for the first token: up to "
             f"{milliseconds(report.ttft_s.max)}, bound {objectives.ttft_ms:g}; likely cause: they waited for a place "
-            f"in the batch, or for long prompts to be computed ({less}, shorter prompts or a --shared-prefix show it)"
+            f"in the batch, or for long prompts to be computed (to check, try {less}, shorter prompts or "
+            "--shared-prefix)"
         )
     if slow and report.inter_token_s is not None:
         lines.append(
             f"{slow} of {judged} requests missed the objective between tokens: "
             f"{milliseconds(report.inter_token_s.mean)} on average over all, bound {objectives.inter_token_ms:g}; "
             f"likely cause: steps are slow because many sequences share them, or blocks run out and requests are "
-            f"preempted ({less} shows it; pagekv stats counts preemptions)"
+            f"preempted (to check, try {less}; pagekv stats counts preemptions)"
         )
     if judged - late - slow:
         lines.append(f"{judged - late - slow} of {judged} met both.")

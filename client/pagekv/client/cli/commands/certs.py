@@ -28,7 +28,7 @@ _HOST = re.compile(rf"(?:{_LABEL}\.)*(?!\d+$){_LABEL}")
 def add(commands: Subparsers) -> None:
     help = "make a private authority and certificates, or renew these"
     parser = add_command(commands, "certs", help, run, examples=EXAMPLES)
-    parser.add_argument("directory", type=_directory, metavar="DIR", help="for the files; made where it is not there")
+    parser.add_argument("directory", type=_directory, metavar="DIR", help="directory for the files; created if missing")
     parser.add_argument(
         "--name",
         type=_host,
@@ -36,11 +36,15 @@ def add(commands: Subparsers) -> None:
         default=[],
         dest="names",
         metavar="HOST",
-        help="another name or IP address of manager and executor, besides this machine's own; repeatable. One given "
-        "before stays",
+        help="further host name or IP address for the certificates of manager and executor, besides localhost and "
+        "those of compose.yaml; may be given repeatedly; names of earlier runs are kept",
     )
     parser.add_argument(
-        "--days", type=integer(1, 3650), default=365, metavar="N", help="how long certificates are valid [365]"
+        "--days",
+        type=integer(1, 3650),
+        default=365,
+        metavar="N",
+        help="days for which the certificates are valid, 1 to 3650 [365]",
     )
 
 
@@ -87,11 +91,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.print(f"  {name:8} valid until {end:%Y-%m-%d}")
     terminal.print("start both:")
     terminal.print(f"  {shlex.join(['pagekv', 'up', '--certs', str(directory)])}")
-    terminal.print("or each by itself; on machines of their own with --listen, and the manager with --executor:")
+    terminal.print(
+        "or each process by itself (on separate machines: both with --listen, the manager also with --executor):"
+    )
     for name in ("executor", "manager"):
         terminal.print(f"  {commands[name]}")
-    terminal.print(f"and ask:\n  {commands['client']}")
-    terminal.note("ca.key makes every caller known: keep it where no process of PageKV runs.")
+    terminal.print(f"and send a request:\n  {commands['client']}")
+    terminal.note("anybody who has ca.key can impersonate every caller: keep it where no process of PageKV runs.")
     return 0
 
 

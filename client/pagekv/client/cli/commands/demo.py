@@ -49,9 +49,14 @@ def add(commands: Subparsers) -> None:
     parser = add_command(
         commands, "demo", "start the stack on free ports, generate some text, stop it again", run, examples=EXAMPLES
     )
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="instead of the demo's own prompts")
-    parser.add_argument("--max-tokens", type=int, default=60, metavar="N", help="tokens for each prompt [60]")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="X", help="0 is greedy [0.8]")
+    words = "prompt to use instead of the demo's own; may be given repeatedly"
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help=words)
+    parser.add_argument(
+        "--max-tokens", type=int, default=60, metavar="N", help="tokens to generate for each prompt [60]"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="sampling temperature; 0 is greedy [0.8]"
+    )
     add_stack_flags(parser)
     parser.set_defaults(**OWN_STACK)
 
@@ -126,7 +131,7 @@ def _show(client: PageKVClient, args: argparse.Namespace, terminal: Terminal, re
             }
         )
     if not generated:
-        raise PageKVError("the model answered without a word of text")
+        raise PageKVError("the model generated no text")
     if not hit:
-        raise PageKVError("the second run of a prompt did not come from the prefix cache, or differed")
+        raise PageKVError("a prompt that was sent again did not hit the prefix cache, or gave another text")
     return 0

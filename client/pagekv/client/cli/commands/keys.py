@@ -24,29 +24,30 @@ def add(commands: Subparsers) -> None:
     # `list_` never runs for `keys` itself, because a subcommand is required.
     parser = add_command(commands, "keys", "make and list API keys of callers", list_, examples=EXAMPLES)
     own = parser.add_subparsers(prog="pagekv keys", metavar="add|list", required=True)
-    adding = add_command(own, "add", "draw a key for a caller; standard output has it, once", add_)
-    adding.add_argument("name", type=_name, metavar="NAME", help="of the caller, as logs and metrics show it")
+    adding = add_command(own, "add", "make a key for a caller and print it, this once", add_)
+    adding.add_argument("name", type=_name, metavar="NAME", help="name of the caller in logs and metrics")
     adding.add_argument(
         "--role",
         action="append",
         required=True,
         choices=ROLES,
         dest="roles",
-        help="what the caller may do: generate, with all about its own prompts; observe all that is served; operate, "
-        "which changes what belongs to all. Repeatable",
+        help="what the caller may do: generate, and ask about its own prompts; observe: read statistics and metrics; "
+        "operate: see and change what belongs to all callers; may be given repeatedly",
     )
-    adding.add_argument("--tenant", type=_name, metavar="NAME", help="for whom the calls are [NAME itself]")
+    adding.add_argument("--tenant", type=_name, metavar="NAME", help="tenant of the caller [NAME]")
     adding.add_argument(
         "--act-for",
         action="append",
         default=[],
         type=lambda text: text if text == "*" else _name(text),
         metavar="TENANT",
-        help="a tenant that calls may name instead, with the role act-for; * for any. Repeatable",
+        help="another tenant for which the caller may act, or * for any; adds the role act-for; may be given "
+        "repeatedly",
     )
     listing = add_command(own, "list", "list callers, their tenants and roles", list_)
     for each in (adding, listing):
-        each.add_argument("--file", type=Path, required=True, metavar="FILE", help="identities.toml of the manager")
+        each.add_argument("--file", type=Path, required=True, metavar="FILE", help="identities file of the manager")
 
 
 def _name(text: str) -> str:
@@ -65,8 +66,8 @@ def add_(args: argparse.Namespace, terminal: Terminal) -> int:
         return 0
     terminal.print(key)
     terminal.note(
-        f"This is the key of {args.name} ({', '.join(roles)}), shown only now: {args.file} has its SHA-256 alone. "
-        "A caller gives it as PAGEKV_API_KEY."
+        f"This is the key of {args.name} ({', '.join(roles)}). It is not shown again: {args.file} has only its "
+        "SHA-256. The caller sets PAGEKV_API_KEY to it."
     )
     return 0
 

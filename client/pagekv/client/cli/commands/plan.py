@@ -28,8 +28,8 @@ EXAMPLES = """\
   pagekv plan ~/models/Qwen3-0.6B --lengths 600,1250,4000,128
   pagekv plan ~/models/Qwen3-0.6B --shared-prefix 1000 --requests 100
 
-MODEL is a directory with a config.json, such a file, demo, or a hub id. Flags for the model's shape win over it.
-The dtype is that of the KV cache [the model's]: the CPU backend keeps float32 unless its own --dtype says otherwise.
+Flags for the shape of the model override its config.json. Without --dtype the KV cache has the model's element type;
+the CPU backend has a cache of float32 unless its own --dtype says otherwise.
 """
 DEFAULT_CONTEXTS = (4096, 32768, 131072)
 # Element type of `pagekv up` with the CPU backend if no --dtype is given.
@@ -50,24 +50,31 @@ def add(commands: Subparsers) -> None:
         ("kv-heads", integer(1, kv_geometry.MAX_KV_HEADS), None, "N", "KV heads of a layer"),
         ("head-size", integer(1, kv_geometry.MAX_HEAD_SIZE), None, "N", "elements of a head's vector"),
         ("dtype", _dtype, None, "TYPE",
-         f"of the KV cache, such as fp8 [the model's, else {kv_geometry.DEFAULT_DTYPE}]"),
+         f"element type of the KV cache, such as fp8 [the model's, else {kv_geometry.DEFAULT_DTYPE}]"),
         ("context", integer(1, most), None, "N",
-         f"tokens of a sequence at most [the model's, else {kv_geometry.DEFAULT_CONTEXT}]"),
+         f"most tokens of a sequence [the model's, else {kv_geometry.DEFAULT_CONTEXT}]"),
     )  # fmt: skip  # laid out as a table
     add_flags(
         parser.add_argument_group("deployment"),
         ("block-size", power_of_two(1, 256), 16, "N", "tokens in one block [16]"),
         ("tp", integer(1, 1024), 1, "N", "tensor-parallel ranks [1]"),
         ("memory", size_in_bytes(1, 2**60), None, "SIZE", "KV memory of one rank, such as 8GiB"),
-        ("overhead", number(0, 10), 0.04, "X", "what a request takes beyond its tokens, as a share [0.04]"),
+        (
+            "overhead",
+            number(0, 10),
+            0.04,
+            "X",
+            "memory of a request beyond that of its tokens, as a share of it, 0 to 10 [0.04]",
+        ),
     )
     add_flags(
         parser.add_argument_group("questions"),
         ("contexts", numbers(1, most), None, "N,N",
-         "footprints at these lengths [4096, 32768 and 131072 up to the context, and the context]"),
-        ("batches", numbers(1, 10**6), (1, 8, 32, 128), "N,N", "and at so many sequences [1,8,32,128]"),
-        ("lengths", numbers(1, most), None, "N,N", "waste of sequences of these lengths, reserved and paged"),
-        ("shared-prefix", integer(1, most), None, "N", "blocks saved where requests share N tokens"),
+         "memory at these lengths [4096, 32768 and 131072 up to the context, and the context]"),
+        ("batches", numbers(1, 10**6), (1, 8, 32, 128), "N,N", "memory for these numbers of sequences [1,8,32,128]"),
+        ("lengths", numbers(1, most), None, "N,N",
+         "memory wasted by sequences of these lengths: with the whole context reserved, and with blocks"),
+        ("shared-prefix", integer(1, most), None, "N", "blocks saved if requests share a prefix of N tokens"),
         ("requests", integer(1, 10**9), 100, "N", "requests that share the prefix [100]"),
     )  # fmt: skip  # laid out as a table
 
@@ -379,7 +386,7 @@ def _saving_text(plan: _Plan, saving: kv_budget.PrefixSaving) -> str:
         ]  # fmt: skip  # laid out as a table
     if plan.sharing is not None and plan.sharing_tables is not None:
         rows += [
-            ("that fit", f"{_count(plan.sharing, 'request')} of {plan.geometry.context} tokens, the prefix held once"),
+            ("fits", f"{_count(plan.sharing, 'request')} of {plan.geometry.context} tokens, the prefix held once"),
             ("tables", f"{size_text(plan.sharing_tables)} of block tables for them, on top"),
         ]
     return table(rows, indent="  ")

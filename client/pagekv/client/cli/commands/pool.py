@@ -22,14 +22,20 @@ BLOCKS_EXAMPLES = "  pagekv blocks --state cached --limit 20\n"
 def add(commands: Subparsers) -> None:
     parser = add_query(commands, "blocks", "list blocks of the pool", blocks, examples=BLOCKS_EXAMPLES)
     parser.add_argument("--state", choices=get_args(BlockState), help="only blocks in this state")
-    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="blocks at most [100]")
-    parser = add_query(commands, "requests", "list the live requests, those that run first", requests)
-    parser.add_argument("--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="requests at most [100]")
+    parser.add_argument(
+        "--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="most blocks to list [100]"
+    )
+    parser = add_query(commands, "requests", "list the live requests, running ones first", requests)
+    parser.add_argument(
+        "--limit", type=integer(1, 2**32 - 1), default=100, metavar="N", help="most requests to list [100]"
+    )
     parser = add_query(commands, "block-table", "show the block tables of a live request", block_table)
     parser.add_argument("request_id", metavar="REQUEST_ID")
     parser = add_query(commands, "reset-cache", "remove every cached prefix", reset_cache)
     parser.add_argument(
-        "--force", action="store_true", help="preempt running requests, which go on by themselves, and end pins"
+        "--force",
+        action="store_true",
+        help="also if blocks are in use: running requests are preempted and then continue, pins end",
     )
     parser = add_query(commands, "abort", "end running requests", abort)
     parser.add_argument("request_ids", nargs="+", metavar="REQUEST_ID")

@@ -52,12 +52,16 @@ def add(commands: Subparsers) -> None:
     help = "say block by block why a prompt hits the cache or misses"
     _add_about_prompt(commands, "explain", help, explain, text)
     text = '"You are a helpful assistant." --lease 3600'
-    parser = _add_about_prompt(commands, "pin", "keep what is cached of a prompt from eviction", pin, text)
+    parser = _add_about_prompt(commands, "pin", "protect the cached blocks of a prompt from eviction", pin, text)
     parser.add_argument(
-        "--lease", type=integer(1, 86_400), default=600, metavar="S", help="for so many seconds, up to a day [600]"
+        "--lease",
+        type=integer(1, 86_400),
+        default=600,
+        metavar="S",
+        help="seconds until the pin ends, 1 to 86400 [600]",
     )
-    parser.add_argument("--pin-id", default="", metavar="ID", help="renew this pin, or make one of this name")
-    add_query(commands, "pins", "list the pins whose lease runs", pins)
+    parser.add_argument("--pin-id", default="", metavar="ID", help="id of the pin; a pin with this id is renewed")
+    add_query(commands, "pins", "list the pins that have not ended", pins)
     parser = add_query(commands, "unpin", "end a pin before its lease is over", unpin)
     parser.add_argument("pin_id", metavar="PIN_ID")
     parser = add_command(
@@ -65,9 +69,9 @@ def add(commands: Subparsers) -> None:
     )
     add_connection(parser, timeout=None)
     parser.add_argument(
-        "--progress", type=number(1, 3600), metavar="S", help="after S seconds without changes say that there were none"
+        "--progress", type=number(1, 3600), metavar="S", help="after S seconds without a change print a line, 1 to 3600"
     )
-    parser.add_argument("--tokens", action="store_true", help="with the token ids of each block")
+    parser.add_argument("--tokens", action="store_true", help="also print the token ids of each block")
     parser.add_argument(
         "--limit", type=integer(1, 2**31), metavar="N", help="end after N batches; the snapshot is the first"
     )
@@ -89,7 +93,7 @@ def lookup(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -
     ]
     if found.partial_tokens:
         which = "1 more token is" if found.partial_tokens == 1 else f"{found.partial_tokens} more tokens are"
-        lines.append(f"{which} the beginning of a cached block, and would be reused from a copy of that block")
+        lines.append(f"{which} at the beginning of a cached block, and would be reused by copying that block")
     if found.block_ids:
         lines.append(f"blocks {' '.join(map(str, found.block_ids))}")
     return Shown(found, "\n".join(lines))
@@ -154,7 +158,7 @@ def _until(time: datetime | None) -> str:
 
 def unpin(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     tokens = client.unpin_prefix(args.pin_id)
-    text = f"{tokens} tokens unpinned" if tokens else "no such pin, or its lease was over"
+    text = f"{tokens} tokens unpinned" if tokens else "no such pin, or its lease has ended"
     return Shown({"unpinned_tokens": tokens}, text)
 
 
@@ -173,7 +177,7 @@ def watch(args: argparse.Namespace, terminal: Terminal) -> int:
             elif batch.snapshot:
                 blocks.update(event.tier for event in batch.events if isinstance(event, BlockStored))
                 if not batch.more:
-                    on_host = f", {blocks['host']} in that of the host pool" if blocks["host"] else ""
+                    on_host = f", {blocks['host']} in the host pool's" if blocks["host"] else ""
                     terminal.print(
                         f"{blocks['device']} blocks in the device's prefix table{on_host}; revision {batch.revision}"
                     )

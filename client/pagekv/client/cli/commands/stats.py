@@ -32,7 +32,7 @@ def add(commands: Subparsers) -> None:
         const=1.0,
         type=seconds,
         metavar="S",
-        help="every S seconds until Ctrl-C: pagekv top, or JSON [1]",
+        help="repeat every S seconds until Ctrl-C: as pagekv top, or with --json as JSON [1]",
     )
 
 
@@ -56,7 +56,8 @@ def stats(args: argparse.Namespace, terminal: Terminal) -> int:
 def stats_text(now: Stats, terminal: Terminal) -> str:
     busy, idle = now.executor_busy_us_total, now.executor_idle_us_total
     # Held blocks cannot be evicted, so little is left for eviction.
-    pressure = "; above 80% new work preempts rather than evicts" if now.kv_usage > HIGH_USAGE else ""
+    warning = "; above 80% new requests preempt others instead of evicting cached blocks"
+    pressure = warning if now.kv_usage > HIGH_USAGE else ""
     # Without active blocks there is no utilisation to show.
     filled = f"{now.utilization:.1%}" if now.active_blocks else "-"
     groups = {
@@ -78,7 +79,7 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
             ("misses", f"{now.misses_never_seen_total} never seen, {now.misses_evicted_total} evicted, "
                        f"{now.misses_cleared_total} cleared, {now.misses_diverged_total} diverged, "
                        f"{now.misses_partial_tail_total} partial tail"),
-            ("hash alarms", f"{now.hash_alarms_total} digests that stood for other tokens"),
+            ("hash alarms", f"{now.hash_alarms_total} digests that stood for other tokens (collision, faulty memory)"),
         ],
         "load": [
             ("sequences", f"{now.running_sequences} running, {now.waiting_sequences} waiting"),
@@ -100,7 +101,11 @@ def stats_text(now: Stats, terminal: Terminal) -> str:
 
 
 def graphs_text(recorded: int, failed: int) -> str:
-    trouble = f", {failed} FAILED: steps of their shapes are slower, the executor's log says why" if failed else ""
+    trouble = (
+        f", {failed} FAILED: steps of these shapes run without a graph, slower; the executor's log says why"
+        if failed
+        else ""
+    )
     return f"{recorded} recorded{trouble}"
 
 

@@ -21,12 +21,12 @@ HEADS = (
 
 
 def add(commands: Subparsers) -> None:
-    add_query(commands, "tenants", "list the tenants and what each took", tenants, examples=EXAMPLES)
+    add_query(commands, "tenants", "list the tenants and what each has used", tenants, examples=EXAMPLES)
 
 
 def tenants(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:
     found = client.list_tenants()
-    none = "no tenants: there are some where callers have identities (--identities of the manager)"
+    none = "no tenants: only a manager with --identities has tenants"
     return Shown({"tenants": found}, table(list(map(_row, found)), HEADS) if found else none)
 
 

@@ -25,10 +25,13 @@ def add(commands: Subparsers) -> None:
     )
     add_prompt(parser)
     parser.add_argument(
-        "--chat", type=Path, metavar="FILE", help='a JSON list of {"role": ..., "content": ...} instead'
+        "--chat",
+        type=Path,
+        metavar="FILE",
+        help='conversation instead of PROMPT: a JSON list of {"role": ..., "content": ...}',
     )
     parser = add_query(commands, "detokenize", "show the text of token ids", detokenize)
-    parser.add_argument("token_ids", type=token_ids, metavar="IDS", help="such as 5,17,4")
+    parser.add_argument("token_ids", type=token_ids, metavar="IDS", help="token ids, such as 5,17,4")
 
 
 def tokenize(client: PageKVClient, args: argparse.Namespace, terminal: Terminal) -> Shown:

@@ -25,7 +25,9 @@ def add(commands: Subparsers) -> None:
     add_connection(parser)
     parser.add_argument("--every", type=number(0.1, 3600), default=1.0, metavar="S", help="seconds between frames [1]")
     parser.add_argument(
-        "--once", action="store_true", help="one frame, as where the output is no terminal and --json is not given"
+        "--once",
+        action="store_true",
+        help="print one frame and end; without --json also if the output is not a terminal",
     )
 
 

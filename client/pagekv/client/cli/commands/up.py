@@ -52,7 +52,7 @@ _ADDRESSES = {
 }
 # Modules that the manager imports for its HTTP port; the extra `observe` brings them.
 HTTP_NEEDS = ("aiohttp", "prometheus_client")
-_ACCEPT = "accept with --insecure that other machines use it"
+_ACCEPT = "allow other machines to use it with --insecure"
 # Seconds between two progress lines of one phase of the start.
 _PROGRESS_S = 5.0
 # Seconds between two checks of the processes.
@@ -69,34 +69,34 @@ def add(commands: Subparsers) -> None:
         aliases=ALIASES,
     )
     port = integer(0, 65535)
-    words = "address to listen on; executors are at 127.0.0.1 always"
+    words = "address that manager, page and gateway listen on; executors always listen on 127.0.0.1"
     parser.flag("host", words, default="127.0.0.1", type=listening_host, metavar="HOST")
     parser.flag("insecure", INSECURE_HELP, default=False)
-    words = "port for clients; 0 takes a free one; of several replicas the first one's"
+    words = "port for clients; 0 takes a free one; with --replicas the port of the first manager"
     parser.flag("port", words, default=50051, type=port, metavar="PORT")
     parser.flag("executor-port", "port of the executor; 0 takes a free one", default=50052, type=port, metavar="PORT")
     group = parser.add_argument_group("the live page (pip install 'pagekv[observe]')")
-    words = "port of the page and of Prometheus metrics; 0, or where it is taken: a free one [8080]"
+    words = "port of the page and of Prometheus metrics; if it is 0 or taken, a free one [8080]"
     add_flags(group, ("http-port", port, 8080, "PORT", words))
-    group.add_argument("--no-http", action="store_true", help="serve neither")
+    group.add_argument("--no-http", action="store_true", help="serve neither page nor metrics")
     group = parser.add_argument_group("OpenAI endpoint and replicas (the gateway smg: pip install 'pagekv[gateway]')")
     group.add_argument("--gateway", action="store_true", help="start a gateway that speaks OpenAI's HTTP API, too")
     add_flags(
         group,
-        ("gateway-port", port, None, "PORT", "its port; 0: a free one [8000]"),
+        ("gateway-port", port, None, "PORT", "port of the gateway; 0 takes a free one [8000]"),
         ("replicas", integer(1, 64), 1, "N",
          "pairs of executor and KV-manager behind the gateway; more than 1 implies --gateway [1]"),
-        ("gateway-args", _words, None, "ARGS", "any other of its flags (smg launch --help), quoted"),
+        ("gateway-args", _words, None, "ARGS", "any other flags of the gateway (smg launch --help), quoted"),
     )  # fmt: skip  # laid out as a table
-    group.add_argument("--policy", choices=POLICIES, help=f"how it chooses a pair [{POLICIES[0]}]")
+    group.add_argument("--policy", choices=POLICIES, help=f"how the gateway chooses a pair [{POLICIES[0]}]")
     group = parser.add_argument_group("identity (see pagekv certs, pagekv keys)")
     add_flags(
         group,
         ("certs", Path, None, "DIR",
-         "TLS on every port, with the files that pagekv certs DIR made; the executor serves its manager alone"),
+         "TLS on every port, with the files of pagekv certs DIR; the executor serves only its manager"),
         ("identities", Path, None, "FILE",
-         "callers who are let in, and what each may do; where it knows some by certificate, each has to show one "
-         "[with --certs: identities.toml there]"),
+         "identities file: callers, and what each may do; if it identifies any by certificate, every caller must "
+         "present one [with --certs: identities.toml in DIR]"),
     )  # fmt: skip  # laid out as a table
     add_stack_flags(parser)
 
@@ -115,14 +115,17 @@ def add_stack_flags(parser: CommandParser) -> None:
         ("num-device-blocks", str, None, "N", "blocks in the device pool"),
         ("max-model-len", str, None, "N", "tokens of prompt and output together"),
         ("max-queue", str, None, "N", "most sequences that may wait"),
-        ("tokenizer", str, None, "NAME", "where the tokenizer is, if not with the model"),
+        ("tokenizer", str, None, "NAME", "tokenizer: a directory, a hub id, or demo [the model's]"),
         ("executor-args", _words, [], "ARGS", "any other flags of the executor, quoted"),
         ("manager-args", _words, [], "ARGS", "any other flags of the KV-manager, quoted"),
     )
-    words = "ranks that the model is split over, of one machine (pip install 'pagekv[ranks]') [1]"
+    words = "split the model over N ranks on this machine (pip install 'pagekv[ranks]') [1]"
     add_flags(group, ("tp", integer(1, 64), 1, "N", words))
-    parser.add_argument("--verbose", action="store_true", help="show the logs of both processes, not errors alone")
-    add_flags(parser, ("start-timeout", number(1, 86400), 600.0, "S", "seconds to get ready [600]"))
+    parser.add_argument("--verbose", action="store_true", help="show the logs of both processes, not only errors")
+    add_flags(
+        parser,
+        ("start-timeout", number(1, 86400), 600.0, "S", "seconds within which all processes must be ready [600]"),
+    )
 
 
 def _words(text: str) -> list[str]:
@@ -174,7 +177,7 @@ def _check_packages(args: argparse.Namespace) -> None:
     if missing := missing_modules("manager", *([] if backend == "oracle" else ["executor"])):
         raise UsageError(missing_words("serve", missing))
     if args.tp > 1 and find_spec("torch") is None:
-        raise UsageError("--tp: torchrun, which starts the ranks, comes with torch: pip install 'pagekv[serve,ranks]'")
+        raise UsageError("--tp needs torchrun, which comes with torch: pip install 'pagekv[serve,ranks]'")
 
 
 def _process_args(args: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -209,13 +212,17 @@ def _check_gateway(
     """
     if identities:
         if not any(each.kind == GATEWAY for each in list_identities(Path(identities))):
-            raise UsageError(f"--gateway: it passes no identity on: give it one, as [{GATEWAY}] in {identities}")
+            raise UsageError(
+                f"--gateway: the gateway passes no identity on; give it one with a table [{GATEWAY}] in {identities}"
+            )
         if not args.insecure and not is_local(f"{args.host}:{args.port}"):
-            raise UsageError(f"--gateway: it has neither TLS nor a login: leave --host at loopback, or {_ACCEPT}")
+            raise UsageError(
+                f"--gateway: the gateway has neither TLS nor a login: leave --host at loopback, or {_ACCEPT}"
+            )
     if is_bare_oracle(executor_args, os.environ) and tokenizer_name(manager_args, os.environ) is None:
         raise UsageError(
-            "--gateway needs a tokenizer, and --backend oracle has none of its own: add --tokenizer demo, or --model "
-            "demo for its vocabulary and context too"
+            "--gateway needs a tokenizer, and --backend oracle has none: add --tokenizer demo, or --model demo to use "
+            "its vocabulary and context too"
         )
 
 
@@ -245,7 +252,7 @@ def without_tokenizer(config: StackConfig) -> str:
         return ""
     if flag_value("tokenizer", config.manager_args, os.environ) not in (None, "", "auto"):
         return ""
-    return f"{directory} has no {TOKENIZER}, so token ids alone can be served; --tokenizer names another"
+    return f"{directory} has no {TOKENIZER}, so it can only be served token ids; name a tokenizer with --tokenizer"
 
 
 def _gateway(args: argparse.Namespace) -> GatewayConfig | None:

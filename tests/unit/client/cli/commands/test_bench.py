@@ -82,7 +82,7 @@ def test_bench_refuses_what_does_not_fit(
     info = pb.GetModelInfoResponse(max_model_len=200, max_sequence_tokens=100, vocab_size=50)
     server.expect("GetModelInfo", info)
     assert main(["bench", "--prompt-tokens", "90", "--output-tokens", "11"]) == 2
-    assert "needs 101 tokens, and the server holds 100" in capsys.readouterr().err
+    assert "needs 101 tokens, and the server serves at most 100" in capsys.readouterr().err
     text = tmp_path / "text"
     text.write_text("short")
     info.max_sequence_tokens = 1000

@@ -32,7 +32,7 @@ def test_the_second_run_has_to_hit_the_cache_and_say_the_same(
     server.expect("Generate", chunk(again, prompt=40, cached=cached), complete(again, prompt=40, cached=cached))
     server.expect("GetStats", operator_pb.GetStatsResponse(generated_tokens_total=3, steps_total=2))
     with PageKVClient(server.target) as client:
-        failure = "the second run of a prompt did not come from the prefix cache, or differed"
+        failure = "a prompt that was sent again did not hit the prefix cache, or gave another text"
         with nullcontext() if works else pytest.raises(PageKVError, match=failure):
             assert demo._show(client, args, Terminal(), 0.5) == 0
     out = capsys.readouterr().out

@@ -26,7 +26,7 @@ def test_standard_output_has_the_key_alone(path: Path, capsys: pytest.CaptureFix
     assert re.fullmatch(r"pkv_[\w-]{43}\n", out)
     key = out.strip()
     assert key not in err
-    assert "alice (generate, operate), shown only now" in err
+    assert "alice (generate, operate). It is not shown again" in err
     assert key not in path.read_text()
     assert tomllib.loads(path.read_text())["keys"]["alice"]["sha256"] == hashlib.sha256(key.encode()).hexdigest()
 

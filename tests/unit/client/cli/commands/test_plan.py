@@ -67,7 +67,7 @@ def test_the_published_example_as_tables(capsys: pytest.CaptureFixture[str]) -> 
         "  reserved  10.00 GiB at 8192 tokens each, 81.8% unused",
         "  live      1.82 GiB",
         "  tables    12 KiB of block tables for them, on top",
-        "  that fit       6 requests of 8192 tokens, the prefix held once",
+        "  fits           6 requests of 8192 tokens, the prefix held once",
         "  tables         12 KiB of block tables for them, on top",
         "  cpu   no: keys and values in float16 (it has float32, bfloat16, float64)",
         "  cuda  yes",

@@ -30,7 +30,7 @@ def test_lookup_tells_what_a_copied_block_adds(
     assert main(["lookup", "hi"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "12 of 20 tokens cached (60%): 8 on the device, 4 on the host",
-        f"{which} the beginning of a cached block, and would be reused from a copy of that block",
+        f"{which} at the beginning of a cached block, and would be reused by copying that block",
         "blocks 7 3",
     ]
 
@@ -172,7 +172,7 @@ def test_watch_counts_the_blocks_of_both_tiers(
         "WatchEvents", operator_pb.WatchEventsResponse(sequence=1, snapshot=True, events=[_event("aa"), kept])
     )
     assert main(["watch", "--limit", "1"]) == 0
-    assert capsys.readouterr().out == f"1 {TABLE}, 1 in that of the host pool; revision 0\n"
+    assert capsys.readouterr().out == f"1 {TABLE}, 1 in the host pool's; revision 0\n"
 
 
 def test_watch_json_ends_after_as_many_batches_as_asked_for(

@@ -77,7 +77,7 @@ def test_stats_warn_of_a_pool_with_nothing_to_evict(
 ) -> None:
     for usage, words in (
         (0.80, "0 (80.0%), slots filled -\n"),
-        (0.81, "0 (81.0%), slots filled -; above 80% new work preempts rather than evicts\n"),
+        (0.81, "0 (81.0%), slots filled -; above 80% new requests preempt others instead of evicting cached blocks\n"),
     ):
         server.expect("GetStats", operator_pb.GetStatsResponse(kv_usage=usage))
         assert main(["stats"]) == 0

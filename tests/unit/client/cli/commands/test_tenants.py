@@ -48,5 +48,5 @@ def test_a_sentence_where_there_are_none(
         server.expect("ListTenants", operator_pb.ListTenantsResponse())
         assert main(line) == 0
     people, scripts = capsys.readouterr().out.splitlines()
-    assert people == "no tenants: there are some where callers have identities (--identities of the manager)"
+    assert people == "no tenants: only a manager with --identities has tenants"
     assert json.loads(scripts) == {"tenants": []}

@@ -127,7 +127,7 @@ def test_up_serves_no_page_where_the_manager_has_its_own_address_or_cannot(
 def test_a_model_without_a_tokenizer_is_told_before_anything_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = f"{tmp_path} has no tokenizer.json, so token ids alone can be served; --tokenizer names another"
+    words = f"{tmp_path} has no tokenizer.json, so it can only be served token ids; name a tokenizer with --tokenizer"
     # No model directory at all, which the executor says.
     assert up.without_tokenizer(made("--model", str(tmp_path))) == ""
     (tmp_path / "config.json").touch()
@@ -280,7 +280,10 @@ def test_a_gateway_needs_an_identity_where_others_do(
     keys = identities_of_keys(tmp_path)
     for flags in (["--certs", str(certificates)], ["--identities", str(keys)]):
         assert main(["up", "--gateway", *flags]) == 2
-        assert "--gateway: it passes no identity on: give it one, as [gateway] in" in capsys.readouterr().err
+        assert (
+            "--gateway: the gateway passes no identity on; give it one with a table [gateway] in"
+            in capsys.readouterr().err
+        )
     keys.write_text(keys.read_text() + '[gateway]\nroles = ["generate"]\n')
     flags = ["--gateway", "--certs", str(certificates), "--identities", str(keys)]
     ours = made(*flags)
@@ -288,7 +291,7 @@ def test_a_gateway_needs_an_identity_where_others_do(
     assert "--gateway-api" not in ours.manager_args
     # The gateway itself asks nobody.
     for more, refused in (([], True), (["--insecure"], False)):
-        with pytest.raises(UsageError, match="--gateway: it has neither TLS") if refused else nullcontext():
+        with pytest.raises(UsageError, match="--gateway: the gateway has neither TLS") if refused else nullcontext():
             made(*flags, "--host=0.0.0.0", *more)
 
 
